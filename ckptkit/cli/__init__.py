@@ -1,4 +1,4 @@
-"""Run the command line: options, tables and exit codes. Prints, alone of all rooms, and errors end here."""
+"""The command line: options, tables and exit codes. Only this package prints, and it reports every error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.version import __version__
 
 
 class Interrupted(BaseException):
-    """A signal that asks us to stop; what was begun is taken back on the way out."""
+    """SIGINT or SIGTERM was received. Raised so that handlers undo unfinished work on the way out."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -31,9 +31,9 @@ _shown: set[str] = set()
 
 
 def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
-    """Print a warning as a note; where in the code it arose is of no use to whoever types commands.
+    """Print a warning as a note, without the source line, which does not help users of the command line.
 
-    Each is printed once: Python's own filter forgets what it has shown when a library changes the filters.
+    Prints each text once. Python's own filter is not enough: it resets when a library changes the filters.
     """
     from ckptkit.cli.output import note
 
@@ -43,32 +43,33 @@ def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
         note(text)
 
 
-def raise_again(lost: sys.UnraisableHookArgs) -> None:
-    """Let an interruption come again that Python dropped, raised where nobody could catch it, as in a destructor."""
-    if isinstance(lost.exc_value, Interrupted):
-        threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.exit_code - 128)).start()
+def resend_dropped_signal(unraisable: sys.UnraisableHookArgs) -> None:
+    """Send a signal again if its `Interrupted` was raised where Python drops exceptions, such as in a destructor."""
+    if isinstance(unraisable.exc_value, Interrupted):
+        # from another thread, a moment later, so that the signal arrives after the destructor has returned
+        threading.Timer(0.01, os.kill, (os.getpid(), unraisable.exc_value.exit_code - 128)).start()
     else:
-        sys.__unraisablehook__(lost)
+        sys.__unraisablehook__(unraisable)
 
 
-def is_want_of_memory(error: BaseException) -> bool:
-    """Return whether memory was short where this was raised, be it by the loader of libraries or the interpreter."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an error means too little memory, whether of the interpreter or of the dynamic linker."""
     is_unloaded = isinstance(error, ImportError) and "failed to map segment" in str(error)
     return is_unloaded or isinstance(error, MemoryError | SystemError)
 
 
 def missing_package(error: Exception) -> str | None:
-    """Return the package that an import did not find; None for a module of ours or of Python's library."""
+    """Return the package that an import did not find; None for a module of ckptkit or the standard library."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     package = (name or "").partition(".")[0]
     return None if package in {"", "ckptkit", *sys.stdlib_module_names} else package
 
 
 def translate(error: Exception) -> CkptError:
-    """Return a missing package, or what the system refused us, as an error of ours. Raises an error of another kind."""
+    """Return a CkptError for a missing package, too little memory or an OSError. Raises any other error again."""
     if package := missing_package(error):
         return Usage(f"{package} is not installed", hint=f"run `pip install {package}`")
-    if is_want_of_memory(error):
+    if is_out_of_memory(error):
         return IOFailure("not enough memory", hint="use fewer --jobs, or a machine or a limit with more memory")
     if not isinstance(error, OSError):
         raise error
@@ -77,16 +78,16 @@ def translate(error: Exception) -> CkptError:
 
 
 def main() -> None:
-    """Run the command line; every error of ours ends here."""
+    """Run the command line, report errors, and exit with the exit code."""
     if sys.argv[1:] in (
         ["--version"],
         ["-V"],
-    ):  # all that is imported below would take four times as long as the answer
+    ):  # fast path: the imports below take four times as long
         print(f"ckptkit {__version__}")
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    sys.unraisablehook = raise_again
+    sys.unraisablehook = resend_dropped_signal
     warnings.simplefilter("always", DurabilityWarning)
     warnings.simplefilter("once", CheckpointWarning)
     warnings.showwarning = show_warning
@@ -97,13 +98,13 @@ def main() -> None:
     except (CkptError, OSError, MemoryError, SystemError, ImportError) as error:
         from ckptkit.cli.output import print_error
 
-        said = error if isinstance(error, CkptError) else translate(error)
-        if said.hint:
+        reported = error if isinstance(error, CkptError) else translate(error)
+        if reported.hint:
             from ckptkit.cli.commands import fit_hint
 
-            said.hint = fit_hint(said.hint, sys.argv[1:])
-        print_error(said, as_json="--json" in sys.argv)
-        sys.exit(said.exit_code)
+            reported.hint = fit_hint(reported.hint, sys.argv[1:])
+        print_error(reported, as_json="--json" in sys.argv)
+        sys.exit(reported.exit_code)
     except Interrupted as stop:
         print("\n".join(["interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)
         sys.exit(stop.exit_code)

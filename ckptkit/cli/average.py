@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.cli.consent import Yes, noted, withhold
-from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, asked, parse_weights, show
+from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
+from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, chosen_options, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -60,6 +60,6 @@ def average(
         raise Usage("--also: expected one run, found several sources", hint="pass one run and --last K")
     sources = [with_others(source, also) for source in sources]
     with progress_bar("averaging") as progress:
-        wanted = {"to": to, **asked(options), **withhold(out, yes=yes)}
+        wanted = {"to": to, **chosen_options(options), **dry_run_option(out, yes=yes)}
         done = run(sources, out, weights=parse_weights(weights), last=last, **wanted, progress=progress)
-    show(done.source, noted(done, yes=yes), "averaged", json=json)
+    show(done.source, with_hub_note(done, yes=yes), "averaged", json=json)

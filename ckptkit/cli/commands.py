@@ -1,4 +1,4 @@
-"""Find the commands, also by names that people guess, and load one when it is asked for."""
+"""The table of commands, with synonyms for guessed names; imports the module of a command only when it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import Usage
 from ckptkit.version import __version__
 
-# Accepted: commands, and options of a command.
+# Synonyms that ckptkit accepts, of commands and of options.
 SYNONYMS = {
     "export": "consolidate",
     **dict.fromkeys(("info", "show"), "inspect"),
@@ -42,7 +42,8 @@ OPTION_SYNONYMS = {
     "smoke": dict.fromkeys(("--world-size", "--ranks", "--gpus"), "--nproc"),
 }
 
-# Answered with another command line: they ask for what a command has no word for, or delete something.
+# Guessed commands that ckptkit does not run, with the command line that the hint suggests: they need other options,
+# or they delete something.
 _COMMANDS = {
     **dict.fromkeys(("fix", "repair"), "doctor CKPT --fix OUT"),
     **dict.fromkeys(("salvage", "recover", "rescue"), "consolidate SRC OUT --salvage"),
@@ -54,7 +55,7 @@ _COMMANDS = {
     "status": "ls RUN",
     "version": "--version",
 }
-# Answered with the first of these options that the command has.
+# Guessed options, with candidates for the hint: it suggests the first that the command has.
 _OPTIONS = {
     **dict.fromkeys(("--force", "-f"), ("--overwrite", "--yes")),
     **dict.fromkeys(("--key", "--prefix"), ("--under", "--include")),
@@ -76,17 +77,17 @@ _FORMATS = {
 
 
 def hint_on_command(name: str, commands: Iterable[str]) -> str:
-    """Return what to run in the place of a command that there is not."""
+    """Return the hint for an unknown command: what to run instead."""
     near = get_close_matches(name, commands, n=1, cutoff=0.75)
     return f"run `ckptkit {_COMMANDS.get(name, near[0] if near else '--help')}`"
 
 
 def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str]) -> str:
-    """Return what to pass in the place of an option that a command does not have; `usage` shows its arguments."""
+    """Return the hint for an unknown option of a command: what to pass instead. `usage` shows its arguments."""
     known = list(options)
-    found = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or alike(guess, known)
-    if found:
-        *first, last = found
+    suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or similar_options(guess, known)
+    if suggestions:
+        *first, last = suggestions
         return f"pass {', '.join(first)} or {last}" if first else f"pass {last}"
     if guess in _ARGUMENTS:
         return f"pass it without an option: `{command} {usage}`"
@@ -118,8 +119,8 @@ def fit_hint(hint: str, words: Sequence[str]) -> str | None:
     return f"pass {fitting}" if fitting.startswith("--") else fitting or None
 
 
-def alike(guess: str, options: Iterable[str]) -> list[str]:
-    """Return the options that share most words with another name, or else are spelled nearly like it."""
+def similar_options(guess: str, options: Iterable[str]) -> list[str]:
+    """Return the options that share the most words with a guess, or else have a similar spelling."""
     words = set(guess.strip("-").split("-"))
     shared = {name: len(words & set(name.strip("-").split("-"))) for name in options}
     most = max(shared.values(), default=0)
@@ -127,12 +128,12 @@ def alike(guess: str, options: Iterable[str]) -> list[str]:
 
 
 def hint_on_format(name: str) -> str | None:
-    """Return the format of ckptkit's that people mean by another name, None if there is none."""
-    found = _FORMATS.get(name.lower())
-    return found and f"pass --to {found}"
+    """Return the hint for another tool's name of a format, None for an unknown name."""
+    format_name = _FORMATS.get(name.lower())
+    return format_name and f"pass --to {format_name}"
 
 
-# What pydantic says of a value that an option cannot take, in our words.
+# Regular expressions for pydantic's messages about invalid values, and their replacements.
 _PYDANTIC = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "expected a whole number"),
@@ -144,7 +145,7 @@ _PYDANTIC = (
 
 
 class KnownCommand(NamedTuple):
-    """A command of the table: the heading of `ckptkit --help` that it stands under, and its `module:function`."""
+    """An entry of `COMMANDS`: the command's heading in `ckptkit --help`, and its `module:function`."""
 
     heading: str
     where: str
@@ -186,9 +187,9 @@ COMMANDS = PluginTable(
 
 
 def make_command(name: str) -> Any:
-    """Return a command, made out of its function."""
+    """Return the click command of a function."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    # Every argument of `train` has a default: alone it would train.
+    # All arguments of `train` have defaults: without this, `ckptkit train` would start a training.
     app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(name_options(load(COMMANDS[name].where)))
     command: Any = get_command(app)
     command.synonyms = OPTION_SYNONYMS.get(name, {})
@@ -199,28 +200,28 @@ def make_command(name: str) -> Any:
 
 
 class Commands(PlainGroup):
-    """All commands, of which only the names are known at first."""
+    """The group of all commands, which creates a command only when it is needed."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS.own)})
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Return the names of all commands, also those of other packages."""
+        """Return the names of all commands, including commands of other packages (entry points)."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command, None if there is none of this name."""
+        """Return a command, None for an unknown name."""
         return make_command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name of a command, the command and its arguments. Raises `Usage` for an unknown one."""
+        """Return the name of a command, the command and its arguments. Raises `Usage` for an unknown command."""
         name = SYNONYMS.get(args[0], args[0])
         if name not in COMMANDS and not name.startswith("-"):
             raise Usage(f"no such command '{name}'", hint=hint_on_command(name, COMMANDS))
         return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        """Write a section of the help for each group, with the whole summary of each command."""
+        """Write a section of the help for each heading, with the full first line of each command's help."""
         width = max(map(len, COMMANDS))
         for heading in dict.fromkeys(known.heading for known in COMMANDS.values()):
             with formatter.section(heading):
@@ -228,15 +229,15 @@ class Commands(PlainGroup):
                 formatter.write_dl([(name.ljust(width), make_command(name).help.partition("\n")[0]) for name in group])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line as far as the command; print the help if there is none."""
-        if not args and not ctx.resilient_parsing:  # as a shell asks for completions
+        """Parse the command line up to the command; print the help if there is no command."""
+        if not args and not ctx.resilient_parsing:  # a shell that asks for completions parses resiliently
             print_help(ctx)
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **settings: Any) -> Any:
-        """Run a command. Raises `Usage` where click found an error in the command line."""
+        """Run a command. Raises `Usage` for an error that click finds in the command line."""
         try:
             return super().main(*args, **settings)
         except UsageError as error:
@@ -244,11 +245,12 @@ class Commands(PlainGroup):
 
 
 def usage(error: Any) -> Usage:
-    """Return an error of click as one of ours."""
-    is_unknown = hasattr(error, "possibilities")  # an option, with click's guesses; ours are better
+    """Return an error of click as a `Usage`, in the wording of ckptkit."""
+    is_unknown = hasattr(error, "possibilities")  # unknown option: drop click's suggestions, `hint_on` has better ones
     text = error.message if is_unknown else error.format_message()
     message = " ".join(text.removesuffix(".").split())
-    if message.startswith("Missing argument") and error.param.nargs == -1:  # which click leaves empty, not the last one
+    # if too few arguments are given, click reports the repeatable argument, not the last one, as missing
+    if message.startswith("Missing argument") and error.param.nargs == -1:
         message = f"missing argument: expected {' '.join(error.ctx.command.collect_usage_pieces(error.ctx)[1:])}"
     for theirs, ours in _PYDANTIC:
         message = re.sub(theirs, ours, message)
@@ -256,12 +258,12 @@ def usage(error: Any) -> Usage:
 
 
 def hint_on(error: Any, message: str) -> str:
-    """Return what to type instead."""
+    """Return the hint for an error of click: what to type instead."""
     command = error.ctx.command_path if error.ctx else "ckptkit"
     if hasattr(error, "possibilities") and error.ctx and error.ctx.parent:
-        shown = error.ctx.command
-        options = [name for param in shown.params for name in param.opts if name.startswith("--")]
-        arguments = " ".join(shown.collect_usage_pieces(error.ctx)[1:])
+        click_command = error.ctx.command
+        options = [name for param in click_command.params for name in param.opts if name.startswith("--")]
+        arguments = " ".join(click_command.collect_usage_pieces(error.ctx)[1:])
         return hint_on_option(command, arguments, error.option_name, options)
     choice = re.search(r"'--to': '(\S+)' is not one of", message)
     return (hint_on_format(choice[1]) if choice else None) or f"run `{command} --help`"
@@ -277,7 +279,7 @@ app = typer.Typer(
 
 
 def print_version(wanted: bool) -> None:
-    """Answer `--version`."""
+    """Print the version and exit, if `--version` is given."""
     if wanted:
         typer.echo(f"ckptkit {__version__}")
         raise typer.Exit

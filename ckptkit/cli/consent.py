@@ -1,4 +1,4 @@
-"""Ask for consent before anything is sent to the Hugging Face Hub: `--yes`."""
+"""The option `--yes`: without it, commands only show what they would send to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Yes = Annotated[
 ]
 
 
-def withhold(out: Path | None, *, yes: bool) -> dict[str, bool]:
-    """Return the options by which a command only shows what it would send to the Hub, unless you consent."""
+def dry_run_option(out: Path | None, *, yes: bool) -> dict[str, bool]:
+    """Return `dry_run=True` for an output on the Hub without `--yes`, else no options."""
     return {} if yes or not is_on_hub(out) else {"dry_run": True}
 
 
-def noted(done: Done, *, yes: bool) -> Done:
-    """Return the result, with a note on what it would send to the Hub, if it would and has not."""
+def with_hub_note(done: Done, *, yes: bool) -> Done:
+    """Return the result; after a dry run to the Hub, with a note on what ckptkit would send."""
     if not (done.dry_run and is_on_hub(done.output)):
         return done
     describe = load(known_store(done.output).describe)

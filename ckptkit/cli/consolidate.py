@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.cli.consent import Yes, noted, withhold
-from ckptkit.cli.conversion import OPTIONS, Out, Source, asked, show
+from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
+from ckptkit.cli.conversion import OPTIONS, Out, Source, chosen_options, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -34,5 +34,5 @@ def consolidate(
 
     src = with_others(src, also)
     with progress_bar("consolidating") as progress:
-        done = run(src, out, **asked(options) | withhold(out, yes=yes), progress=progress)
-    show(src, noted(done, yes=yes), "consolidated", json=json)
+        done = run(src, out, **chosen_options(options) | dry_run_option(out, yes=yes), progress=progress)
+    show(src, with_hub_note(done, yes=yes), "consolidated", json=json)

@@ -1,6 +1,6 @@
-"""Give the commands that write a checkpoint their options, and print what they did.
+"""Options and output of the commands that write a checkpoint.
 
-For a damaged checkpoint, they also print the lost tensors.
+For a damaged checkpoint, the output also lists the lost tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from ckptkit.hub.cp import CopiedFiles
     from ckptkit.state.report import Converted
 
-# Read when numpy is first imported, which is later. Each of our threads multiplies matrices by itself: others of BLAS,
-# which wait by spinning, would take the cores from them.
+# numpy reads this when it is imported, which is later. Each thread of ckptkit multiplies matrices by itself: threads of
+# BLAS, which spin while they wait, would compete for the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-_MOST_LEFT_OUT = 8  # lines
+_MOST_LEFT_OUT = 8  # lines about entries that are not in the output
 
 Source = Annotated[
     Path,
@@ -54,62 +54,66 @@ _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
 
 
-def report_salvage(found: Account, output: Path, *, dry_run: bool) -> None:
-    """Say on stderr what was lost, by the files and layers that it was in, and what to do about it."""
-    if found.repaired:
+def report_salvage(account: Account, output: Path, *, dry_run: bool) -> None:
+    """Print to stderr which tensors were lost, by file and layer, and what to do about it."""
+    if account.repaired:
         note(
-            f"note: {count(len(found.repaired), 'damaged tensor')} had another copy in the checkpoint, which was taken"
+            f"note: {count(len(account.repaired), 'damaged tensor')} had another copy in the checkpoint, "
+            "which was taken"
         )
-    if found.filled:
-        report_filled(found.filled)
-    if found.is_whole:
+    if account.filled:
+        report_filled(account.filled)
+    if account.is_whole:
         note(f"note: nothing was lost: {output} is complete")
-    if found.lost:
-        report_lost(found, output, dry_run=dry_run)
-    if found.lost and not found.filled:
+    if account.lost:
+        report_lost(account, output, dry_run=dry_run)
+    if account.lost and not account.filled:
         note("hint: --fill-from OTHER takes them from an earlier step, or from the model that the training began with")
 
 
 def report_filled(filled: Sequence[Filled]) -> None:
-    """Say how much was taken from elsewhere, and from where."""
+    """Print how many tensors were filled from each other checkpoint."""
     by_source: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for one in filled:
-        by_source[one.source, one.cast].append(one.name)
+    for tensor in filled:
+        by_source[tensor.source, tensor.cast].append(tensor.name)
     for (source, cast), names in by_source.items():
         note(f"filled {count(len(names), 'tensor')} from {source}{f', cast {cast}' if cast else ''}")
         for layer, inside in by_layer(names):
             note(f"  {layer}  {inside}")
 
 
-def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
-    """Say what was lost, file by file."""
-    named = [one for one in found.lost if one.name]
-    size = format_bytes(sum(one.nbytes for one in named))
-    total = found.kept + len(named)
+def report_lost(account: Account, output: Path, *, dry_run: bool) -> None:
+    """Print the lost entries by file."""
+    named = [entry for entry in account.lost if entry.name]
+    size = format_bytes(sum(entry.nbytes for entry in named))
+    total = account.kept + len(named)
     where = f"{output} would not contain them" if dry_run else f"its {NAME} lists them"
     note(f"lost: {len(named):,} of {count(total, 'entry')} ({size}) are not in {output}; {where}")
     faults: dict[str, list[Lost]] = defaultdict(list)
-    for one in found.lost:
-        faults[one.describe(found.source)].append(one)
+    for entry in account.lost:
+        faults[entry.describe(account.source)].append(entry)
     for fault, lost in list(faults.items())[:_MOST_FAULTS]:
         note(f"  {fault}")
-        for layer, inside in by_layer([one.label for one in lost if one.name]):
+        for layer, inside in by_layer([entry.label for entry in lost if entry.name]):
             note(f"    {layer}  {inside}")
-        if not all(one.name for one in lost):
+        if not all(entry.name for entry in lost):
             note("    no file lists its contents")
     if len(faults) > _MOST_FAULTS:
         note(f"  ... and for {count(len(faults) - _MOST_FAULTS, 'more reason')}")
 
 
 def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return names in a line for each layer, or for all that lack the same, padded to one width; of many the first."""
+    """Return (layers, names in them) for each line of a list of tensors. Layers with the same names share a line.
+
+    The layers are padded to equal width. Only the first `_MOST_LINES` lines are returned.
+    """
     layers: dict[str, list[str]] = defaultdict(list)
     for name in names:
         match = _LAYER.fullmatch(name)
         layer, inner = (match[1], match[2]) if match else ("", name)
         layers[layer].append(inner)
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for layer, inside in sorted(layers.items(), key=lambda one: natural(one[0])):
+    for layer, inside in sorted(layers.items(), key=lambda item: natural(item[0])):
         above, _, number = layer.rpartition(".")
         alike[above, some(inside)].append(number)
     lines = [(f"{above}.{spans(numbers)}" if above else "", inside) for (above, inside), numbers in alike.items()]
@@ -120,7 +124,7 @@ def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def spans(numbers: Sequence[str]) -> str:
-    """Return the numbers of layers, given in order: `0-3,5`."""
+    """Return ascending layer numbers as ranges: `0-3,5`."""
     runs: list[list[int]] = []
     for number in map(int, numbers):
         if runs and runs[-1][-1] == number - 1:
@@ -142,7 +146,7 @@ ToOrAdapter = Annotated[
     ),
 ]
 OPTIONS = settings_of(ConvertOptions)
-# options of a conversion of one checkpoint: those that make one model of several have them not
+# options for the conversion of a single checkpoint; `merge` and `average` do not have them
 OF_ONE = (
     *("world_size", "under", "optimizer_keys", "optimizer_order", "complete_optimizer", "merge"),
     *("from_base", "text_only", "quantize", "exclude_quantize", "salvage", "fill_from"),
@@ -159,26 +163,26 @@ NoSync = Annotated[bool, described(OPTIONS["sync"])]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def asked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the user gave; under torchrun each rank does a part, which is said once."""
-    found = given(options)
-    if "part" in found or not is_rank():
-        return found
+def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the user gave. Under torchrun, adds the option for this rank's part of the work."""
+    chosen = given(options)
+    if "part" in chosen or not is_rank():
+        return chosen
     be_quiet(os.environ["RANK"] != "0")
     note(f"one of {os.environ['WORLD_SIZE']} ranks: the first finishes the output when every rank has done its part")
-    return found | {"part": RANK}
+    return chosen | {"part": RANK}
 
 
 def is_rank() -> bool:
-    """Return True under `torchrun -m ckptkit`; not for a `ckptkit` that a training's rank starts.
+    """Return True under `torchrun -m ckptkit`, but not for a `ckptkit` that a rank of a training starts.
 
-    That one inherits the environment, but has nobody to wait for.
+    Such a process inherits torchrun's environment, but no other ranks take part in its work.
     """
     return Path(sys.argv[0]).name == "__main__.py" and all(name in os.environ for name in _TORCHRUN)
 
 
 def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
-    """Print the result, for a reader or for scripts; of several ranks the first speaks."""
+    """Print the result as text or JSON. Under torchrun only rank 0 prints."""
     if is_rank() and os.environ["RANK"] != "0":
         return
     for text in done.salvaged.warnings(done.output) if done.salvaged else ():
@@ -248,7 +252,7 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
 
 
 def files_of(done: Converted | CopiedFiles) -> list[tuple[str, str]]:
-    """Return the files and their sizes; of many, the first and the last."""
+    """Return rows with names and sizes of the files; of more than 20 files, the first and last 9."""
     rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
     if len(rows) <= 20:
         return rows
@@ -256,7 +260,7 @@ def files_of(done: Converted | CopiedFiles) -> list[tuple[str, str]]:
 
 
 def remarks(done: Converted) -> list[str]:
-    """Return what was changed on the way, what was left out, and what else there is to say."""
+    """Return lines about entries that were renamed, cast, completed, dropped or not copied, and the notes."""
     lines = []
     if done.wrapper:
         lines.append(f"found the model under the key `{done.wrapper}`")
@@ -277,7 +281,7 @@ def remarks(done: Converted) -> list[str]:
 
 
 def completed(entries: Mapping[str, str]) -> list[str]:
-    """Return which states are zeros because there were none: a line for each parameter."""
+    """Return a line for each parameter whose missing optimizer state was filled with zeros."""
     states: dict[str, list[str]] = {}
     for name, form in entries.items():
         state, _, kind = name.rpartition(".")

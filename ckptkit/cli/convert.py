@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.cli.consent import Yes, noted, withhold
-from ckptkit.cli.conversion import OPTIONS, Out, Source, ToOrAdapter, asked, show
+from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
+from ckptkit.cli.conversion import OPTIONS, Out, Source, ToOrAdapter, chosen_options, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -35,5 +35,5 @@ def convert(
 
     src = with_others(src, also)
     with progress_bar("converting") as progress:
-        done = run(src, out, to=to, **asked(options) | withhold(out, yes=yes), progress=progress)
-    show(src, noted(done, yes=yes), "converted", json=json)
+        done = run(src, out, to=to, **chosen_options(options) | dry_run_option(out, yes=yes), progress=progress)
+    show(src, with_hub_note(done, yes=yes), "converted", json=json)

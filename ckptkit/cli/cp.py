@@ -1,4 +1,4 @@
-"""Run `ckptkit cp`: a checkpoint or a delta, as it is, to another place."""
+"""Run `ckptkit cp`: copy a checkpoint or delta unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.consent import Yes, noted, withhold
+from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
 from ckptkit.cli.conversion import NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
@@ -52,8 +52,8 @@ def cp(
 
     src = with_others(src, also)
     with progress_bar("copying") as progress:
-        options = {"overwrite": overwrite, "sync": not no_sync, **withhold(dst, yes=yes)}
-        done = noted(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
+        options = {"overwrite": overwrite, "sync": not no_sync, **dry_run_option(dst, yes=yes)}
+        done = with_hub_note(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
     if json:
         print_json(to_json(done))
     else:
@@ -64,8 +64,8 @@ def to_json(done: CopiedFiles) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
-    left = [pick(one, "path", "why") for one in done.left_behind]
-    return {"files": files, "left_behind": left, **pick(done, *names, "notes", "dry_run")}
+    left_behind = [pick(entry, "path", "why") for entry in done.left_behind]
+    return {"files": files, "left_behind": left_behind, **pick(done, *names, "notes", "dry_run")}
 
 
 def report(src: Path, done: CopiedFiles) -> None:

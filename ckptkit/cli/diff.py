@@ -17,7 +17,7 @@ from ckptkit.io.path import to_path
 if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff, Difference, Kind
 
-_ROWS = 20  # of a table, unless all are asked for
+_ROWS = 20  # rows of a table without --all
 
 
 def diff(
@@ -66,7 +66,7 @@ def diff(
 
     a = with_others(a, also)
     with progress_bar("diff") as progress:
-        found = compare(
+        result = compare(
             a,
             b,
             rtol=rtol,
@@ -83,58 +83,61 @@ def diff(
             progress=progress,
         )
     if json:
-        print_json(to_json(found))
+        print_json(to_json(result))
     else:
-        for asked, taken in ((a, found.a), (b, found.b)):
+        for asked, taken in ((a, result.a), (b, result.b)):
             if asked != taken:
                 note(f"taking {taken}")
-        report(found, every=every)
-    if not found.is_equal:
+        report(result, every=every)
+    if not result.is_equal:
         raise typer.Exit(1)
 
 
-def to_json(found: Diff) -> dict[str, Any]:
+def to_json(result: Diff) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     names = ("a", "b", "only_in_a", "only_in_b", "renamed", "tensors", "nbytes", "checked_bytes", "notes")
-    different = [difference_json(one) for one in found.different]
-    configs = [pick(one, "key", "here", "there") for one in found.configs]
-    return {"equal": found.is_equal, "different": different, "configs": configs, **pick(found, *names)}
+    different = [difference_json(difference) for difference in result.different]
+    configs = [pick(config, "key", "here", "there") for config in result.configs]
+    return {"equal": result.is_equal, "different": different, "configs": configs, **pick(result, *names)}
 
 
-def difference_json(one: Difference) -> dict[str, Any]:
-    """Return a difference; numbers are null where there are none."""
-    sides = {side: str(spec) if spec else None for side, spec in (("a", one.a), ("b", one.b))}
-    if one.values:
-        sides = {side: repr(value) for side, value in zip("ab", one.values, strict=True)}
-    found = {"name": one.name, "reason": one.reason, **sides}
-    if one.distance is None:
-        return found | {"max_abs": None, "first": None}
-    return found | {"elements": one.distance.different, **pick(one.distance, "max_abs", "first", "rel_l2", "strange")}
+def difference_json(difference: Difference) -> dict[str, Any]:
+    """Return a difference as JSON; `max_abs` and `first` are null if the values were not compared."""
+    sides = {side: str(spec) if spec else None for side, spec in (("a", difference.a), ("b", difference.b))}
+    if difference.values:
+        sides = {side: repr(value) for side, value in zip("ab", difference.values, strict=True)}
+    result = {"name": difference.name, "reason": difference.reason, **sides}
+    if difference.distance is None:
+        return result | {"max_abs": None, "first": None}
+    return result | {
+        "elements": difference.distance.different,
+        **pick(difference.distance, "max_abs", "first", "rel_l2", "strange"),
+    }
 
 
-def report(found: Diff, *, every: bool) -> None:
-    """Print the result for a reader: what matters most first, the conclusion last."""
+def report(result: Diff, *, every: bool) -> None:
+    """Print the result for a reader: the most important differences first, the conclusion last."""
     from ckptkit.checks.differences import Kind, conclude
 
-    for text in found.notes:
+    for text in result.notes:
         note(f"note: {text}")
-    kinds = [Kind(one, 1) for one in found.different] if every else found.by_kind
+    kinds = [Kind(difference, 1) for difference in result.different] if every else result.by_kind
     measured = [kind for kind in kinds if kind.difference.distance]
     report_unmeasured("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], every=every)
     report_measured(measured, every=every)
     others = [kind for kind in kinds if not kind.difference.distance and kind.difference.reason != "shape"]
     report_unmeasured("another value or dtype", others, every=every)
-    for side, path, names in (("A", found.a, found.only_in_a), ("B", found.b, found.only_in_b)):
+    for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
         if names:
             say(f"only in {side}, {path}:")
-            say_list(names if every else folded(names), every=every)
-    report_renames(found, every=every)
-    say(conclude(found))
-    hint(found)
+            say_list(names if every else fold_layers(names), every=every)
+    report_renames(result, every=every)
+    say(conclude(result))
+    hint(result)
 
 
 def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
-    """Print differences by how large they are; a change of dtype that is that of all is said once."""
+    """Print a table of differences with their sizes. A change of dtype common to all stands in the header."""
     if not kinds:
         return
     most = None if every else _ROWS
@@ -146,73 +149,83 @@ def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
 
 
 def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
-    """Print differences that have no size."""
+    """Print differences without a size, such as other shapes."""
     if kinds:
         say(f"{what}:")
         lines = [f"{kind.difference.name}: {describe_change(kind.difference)}" for kind in kinds]
-        say_list([times(line, kind.count) for line, kind in zip(lines, kinds, strict=True)], every=every)
+        say_list([with_count(line, kind.count) for line, kind in zip(lines, kinds, strict=True)], every=every)
 
 
 def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
     """Return a line of the table."""
-    one, distance = kind.difference, kind.difference.distance
+    difference, distance = kind.difference, kind.difference.distance
     assert distance is not None
-    assert one.a is not None
+    assert difference.a is not None
     strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
     first = "" if distance.first is None else f"[{','.join(map(str, distance.first))}]"
-    differ = share(distance.different, kind.count * one.a.numel)
-    name = f"{one.name}: {describe_change(one)}" if with_change and one.reason == "dtype" else one.name
-    return f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}", f"{differ}{strange}", first, times(name, kind.count)
+    differ = share(distance.different, kind.count * difference.a.numel)
+    name = (
+        f"{difference.name}: {describe_change(difference)}"
+        if with_change and difference.reason == "dtype"
+        else difference.name
+    )
+    return (
+        f"{distance.rel_l2:.3g}",
+        f"{distance.max_abs:.3g}",
+        f"{differ}{strange}",
+        first,
+        with_count(name, kind.count),
+    )
 
 
-def describe_change(one: Difference) -> str:
-    """Return what is another in B."""
-    if one.values:
-        return f"{one.values[0]!r:.40} => {one.values[1]!r:.40}"
-    if one.a is None or one.b is None:
+def describe_change(difference: Difference) -> str:
+    """Return how a value, dtype or shape differs in B: `old => new`."""
+    if difference.values:
+        return f"{difference.values[0]!r:.40} => {difference.values[1]!r:.40}"
+    if difference.a is None or difference.b is None:
         return "not the same"
-    if one.reason == "dtype":
-        return f"{one.a.dtype} => {one.b.dtype}"
-    return " => ".join(str(list(spec.shape)).replace(" ", "") for spec in (one.a, one.b))
+    if difference.reason == "dtype":
+        return f"{difference.a.dtype} => {difference.b.dtype}"
+    return " => ".join(str(list(spec.shape)).replace(" ", "") for spec in (difference.a, difference.b))
 
 
 def share(part: int, whole: int) -> str:
-    """Return how many of all: a number if few, or else a percentage."""
+    """Return `part` of `whole` as text: a number below 1000, else a percentage, or "all"."""
     if part == whole:
         return "all"
     return f"{part:,}" if part < 1000 else f"{min(100 * part / whole, 99.9):.3g}%"
 
 
-def report_renames(found: Diff, *, every: bool) -> None:
-    """Print the renames, by as few rules as there are."""
-    if not found.renamed:
+def report_renames(result: Diff, *, every: bool) -> None:
+    """Print the renames, folded into as few rules as possible."""
+    if not result.renamed:
         return
     from ckptkit.layout.renames import explain
 
     say("renamed:")
     if every:
-        say_list([f"{old} => {new}" for old, new in found.renamed.items()], every=True)
+        say_list([f"{old} => {new}" for old, new in result.renamed.items()], every=True)
     else:
-        lines = [times(f"{line.old} => {line.new}", line.count) for line in explain(found.renamed)]
+        lines = [with_count(f"{line.old} => {line.new}", line.count) for line in explain(result.renamed)]
         say_list(lines, every=False)
 
 
-def folded(names: Sequence[str]) -> list[str]:
-    """Return names, with those as one that are the same in every layer."""
+def fold_layers(names: Sequence[str]) -> list[str]:
+    """Return names, with one line for all names that differ only in the layer number."""
     from ckptkit.layout.renames import fold
 
-    often = Counter(map(fold, names))
-    lines = (times(fold(name), often[fold(name)]) if often[fold(name)] > 1 else name for name in names)
+    counts = Counter(map(fold, names))
+    lines = (with_count(fold(name), counts[fold(name)]) if counts[fold(name)] > 1 else name for name in names)
     return list(dict.fromkeys(lines))
 
 
-def times(text: str, number: int) -> str:
-    """Return a line that stands for several."""
+def with_count(text: str, number: int) -> str:
+    """Return a line with a count, `text  x3`, if it represents several."""
     return f"{text}  x{number}" if number > 1 else text
 
 
 def say_list(lines: Sequence[str], *, every: bool) -> None:
-    """Print some lines, and how many there are beside them."""
+    """Print lines, all or the first `_ROWS` and the number of the others."""
     most = None if every else _ROWS
     for line in lines[:most]:
         say(f"  {line}")
@@ -225,11 +238,15 @@ def say_more(number: int, most: int | None) -> None:
         say(f"  ... {number - most:,} more: --all lists them")
 
 
-def hint(found: Diff) -> None:
-    """Say what to do next."""
+def hint(result: Diff) -> None:
+    """Print a hint about the next command, if there is one."""
     if any(
-        one.reason == "dtype" and one.a and one.b and one.a.dtype.can_become(one.b.dtype) for one in found.different
+        difference.reason == "dtype"
+        and difference.a
+        and difference.b
+        and difference.a.dtype.can_become(difference.b.dtype)
+        for difference in result.different
     ):
         note("hint: --allow-cast compares floats of two dtypes after conversion")
-    elif any(one.reason == "values" and one.is_weight for one in found.different):
-        note(f"hint: `ckptkit stats {found.a} {found.b}` shows which parameters moved most")
+    elif any(difference.reason == "values" and difference.is_weight for difference in result.different):
+        note(f"hint: `ckptkit stats {result.a} {result.b}` shows which parameters moved most")

@@ -17,7 +17,7 @@ from ckptkit.io.path import to_path
 if TYPE_CHECKING:
     from ckptkit.diagnosis.doctor import Diagnosis
 
-_ROWS = 20  # of the table, unless all are asked for
+_ROWS = 20  # rows of the table without --all
 
 
 def doctor(
@@ -62,50 +62,56 @@ def doctor(
     if is_on_hub(fix):
         hint = "run `ckptkit doctor CKPT`, then the command that it names, with --yes"
         raise Usage("--fix does not write to the Hub", path=fix, hint=hint)
-    found = examine(with_others(ckpt, also), model=model, like=like, world_size=world_size, fix=fix)
+    diagnosis = examine(with_others(ckpt, also), model=model, like=like, world_size=world_size, fix=fix)
     if json:
-        print_json(to_json(found))
+        print_json(to_json(diagnosis))
     else:
-        report(found, every=every)
-        if found.fixed:
-            say(f"fixed: wrote {found.fixed.path}")
-            report(found.fixed, every=every)
-    if not found.is_ok:
+        report(diagnosis, every=every)
+        if diagnosis.fixed:
+            say(f"fixed: wrote {diagnosis.fixed.path}")
+            report(diagnosis.fixed, every=every)
+    if not diagnosis.is_ok:
         raise typer.Exit(1)
 
 
-def to_json(found: Diagnosis) -> dict[str, Any]:
-    findings = [pick(one, "code", "tensor", "message", "fix", "count", "names") for one in found.findings]
-    result = {"ok": found.is_ok, "path": found.path, "findings": findings, "notes": found.notes, "not_read": "tensors"}
-    fixed = {"fixed_by": str(found.fixed_by), "fixed": to_json(found.fixed)} if found.fixed else {}
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    findings = [pick(finding, "code", "tensor", "message", "fix", "count", "names") for finding in diagnosis.findings]
+    result = {
+        "ok": diagnosis.is_ok,
+        "path": diagnosis.path,
+        "findings": findings,
+        "notes": diagnosis.notes,
+        "not_read": "tensors",
+    }
+    fixed = {"fixed_by": str(diagnosis.fixed_by), "fixed": to_json(diagnosis.fixed)} if diagnosis.fixed else {}
     return result | fixed
 
 
-def report(found: Diagnosis, *, every: bool) -> None:
-    """Print the findings as a table, and below it the commands that fix them, by the numbers in it."""
-    for text in found.notes:
+def report(diagnosis: Diagnosis, *, every: bool) -> None:
+    """Print the findings as a numbered table, and below it the commands that fix them, by number."""
+    for text in diagnosis.notes:
         note(f"note: {text}")
-    shown = found.findings if every else found.findings[:_ROWS]
+    shown = diagnosis.findings if every else diagnosis.findings[:_ROWS]
     if shown:
-        rows = [(number, one.code, one.line) for number, one in enumerate(shown, 1)]
+        rows = [(number, finding.code, finding.line) for number, finding in enumerate(shown, 1)]
         print_table(rows, ("", "finding", "tensor: problem"))
-    if len(shown) < len(found.findings):
-        say(f"... {len(found.findings) - len(shown):,} more: --all lists them")
-    fixes = dict.fromkeys(one.fix for one in shown if one.fix)
+    if len(shown) < len(diagnosis.findings):
+        say(f"... {len(diagnosis.findings) - len(shown):,} more: --all lists them")
+    fixes = dict.fromkeys(finding.fix for finding in shown if finding.fix)
     for fix in fixes:
-        say(f"fixes {spans(number for number, one in enumerate(shown, 1) if one.fix == fix)}: {fix}")
+        say(f"fixes {spans(number for number, finding in enumerate(shown, 1) if finding.fix == fix)}: {fix}")
     if len(fixes) > 1:
         note("hint: run one of them, then run `ckptkit doctor` on its output")
-    say(found.verdict)
-    note(found.not_read)
+    say(diagnosis.verdict)
+    note(diagnosis.not_read)
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return ascending numbers with those that follow each other as a range: 1-4,6."""
-    found: list[list[int]] = []
+    """Return ascending numbers as ranges: 1-4,6."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1] = [found[-1][0], number]
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
         else:
-            found.append([number])
-    return ",".join("-".join(map(str, span)) for span in found)
+            ranges.append([number])
+    return ",".join("-".join(map(str, bounds)) for bounds in ranges)

@@ -56,47 +56,47 @@ def inspect(
     if kind := other_kind_of(path):
         kind.show(path, tensors=tensors, json=json)
         return
-    found = look(path, with_places=chunks)
-    for fault in found.unread:
+    inspected = look(path, with_places=chunks)
+    for fault in inspected.unread:
         note(f"warning: a part cannot be read: {fault}")
     if svg is not None:
         from ckptkit.cli.shard_map import write_shard_map
 
-        write_shard_map(found.layout, svg)
+        write_shard_map(inspected.layout, svg)
         note(f"wrote {svg}")
     if json:
-        print_json(to_json(found, with_chunks=chunks))
+        print_json(to_json(inspected, with_chunks=chunks))
         return
-    report(found, path)
+    report(inspected, path)
     if shards:
         from ckptkit.cli.shard_map import show_map
 
-        show_map(found.layout)
+        show_map(inspected.layout)
     elif chunks:
-        print_table(chunk_rows(found), ("tensor", "start", "size", "file", "offset"))
+        print_table(chunk_rows(inspected), ("tensor", "start", "size", "file", "offset"))
     elif tree:
-        print_table(tree_rows(found), ("bytes", "tensors", "module or tensor"))
+        print_table(tree_rows(inspected), ("bytes", "tensors", "module or tensor"))
     elif tensors:
-        print_table(tensor_rows(found), ("bytes", "chunks", "dtype", "shape", "tensor"))
+        print_table(tensor_rows(inspected), ("bytes", "chunks", "dtype", "shape", "tensor"))
 
 
-def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
+def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
-    layout = found.layout
+    layout = inspected.layout
     return {
         **pick(layout, "format", "root", "nbytes"),
-        "checkpoint": found.whole,
+        "checkpoint": inspected.whole,
         **pick(
-            found, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
+            inspected, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
         ),
-        "producer": found.trainer,  # as it was called before
-        "adapters": [adapter_json(adapter) for adapter in found.adapters],
-        "quantized": quantized_json(found.quantized),
-        "salvaged": found.salvaged,
-        "unread": found.unread,
-        "remarks": found.remarks,
-        "left_behind": [pick(left, "path", "why") for left in found.left_behind],
-        "groups": {kind: group_json(group) for kind, group in found.groups.items()},
+        "producer": inspected.trainer,  # the key of earlier versions
+        "adapters": [adapter_json(adapter) for adapter in inspected.adapters],
+        "quantized": quantized_json(inspected.quantized),
+        "salvaged": inspected.salvaged,
+        "unread": inspected.unread,
+        "remarks": inspected.remarks,
+        "left_behind": [pick(left, "path", "why") for left in inspected.left_behind],
+        "groups": {kind: group_json(group) for kind, group in inspected.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
     }
@@ -107,8 +107,8 @@ def adapter_json(adapter: InspectedAdapter) -> dict[str, Any]:
     return pick(adapter, *facts, "has_base") | {"config": None if adapter.config is None else str(adapter.config)}
 
 
-def quantized_json(found: InspectedQuantized | None) -> dict[str, Any] | None:
-    return None if found is None else pick(found, "method", "weights", "parameters", "sizes", "refusal")
+def quantized_json(quantized: InspectedQuantized | None) -> dict[str, Any] | None:
+    return None if quantized is None else pick(quantized, "method", "weights", "parameters", "sizes", "refusal")
 
 
 def group_json(group: Group) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def group_json(group: Group) -> dict[str, Any]:
 
 
 def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
-    """Return one tensor of the result."""
+    """Return a tensor as JSON, with its chunks if `with_chunks`."""
     spec = tensor.spec
     result: dict[str, Any] = {"name": name, "dtype": spec.dtype.name, **pick(spec, "shape", "nbytes")}
     if with_chunks:
@@ -124,32 +124,34 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
     return result
 
 
-def report(found: Inspected, asked: Path) -> None:
-    """Print the checkpoint at a glance."""
-    if found.whole != asked:
+def report(inspected: Inspected, asked: Path) -> None:
+    """Print a summary of the checkpoint."""
+    if inspected.whole != asked:
         note(f"note: showing the latest complete checkpoint of {asked}")
-    for line in found.summary():
+    for line in inspected.summary():
         say(line)
-    rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
+    rows = [
+        (kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in inspected.groups.items()
+    ]
     print_table(rows, ("", "entries", "size", "dtypes", "keys"))
-    if found.optimizer_keys == "ids":
+    if inspected.optimizer_keys == "ids":
         say("the optimizer numbers its parameters")
     for line in (
-        *map(describe_adapter, found.adapters),
-        *([describe_quantized(found.quantized)] if found.quantized else []),
-        *([f"{describe_account(found.salvaged)}; salvage.json lists them"] if found.salvaged else []),
+        *map(describe_adapter, inspected.adapters),
+        *([describe_quantized(inspected.quantized)] if inspected.quantized else []),
+        *([f"{describe_account(inspected.salvaged)}; salvage.json lists them"] if inspected.salvaged else []),
     ):
         say(line)
-    for tie in found.ties:
+    for tie in inspected.ties:
         say(f"tied: {' = '.join(tie)}")
-    for remark in found.remarks:
+    for remark in inspected.remarks:
         note(f"note: {remark}")
-    for line in describe_left(found.left_behind, "other files"):
+    for line in describe_left(inspected.left_behind, "other files"):
         say(line)
 
 
 def describe_adapter(adapter: InspectedAdapter) -> str:
-    """Return an adapter in a line."""
+    """Return a line about an adapter."""
     rank = " to ".join(map(str, dict.fromkeys((adapter.rows[0], adapter.rows[-1])))) if adapter.rows else "unknown"
     alpha = f"alpha {adapter.alpha}" if adapter.alpha or adapter.config else "alpha is unknown: no adapter_config.json"
     facts = [
@@ -165,13 +167,15 @@ def describe_adapter(adapter: InspectedAdapter) -> str:
     return f"adapter {adapter.name}: {', '.join(facts)}; {count_parameters(adapter.parameters)}"
 
 
-def describe_quantized(found: InspectedQuantized) -> str:
-    """Return what is quantized in a line."""
-    if found.refusal is not None:
-        return f"quantized: {found.refusal}"
-    sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
-    weights = f"{count(found.weights, 'weight')}, {count_parameters(found.parameters)}, a scale for each {sizes}"
-    return f"quantized: {found.method}, {weights}; --dtype bf16 dequantizes them"
+def describe_quantized(quantized: InspectedQuantized) -> str:
+    """Return a line about the quantized weights."""
+    if quantized.refusal is not None:
+        return f"quantized: {quantized.refusal}"
+    sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in quantized.sizes)
+    weights = (
+        f"{count(quantized.weights, 'weight')}, {count_parameters(quantized.parameters)}, a scale for each {sizes}"
+    )
+    return f"quantized: {quantized.method}, {weights}; --dtype bf16 dequantizes them"
 
 
 def some(names: Sequence[str]) -> str:
@@ -179,51 +183,49 @@ def some(names: Sequence[str]) -> str:
 
 
 def describe(group: Group) -> tuple[str, str]:
-    """Return the dtypes of a group, with their shares if there are several, and the keys that it lies under."""
+    """Return the dtypes of a group, with percentages if there are several, and the keys that contain it."""
     total = sum(group.bytes_by_dtype.values()) or 1
     shares = [f"{name} {share(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
     return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), under(group)
 
 
 def under(group: Group) -> str:
-    """Return the keys that a group lies under; of many the first."""
+    """Return the first keys that contain a group, and how many more there are."""
     return ", ".join(group.under[:_MOST_KEYS]) + and_more(len(group.under) - _MOST_KEYS)
 
 
 def share(part: float) -> str:
-    """Return a part of a whole in per cent, never rounded to all or nothing."""
+    """Return a fraction as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < part < 0.01:
         return "<1%"
     return ">99%" if 0.99 < part < 1 else f"{part:.0%}"
 
 
 def count_parameters(number: int) -> str:
-    """Return a number of parameters in words: `8.03 billion parameters`."""
+    """Return a number of parameters as text: `8.03 billion parameters`."""
     return "1 parameter" if number == 1 else f"{format_count(number)} parameters"
 
 
-def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """Return a row per tensor."""
+def tensor_rows(inspected: Inspected) -> list[tuple[object, ...]]:
     return [
         (format_bytes(t.spec.nbytes), len(t.chunks), t.spec.dtype.name, list(t.spec.shape), name)
-        for name, t in found.layout.tensors.items()
+        for name, t in inspected.layout.tensors.items()
     ]
 
 
-def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """Return a row per module or tensor; modules alike share one."""
+def tree_rows(inspected: Inspected) -> list[tuple[object, ...]]:
+    """Return a row per module or tensor; similar modules share a row."""
     from ckptkit.checks.tree import fold
 
     return [
         (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")
-        for line in fold(found.layout.specs)
+        for line in fold(inspected.layout.specs)
     ]
 
 
-def chunk_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """Return a row per chunk."""
+def chunk_rows(inspected: Inspected) -> list[tuple[object, ...]]:
     return [
         (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)
-        for name, tensor in found.layout.tensors.items()
+        for name, tensor in inspected.layout.tensors.items()
         for chunk in tensor.chunks
     ]

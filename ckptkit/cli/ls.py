@@ -19,7 +19,7 @@ from ckptkit.words import count, format_bytes, visible
 if TYPE_CHECKING:
     from ckptkit.runs.ls import Listed, Listing
 
-_COLUMN = 9  # characters that a metric takes, at least
+_COLUMN = 9  # minimum width of a metric's column, in characters
 
 
 def ls(
@@ -45,103 +45,113 @@ def ls(
     from ckptkit.runs.ls import ls as list_checkpoints
 
     run = with_others(run, also)
-    found = list_checkpoints(run)
+    listing = list_checkpoints(run)
     if json:
-        print_json(to_json(found))
+        print_json(to_json(listing))
     else:
-        report(found, run)
+        report(listing, run)
 
 
-def to_json(found: Listing) -> dict[str, Any]:
-    listed = [listed_json(one, is_latest=one.path == found.latest) for one in found.checkpoints]
-    return {**pick(found, "root", "latest", "tracker"), "checkpoints": listed}
+def to_json(listing: Listing) -> dict[str, Any]:
+    listed = [
+        listed_json(checkpoint, is_latest=checkpoint.path == listing.latest) for checkpoint in listing.checkpoints
+    ]
+    return {**pick(listing, "root", "latest", "tracker"), "checkpoints": listed}
 
 
-def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
-    """Return one checkpoint of the result."""
+def listed_json(checkpoint: Listed, *, is_latest: bool) -> dict[str, Any]:
+    """Return a checkpoint as JSON."""
     return {
-        **pick(one, "path", "step", "world_size", "nbytes", "saved_at", "metrics", "format", "trainer", "problem"),
-        "claim": None if one.claim is None else pick(one.claim, "kind", "started", "host"),
-        "complete": one.is_complete,
-        "pinned": one.is_pinned,
+        **pick(
+            checkpoint, "path", "step", "world_size", "nbytes", "saved_at", "metrics", "format", "trainer", "problem"
+        ),
+        "claim": None if checkpoint.claim is None else pick(checkpoint.claim, "kind", "started", "host"),
+        "complete": checkpoint.is_complete,
+        "pinned": checkpoint.is_pinned,
         "latest": is_latest,
-        "weights_only": one.is_weights_only,
-        "named_by": one.named_by,
-        "sizes_compared": one.sizes_compared,
+        "weights_only": checkpoint.is_weights_only,
+        "named_by": checkpoint.named_by,
+        "sizes_compared": checkpoint.sizes_compared,
     }
 
 
-def report(found: Listing, run: Path) -> None:
-    """Print the table, and what to do next."""
-    fixed = [row_of(one) for one in found.checkpoints]
-    marks = [marks_of(one, is_latest=one.path == found.latest) for one in found.checkpoints]
+def report(listing: Listing, run: Path) -> None:
+    """Print the table, and hints about the next commands."""
+    fixed = [row_of(checkpoint) for checkpoint in listing.checkpoints]
+    marks = [marks_of(checkpoint, is_latest=checkpoint.path == listing.latest) for checkpoint in listing.checkpoints]
     header = ["checkpoint", "age", "ranks", "size", "state"]
-    shown, hidden = choose_metrics(found.checkpoints, [header, *fixed], marks)
+    shown, hidden = choose_metrics(listing.checkpoints, [header, *fixed], marks)
     rows = [
-        [*row, *(number(one.metrics.get(name)) for name in shown), mark]
-        for row, one, mark in zip(fixed, found.checkpoints, marks, strict=True)
+        [*row, *(number(checkpoint.metrics.get(name)) for name in shown), mark]
+        for row, checkpoint, mark in zip(fixed, listing.checkpoints, marks, strict=True)
     ]
     print_table(rows, [*header, *shown, ""])
-    total = format_bytes(sum(one.nbytes for one in found.checkpoints))
-    say(f"{count(len(found.checkpoints), 'checkpoint')}, {total}")
-    give_hints(found, run, hidden)
+    total = format_bytes(sum(checkpoint.nbytes for checkpoint in listing.checkpoints))
+    say(f"{count(len(listing.checkpoints), 'checkpoint')}, {total}")
+    give_hints(listing, run, hidden)
 
 
-def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
-    """Say what is not in the table, and the commands that come next."""
-    if found.tracker:
-        note(f"note: {found.tracker}")
+def give_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
+    """Print notes about facts that the table does not show, and hints about the next commands."""
+    if listing.tracker:
+        note(f"note: {listing.tracker}")
     if hidden:
         note(f"note: also measured: {', '.join(hidden)}; --json has all")
-    if found.root != run:
+    if listing.root != run:
         note(f"note: this is one checkpoint: `ckptkit inspect {run}` shows what is in it")
-    for inside in found.runs:
+    for inside in listing.runs:
         note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
-    blind = [one.name for one in found.checkpoints if one.is_complete and not one.sizes_compared]
+    blind = [
+        checkpoint.name
+        for checkpoint in listing.checkpoints
+        if checkpoint.is_complete and not checkpoint.sizes_compared
+    ]
     if blind:
         note(f"note: not compared with their metadata: the sizes of {', '.join(blind[:3])}{and_more(len(blind) - 3)}")
-    claims = [one.claim for one in found.checkpoints if one.claim]
+    claims = [checkpoint.claim for checkpoint in listing.checkpoints if checkpoint.claim]
     if any(not claim.is_deletion for claim in claims):
-        note(f"hint: `ckptkit prune --uploads {found.root}` lists uploads; with --yes it aborts the stale ones")
+        note(f"hint: `ckptkit prune --uploads {listing.root}` lists uploads; with --yes it aborts the stale ones")
     if any(claim.is_deletion for claim in claims):
-        note(f"hint: `ckptkit prune {found.root} --keep-last N --yes` finishes an interrupted deletion")
-    for one in found.checkpoints:
-        if not one.is_complete and one.claim is None:
-            note(f"hint: `ckptkit verify {one.path}` lists the problems")
+        note(f"hint: `ckptkit prune {listing.root} --keep-last N --yes` finishes an interrupted deletion")
+    for checkpoint in listing.checkpoints:
+        if not checkpoint.is_complete and checkpoint.claim is None:
+            note(f"hint: `ckptkit verify {checkpoint.path}` lists the problems")
             return
 
 
-def row_of(one: Listed) -> list[str]:
-    """Return what the table says of every checkpoint."""
+def row_of(checkpoint: Listed) -> list[str]:
+    """Return the cells of a checkpoint for the columns that every table has."""
     return [
-        one.name,
-        age(time.time() - one.saved_at) if one.saved_at else "",
-        "" if one.world_size is None else str(one.world_size),
-        format_bytes(one.nbytes),
-        state_of(one),
+        checkpoint.name,
+        age(time.time() - checkpoint.saved_at) if checkpoint.saved_at else "",
+        "" if checkpoint.world_size is None else str(checkpoint.world_size),
+        format_bytes(checkpoint.nbytes),
+        state_of(checkpoint),
     ]
 
 
-def state_of(one: Listed) -> str:
-    """Return in words whether a checkpoint is complete, and what did not end."""
-    state = "weights only" if one.is_weights_only and one.is_complete else "complete"
-    if one.claim is None:
-        return one.problem or state
-    return f"{state}; {one.claim.describe()}" if one.is_complete else one.claim.describe()
+def state_of(checkpoint: Listed) -> str:
+    """Return the state of a checkpoint as text: complete, its problem, or an unfinished upload or deletion."""
+    state = "weights only" if checkpoint.is_weights_only and checkpoint.is_complete else "complete"
+    if checkpoint.claim is None:
+        return checkpoint.problem or state
+    return f"{state}; {checkpoint.claim.describe()}" if checkpoint.is_complete else checkpoint.claim.describe()
 
 
-def marks_of(one: Listed, *, is_latest: bool) -> str:
-    """Return what is to be known of a checkpoint besides."""
+def marks_of(checkpoint: Listed, *, is_latest: bool) -> str:
+    """Return the marks of a checkpoint as text: latest, pinned, and tracker files that name it."""
     marks = ["latest"] if is_latest else []
-    marks += ["pinned"] if one.is_pinned else []
-    return ", ".join([*marks, *(f"`{name}`" for name in one.named_by)])
+    marks += ["pinned"] if checkpoint.is_pinned else []
+    return ", ".join([*marks, *(f"`{name}`" for name in checkpoint.named_by)])
 
 
 def choose_metrics(
     checkpoints: Sequence[Listed], table: Sequence[Sequence[str]], marks: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the metrics that there is room for beside a table, those of most checkpoints first, and the others."""
-    names = [name for name, _ in Counter(name for one in checkpoints for name in one.metrics).most_common()]
+    """Return the metrics that fit beside a table, the most frequent first, and the metrics that do not fit."""
+    names = [
+        name for name, _ in Counter(name for checkpoint in checkpoints for name in checkpoint.metrics).most_common()
+    ]
     used = sum(max(len(visible(row[i])) for row in table) + 2 for i in range(len(table[0])))
     room = terminal_width() - used - min(max(map(len, marks), default=0), 24)
     shown: list[str] = []

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.cli.consent import Yes, noted, withhold
-from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, asked, parse_weights, show
+from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
+from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, chosen_options, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -55,6 +55,6 @@ def merge(
         )
     adapters = [with_others(adapter, also) for adapter in adapters]
     with progress_bar("merging") as progress:
-        wanted = {"to": to, **asked(options), **withhold(out, yes=yes)}
+        wanted = {"to": to, **chosen_options(options), **dry_run_option(out, yes=yes)}
         done = run(model, adapters, out, weights=parse_weights(weights), **wanted, progress=progress)
-    show(model, noted(done, yes=yes), "merged", json=json)
+    show(model, with_hub_note(done, yes=yes), "merged", json=json)

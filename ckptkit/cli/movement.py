@@ -1,11 +1,11 @@
-"""Show which parameters moved most from one checkpoint to another, for `ckptkit stats A B`."""
+"""Print which parameters changed most between two checkpoints, for `ckptkit stats A B`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.cli.diff import times
+from ckptkit.cli.diff import with_count
 from ckptkit.cli.output import note, pick, print_json, print_table, progress_bar, say
 from ckptkit.words import count, per_cent
 
@@ -18,30 +18,30 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     from ckptkit.checks.stats import stats
 
     with progress_bar("compare") as progress:
-        found = stats(a, b, jobs=jobs, progress=progress)
+        result = stats(a, b, jobs=jobs, progress=progress)
     if json:
-        print_json(to_json(found))
+        print_json(to_json(result))
         return
-    note(f"from {found.a} to {found.b}")
-    for text in found.notes:
+    note(f"from {result.a} to {result.b}")
+    for text in result.notes:
         note(f"note: {text}")
-    kinds = found.by_kind
+    kinds = result.by_kind
     print_table(
         [row_of(movement) for movement in kinds[:top]],
         ("change", "max", "cosine", "equal", "most", "parameter"),
     )
     if len(kinds) > top:
         say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
-    whole = found.whole
-    angle = f", cosine {cosine(whole)}" if cosine(whole) else ""
+    total = result.whole
+    angle = f", cosine {cosine(total)}" if cosine(total) else ""
     say(
-        f"all of {count(whole.tensors, 'tensor')} together: change {whole.change:.3g}{angle}, "
-        f"{per_cent(whole.equal)} equal"
+        f"all of {count(total.tensors, 'tensor')} together: change {total.change:.3g}{angle}, "
+        f"{per_cent(total.equal)} equal"
     )
 
 
 def row_of(movement: Movement) -> tuple[str, ...]:
-    """Return a line of the table."""
+    """Return a row of the table."""
     distance = movement.distance
     layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal())
     return (
@@ -50,19 +50,19 @@ def row_of(movement: Movement) -> tuple[str, ...]:
         cosine(movement),
         per_cent(movement.equal),
         layers if movement.tensors > 1 else "",
-        times(movement.name, movement.tensors),
+        with_count(movement.name, movement.tensors),
     )
 
 
 def cosine(movement: Movement) -> str:
-    found = movement.distance.cosine
-    return "" if found is None else f"{found:.4f}"
+    value = movement.distance.cosine
+    return "" if value is None else f"{value:.4f}"
 
 
-def to_json(found: Moved) -> dict[str, Any]:
+def to_json(result: Moved) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     moved = [
         pick(movement, "name", "change", "equal") | pick(movement.distance, "max_abs", "cosine", "strange")
-        for movement in found.tensors
+        for movement in result.tensors
     ]
-    return {"moved": moved, "equal": found.whole.equal, **pick(found, "a", "b", "notes")}
+    return {"moved": moved, "equal": result.whole.equal, **pick(result, "a", "b", "notes")}

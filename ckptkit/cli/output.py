@@ -1,4 +1,4 @@
-"""Print the tables, notes, bars and JSON of every command. Data goes to stdout, all else to stderr."""
+"""Print the tables, notes, progress bars and JSON of all commands. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ckptkit.errors import CkptError
 from ckptkit.words import fold, format_bytes, visible
 
 _quiet = False
-_NARROWEST = 16  # columns that a column keeps in a terminal too narrow for a table; no number is wider
-_AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # below so many seconds, divided by, unit
-_SOON = 0.5  # seconds: work that is done by then shows no bar
-_LEAST_LOGGED = 10**8  # bytes: less is done before anybody reads the log
+_NARROWEST = 16  # minimum width of a table column in characters, on a narrow terminal; no number is wider
+_AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # upper limit in seconds, divisor, unit
+_SOON = 0.5  # seconds before a progress bar appears; shorter work shows none
+_LEAST_LOGGED = 10**8  # bytes; smaller work finishes too soon to need lines in a log
 
 
 def be_quiet(wanted: bool) -> None:
-    """Silence all but errors and JSON from now on, if `wanted`."""
-    global _quiet  # noqa: PLW0603 - one terminal, one voice
+    """Print only errors and JSON from now on, if `wanted`."""
+    global _quiet  # noqa: PLW0603 - a process has one terminal
     _quiet = _quiet or wanted
 
 
@@ -37,26 +37,26 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def reserve_stdout() -> None:
-    """Keep stdout for data, from now on: what libraries write there, as torch 2.10's gloo does, goes to stderr."""
+    """Reserve stdout for results: output of libraries to stdout, such as torch 2.10's gloo, goes to stderr."""
     sys.stdout.flush()
-    ours = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # C libraries write to descriptor 1, not to sys.stdout
+    sys.stdout = os.fdopen(stdout, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def note(text: str) -> None:
-    """Print a line to stderr, unless that is silenced."""
+    """Print a line to stderr, unless --quiet is given."""
     if not _quiet:
         typer.echo(visible(text), err=True)
 
 
 def say(text: str) -> None:
-    """Print a line to stdout, unless that is silenced."""
+    """Print a line to stdout, unless --quiet is given."""
     print_line(visible(text))
 
 
 def print_line(text: str) -> None:
-    """Print a line to stdout as it is, escape sequences too, unless that is silenced."""
+    """Print a line to stdout with its escape sequences, unless --quiet is given."""
     if not _quiet:
         typer.echo(text)
 
@@ -67,7 +67,7 @@ def print_json(value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON says it: records by their fields, paths as text, null for what is no finite number."""
+    """Return a value for JSON: dataclasses as objects, paths as strings, NaN and infinity as null."""
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -80,12 +80,12 @@ def plain(value: Any) -> Any:
 
 
 def pick(record: object, *names: str) -> dict[str, Any]:
-    """Return attributes of a result by the names that scripts, too, know them by."""
+    """Return attributes of a result by name. The names are JSON keys, so do not rename them."""
     return {name: getattr(record, name) for name in names}
 
 
 def print_error(error: CkptError, *, as_json: bool) -> None:
-    """Print an error as one line with file and tensor, and its hints; or as JSON."""
+    """Print an error as a line with file and tensor, and its hint; or as JSON."""
     if as_json:
         print_json({"error": error.to_json()})
         return
@@ -95,14 +95,14 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
 
 
 def print_problem(problem: CkptError) -> None:
-    """Print a problem that a check found, as two lines at most; --quiet does not silence it."""
+    """Print a problem that a check found, in at most two lines, even with --quiet."""
     typer.echo(visible(f"problem: {problem.line}"))
     if problem.hint:
         typer.echo(visible(f"  hint: {problem.hint}"))
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
-    """Print rows in columns; on a terminal that is too narrow, names and sentences go on in further lines."""
+    """Print a table. On a narrow terminal, wide cells wrap onto further lines."""
     cells = [[visible(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     if sys.stdout.isatty():
@@ -119,42 +119,45 @@ def narrow(widths: list[int], room: int) -> None:
 
 
 def terminal_width() -> int:
-    """Return columns of the terminal; plenty where the output goes to a file."""
+    """Return the width of the terminal in characters; 200 if stdout is not a terminal."""
     return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 200
 
 
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, and a line every 10 % elsewhere. Give it (bytes more, bytes in all)."""
+    """Yield a function to report progress, which takes (additional bytes, total bytes).
+
+    It shows a bar on a terminal, and prints a line every 10 % elsewhere.
+    """
     if _quiet or not sys.stderr.isatty():
-        yield ProgressLog(verb).tell
+        yield ProgressLog(verb).advance
         return
     from tqdm import tqdm
 
     with tqdm(desc=verb, unit="B", unit_scale=True, leave=False, delay=_SOON) as bar:
 
-        def tell(nbytes: int, total: int) -> None:
+        def advance(nbytes: int, total: int) -> None:
             if bar.total not in (None, total):
-                bar.reset()  # another thing is being done now
+                bar.reset()  # another total means that the next stage has begun
             bar.total = total
             bar.update(nbytes)
 
-        yield tell
+        yield advance
 
 
 @dataclass(slots=True)
 class ProgressLog:
-    """The progress of some work, as a line every 10 % where there is enough to do."""
+    """Prints progress as a line every 10 %, for work of at least `_LEAST_LOGGED` bytes."""
 
     verb: str
     total: int = 0
     done: int = 0
     tenths: int = 0
 
-    def tell(self, nbytes: int, total: int) -> None:
-        """Note that more bytes are done, of how many in all."""
+    def advance(self, nbytes: int, total: int) -> None:
+        """Add `nbytes` finished bytes, of `total` bytes."""
         if total != self.total:
-            self.total, self.done, self.tenths = total, 0, 0  # another thing is being done now
+            self.total, self.done, self.tenths = total, 0, 0  # another total means that the next stage has begun
         self.done += nbytes
         tenths = self.done * 10 // max(total, 1)
         if tenths > self.tenths and total >= _LEAST_LOGGED:
@@ -163,7 +166,7 @@ class ProgressLog:
 
 
 def age(seconds: float) -> str:
-    """Return how long ago something was: `45 s`, `3 min`, `2 h`, `5 d`."""
+    """Return an age as text: `45 s`, `3 min`, `2 h`, `5 d`."""
     for limit, divisor, unit in _AGES:
         if seconds < limit:
             return f"{max(seconds, 0) // divisor:.0f} {unit}"

@@ -40,7 +40,7 @@ def pin(
 
     if also and len(checkpoints) > 1:
         raise Usage("--also is for one checkpoint", hint="pin them one by one")
-    pinned = run_it(*(with_others(one, also) for one in checkpoints))
+    pinned = run_it(*(with_others(checkpoint, also) for checkpoint in checkpoints))
     if json:
         print_json({"pinned": pinned})
         return

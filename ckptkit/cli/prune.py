@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptkit.runs.uploads import OpenUpload
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_WEEK = "7d"  # what is idle for so long is stale, unless the user says another time
+_WEEK = "7d"  # default of --older: an upload that was idle for this long is stale
 
 
 def prune(
@@ -117,14 +117,14 @@ def prune(
 
 
 def refuse_beside_uploads(options: Mapping[str, object]) -> None:
-    """Raise `Usage` for an option that says nothing about uploads."""
+    """Raise `Usage` for an option that does not apply to --uploads."""
     for name, value in options.items():
         if value:
             raise Usage(f"--uploads cannot be combined with {name}", hint="run the two one after the other")
 
 
 def parse_age(text: str) -> float:
-    """Read a time in seconds: `7d`, `12h`, `30m`, `90s`."""
+    """Return a duration such as `7d`, `12h`, `30m` or `90s` in seconds. Raises `Usage`."""
     number, unit = text[:-1], _UNITS.get(text[-1:])
     try:
         seconds = float(number) * (unit or math.nan)
@@ -136,41 +136,43 @@ def parse_age(text: str) -> float:
 
 
 def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
-    """List unfinished uploads, and abort the stale ones."""
+    """Print the unfinished uploads, and with `yes` abort the stale ones."""
     from ckptkit.runs.uploads import prune_uploads as run_it
 
     done = run_it(run, older=older, yes=yes)
     if json:
-        words = {"root": done.root, "older": older, "aborted": done.aborted, "freed_bytes": done.freed_bytes}
+        result = {"root": done.root, "older": older, "aborted": done.aborted, "freed_bytes": done.freed_bytes}
         stale, keep = list(map(upload_json, done.stale)), list(map(upload_json, done.keep))
-        print_json({**words, "stale": stale, "keep": keep})
+        print_json({**result, "stale": stale, "keep": keep})
         return
     verdict = "aborted" if done.aborted else "abort"
-    table = [*(upload_row(one, verdict) for one in done.stale), *(upload_row(one, "left alone") for one in done.keep)]
+    table = [
+        *(upload_row(upload, verdict) for upload in done.stale),
+        *(upload_row(upload, "left alone") for upload in done.keep),
+    ]
     if table:
         print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
     for line in done.summary():
         say(line)
-    if left := sum(one.whole_bytes for one in done.stale):
+    if left := sum(upload.whole_bytes for upload in done.stale):
         note(f"note: {format_bytes(left)} of whole objects stay there: delete them with the store's own tools")
     if done.stale and not done.aborted:
         note("hint: the same with --yes does it")
 
 
-def upload_json(one: OpenUpload) -> dict[str, Any]:
-    """Return an upload of the result."""
-    told = pick(one, "path", "started", "host", "idle_seconds", "sent_bytes", "whole_bytes")
-    return {**told, "claimed": one.claim is not None, "files": [part.key for part in one.files]}
+def upload_json(upload: OpenUpload) -> dict[str, Any]:
+    """Return an upload as JSON."""
+    fields = pick(upload, "path", "started", "host", "idle_seconds", "sent_bytes", "whole_bytes")
+    return {**fields, "claimed": upload.claim is not None, "files": [part.key for part in upload.files]}
 
 
-def upload_row(one: OpenUpload, verdict: str) -> tuple[object, ...]:
-    """Return a row of the table."""
-    sizes = (format_bytes(one.sent_bytes), format_bytes(one.whole_bytes) if one.whole_bytes else "")
-    return (one.path, one.started, one.host or "", age(one.idle_seconds), *sizes, verdict)
+def upload_row(upload: OpenUpload, verdict: str) -> tuple[object, ...]:
+    sizes = (format_bytes(upload.sent_bytes), format_bytes(upload.whole_bytes) if upload.whole_bytes else "")
+    return (upload.path, upload.started, upload.host or "", age(upload.idle_seconds), *sizes, verdict)
 
 
 def report(done: Pruned) -> None:
-    """Print what stays, what goes, and why."""
+    """Print which checkpoints are kept, demoted and deleted, and why."""
     past = "d" if done.deleted else ""
     table = [
         *rows(done.keep, "keep"),
@@ -189,7 +191,6 @@ def report(done: Pruned) -> None:
 
 
 def rows(entries: Iterable[PruneEntry], verdict: str) -> list[tuple[object, ...]]:
-    """Return rows of the table."""
     return [
         (
             entry.path.name,

@@ -1,4 +1,4 @@
-"""Run `ckptkit pull`: a checkpoint from the Hub."""
+"""Run `ckptkit pull`: download a checkpoint from the Hub."""
 
 from __future__ import annotations
 

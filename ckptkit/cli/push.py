@@ -1,4 +1,4 @@
-"""Run `ckptkit push`: a checkpoint to the Hub."""
+"""Run `ckptkit push`: upload a checkpoint to the Hub."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def report(src: Path, done: Pushed) -> None:
     if done.source != src:
         note(f"taking {done.source}")
     access = "private" if done.is_private else "public"
-    place = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
+    destination = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
     kind = f"{'new, ' if done.is_new else ''}{access}"
     say(f"{'pushed' if done.is_done else 'would push'} {done.source}")
-    say(f"to {place} ({kind})")
+    say(f"to {destination} ({kind})")
     print_table(list(rows(done)), ("  file", "size", "verdict"))
     for text in done.notes:
         say(f"note: {text}")
@@ -107,7 +107,7 @@ def report(src: Path, done: Pushed) -> None:
 
 
 def rows(done: Pushed) -> Iterator[tuple[str, str, str]]:
-    """Return the rows of the table; of many files, the first and the last."""
+    """Yield the rows of the table; of more than 20 files, the first and last 9."""
     files = [(f"  {name}", format_bytes(nbytes), verdict(done, name)) for name, nbytes in done.files.items()]
     yield from files if len(files) <= 20 else [*files[:9], (f"  ... {len(files) - 18} more", "", ""), *files[-9:]]
     for name in done.removed:
@@ -117,7 +117,7 @@ def rows(done: Pushed) -> Iterator[tuple[str, str, str]]:
 
 
 def verdict(done: Pushed, name: str) -> str:
-    """Return in a word or two what is done with a file."""
+    """Return the cell that says what push does with a file."""
     if name in done.unchanged:
         return "unchanged"
     is_made = done.has_card and name == "README.md"

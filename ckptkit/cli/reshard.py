@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.cli.consent import Yes, noted, withhold
-from ckptkit.cli.conversion import OPTIONS, asked, show
+from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
+from ckptkit.cli.conversion import OPTIONS, chosen_options, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -58,5 +58,5 @@ def reshard(
 
     src = with_others(src or default_source(), also) if also else src
     with progress_bar("resharding") as progress:
-        done = run(src, out, to=to, **asked(options) | withhold(out, yes=yes), progress=progress)
-    show(src, noted(done, yes=yes), "resharded", json=json)
+        done = run(src, out, to=to, **chosen_options(options) | dry_run_option(out, yes=yes), progress=progress)
+    show(src, with_hub_note(done, yes=yes), "resharded", json=json)

@@ -1,4 +1,4 @@
-"""Make options of a command out of the fields of a dataclass, and name the options of every command."""
+"""Create the options of a command from the fields of a dataclass, and set the names of all options."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from ckptkit.settings import Setting
 from ckptkit.words import parse_bytes
 
 Command = Callable[..., None]
-_SIZE = "SIZE"  # the placeholder of a number of bytes
+_SIZE = "SIZE"  # placeholder of options that take a number of bytes
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def with_options(
     settings: Mapping[str, Setting], *, leave_out: Iterable[str] = (), over_a_file: bool = False
 ) -> Callable[[Command], Command]:
-    """Return what gives a command an option for each setting in place of its `**options`, before its `quiet`.
+    """Return a decorator that adds an option for each setting to a command, in place of `**options`, before `quiet`.
 
-    With `over_a_file` they override the settings of a file: those not given are None, and flags come with a `--no-`.
+    With `over_a_file` the options override settings of a file: an option that is not given is None, and each flag also
+    has a `--no-` form.
     """
-    make = overriding if over_a_file else option
+    make = override_option if over_a_file else option
     options = [make(name, setting) for name, setting in settings.items() if name not in set(leave_out)]
 
     def change(command: Command) -> Command:
@@ -42,31 +43,31 @@ def with_options(
 
 
 def declare(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
-    """Return the command; typer sees these parameters instead of its own."""
+    """Set the parameters that typer sees, and return the command."""
     command.__signature__ = inspect.signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
 def name_options(command: Command) -> Command:
-    """Return the command; the name of each option is written out, and so is its placeholder.
+    """Set the name and the placeholder of each option explicitly, and return the command.
 
-    Versions of typer derive both differently: 0.27 names an option `--DTYPE` if `DTYPE` is its placeholder.
+    Versions of typer derive them differently: 0.27 names an option `--DTYPE` if its placeholder is `DTYPE`.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     return declare(command, [name_option(parameter) for parameter in parameters])
 
 
 def name_option(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter. If it is an option, `dry_run` is named `--dry-run`.
+    """Return the parameter with the name of its option: `--dry-run` for `dry_run`. Arguments are unchanged.
 
-    A flag that may also be None, so that a file can set it, is `--dry-run/--no-dry-run`.
+    A flag that may be None, so that a file can set it, is named `--dry-run/--no-dry-run`.
     """
     kind, about = get_args(parameter.annotation)
     if not isinstance(about, OptionInfo):
         return parameter
-    about = copy(about)  # several commands share it
-    if about.default is ...:  # where typer keeps the first name of an option that an annotation describes
+    about = copy(about)  # because several commands share it
+    if about.default is ...:  # in an annotation, typer stores the first option name in `default`
         name = parameter.name.replace("_", "-")
         about.default = f"--{name}/--no-{name}" if kind == bool | None else f"--{name}"
     about.metavar = about.metavar or placeholder_of(kind)
@@ -74,14 +75,14 @@ def name_option(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def placeholder_of(kind: Any) -> str | None:
-    """Return the placeholder of an option of this type, or of a list of it; None for a flag."""
+    """Return the placeholder of an option of this type, or of a list of this type; None for a flag."""
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     return _PLACEHOLDERS.get(kind) or next(filter(None, map(placeholder_of, get_args(kind))), None)
 
 
 def option(name: str, setting: Setting) -> inspect.Parameter:
-    """Return the option of a setting: `--dry-run` for `dry_run`, and `--no-sync` for a `sync` that is on by default."""
+    """Return the option of a setting: `--dry-run` for `dry_run`, and `--no-sync` for a `sync` that defaults to True."""
     default: Any = None if setting.default in (MISSING, ()) else setting.default
     if setting.kind is bool:
         return parameter(f"no_{name}" if setting.default else name, bool, False, described(setting))
@@ -92,20 +93,20 @@ def option(name: str, setting: Setting) -> inspect.Parameter:
 
 
 def described(setting: Setting, **more: Any) -> Any:
-    """Return the option of a setting as typer wants it described."""
+    """Return typer's description of the option of a setting."""
     return typer.Option(help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
 
 
-def overriding(name: str, setting: Setting) -> inspect.Parameter:
-    """Return the option of a setting that a file may have too."""
-    is_given = setting.default not in (MISSING, None, ())
-    text = f"{setting.text} [{spell(setting.default)}]" if is_given else setting.text
-    place: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
+def override_option(name: str, setting: Setting) -> inspect.Parameter:
+    """Return the option of a setting that overrides a file. Its default is None; the help shows the setting's."""
+    has_default = setting.default not in (MISSING, None, ())
+    text = f"{setting.text} [{spell(setting.default)}]" if has_default else setting.text
+    parser: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
     return parameter(
         name,
         kind_of(setting) | None,
         None,
-        typer.Option(help=text, metavar=setting.placeholder, show_default=False, **place),
+        typer.Option(help=text, metavar=setting.placeholder, show_default=False, **parser),
     )
 
 
@@ -119,7 +120,7 @@ def kind_of(setting: Setting) -> Any:
 
 
 def spell(value: object) -> str:
-    """Return a default as a user would type it."""
+    """Return a default value as the help shows it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
@@ -130,7 +131,7 @@ def spell_bytes(size: int) -> str:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings among `options` that the user gave, under the names that they have in the dataclass."""
+    """Return the settings that the user gave, by their field names: `no_sync=True` becomes `sync=False`."""
     values = {name: value for name, value in options.items() if value is not None and value != []}
     off = {name.removeprefix("no_"): not values.pop(name) for name in list(values) if name.startswith("no_")}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()} | off

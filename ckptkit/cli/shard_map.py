@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ckptkit.layout import Layout
 
 _MOST_ROWS = 32
-_WIDTH = 26  # columns of a tensor's picture
-_INDENT = _WIDTH + 18  # columns before a name
-_COLORS = (117, 216, 150, 222, 183, 80, 211, 250)  # of 256, light enough for black letters
+_WIDTH = 26  # width of a tensor's picture in characters
+_INDENT = _WIDTH + 18  # characters before a tensor's name
+_COLORS = (117, 216, 150, 222, 183, 80, 211, 250)  # of the 256 terminal colors, light enough for black text
 
 
 def show_map(layout: Layout) -> None:
-    """Draw who holds what: a bar for each owner, and a line for each tensor or for all that are alike."""
+    """Print the shard map: a bar for each rank or file, and a line for each tensor or group of similar tensors."""
     from ckptkit.cli.pictures.shards import map_shards
 
     shards = map_shards(layout)
@@ -52,7 +52,7 @@ def show_map(layout: Layout) -> None:
 
 
 def show_owners(shards: ShardMap) -> None:
-    """Print how much each rank or file holds."""
+    """Print the bytes of each rank or file."""
     from ckptkit.cli.pictures.shard_text import bars
 
     drawn = list(bars(shards, _WIDTH))
@@ -65,19 +65,19 @@ def show_owners(shards: ShardMap) -> None:
 
 
 def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
-    """Return the row of an owner, or of several in turn."""
+    """Return the table row of an owner, or of several consecutive owners."""
     is_one = bar.first is bar.last
     marks = bar.first.mark if is_one else f"{bar.first.mark}-{bar.last.mark}"
     low, high = format_bytes(bar.least), format_bytes(bar.most)
-    held = high if low == high else f"{low} to {high}"
+    size = high if low == high else f"{low} to {high}"
     name = (bar.first.name if is_one else f"{bar.first.name} to {bar.last.name}",) if by == "file" else ()
-    return marks, held if is_one else f"{held} each", bar.bar, *name
+    return marks, size if is_one else f"{size} each", bar.bar, *name
 
 
 def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
-    """Return the lines of a tensor: its picture, its numbers, and its name in as many lines as that needs.
+    """Yield the lines of a tensor: its picture, its numbers, and its name, which may wrap.
 
-    A name goes without the `start` that stands above.
+    `start` is the common prefix in the heading above, which the name does not repeat.
     """
     from ckptkit.cli.pictures.shard_text import draw
 
@@ -93,7 +93,7 @@ def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
 
 
 def paint(line: Line) -> str:
-    """Return a line in the owners' colors, on a terminal that is to have some; there they need no fill."""
+    """Return a line, on a color terminal in the owners' colors instead of fill characters."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return "".join(run.text for run in line)
     return "".join(
@@ -105,7 +105,7 @@ def paint(line: Line) -> str:
 
 
 def write_shard_map(layout: Layout, dst: Path) -> None:
-    """Draw the layout of a checkpoint into the SVG file `dst`. Raises `Occupied` if there is one."""
+    """Draw the layout of a checkpoint into the SVG file `dst`. Raises `Occupied` if it exists."""
     from ckptkit.cli.pictures.shard_svg import draw_shards, standalone
     from ckptkit.cli.pictures.shards import map_shards
 

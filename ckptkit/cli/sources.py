@@ -1,4 +1,4 @@
-"""Take the directories that are one checkpoint together, for every command that reads one."""
+"""The option `--also` of commands that read a checkpoint: its files may be spread over several directories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Also = Annotated[
 
 
 def with_others(src: Path, also: Sequence[Path] | None) -> Path:
-    """Return a source, or all directories that are given as one, which is said."""
+    """Return `src`, joined with the directories of --also, and print a note about them."""
     if not also:
         return src
     from ckptkit.checkpoints.several_disks import join_places

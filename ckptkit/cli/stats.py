@@ -1,4 +1,4 @@
-"""Run `ckptkit stats`: show the numbers of a checkpoint, or which moved most from one to another."""
+"""Run `ckptkit stats`: statistics of the tensors in a checkpoint, or which tensors changed most between two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.checks.stats import Stats, TensorStats
     from ckptkit.layout.counting import Count
 
-Row = tuple[str, "Count"]  # what a line is called, and what was counted
+Row = tuple[str, "Count"]  # label of a table row, and its statistics
 
 
 def stats(
@@ -63,7 +63,7 @@ def stats(
     from ckptkit.checks.stats import stats as look
 
     with progress_bar("statistics") as progress:
-        found = look(
+        result = look(
             path,
             include=include or (),
             exclude=exclude or (),
@@ -72,14 +72,14 @@ def stats(
             progress=progress,
         )
     if json:
-        print_json(to_json(found))
+        print_json(to_json(result))
     else:
-        report(path, found, each=tensors)
+        report(path, result, each=tensors)
 
 
-def to_json(found: Stats) -> dict[str, Any]:
-    tensors = [tensor_json(tensor) for tensor in found.tensors]
-    return {**pick(found, "path", "format"), "total": count_json(found.total), "tensors": tensors}
+def to_json(result: Stats) -> dict[str, Any]:
+    tensors = [tensor_json(tensor) for tensor in result.tensors]
+    return {**pick(result, "path", "format"), "total": count_json(result.total), "tensors": tensors}
 
 
 def tensor_json(tensor: TensorStats) -> dict[str, Any]:
@@ -87,26 +87,26 @@ def tensor_json(tensor: TensorStats) -> dict[str, Any]:
     return what | count_json(tensor) | {"in_total": tensor.in_total}
 
 
-def count_json(found: Count) -> dict[str, Any]:
-    """Return what was counted; null is a number that there is none of."""
-    moments = found.moments
+def count_json(counted: Count) -> dict[str, Any]:
+    """Return statistics as JSON; mean and deviation are null without finite numbers."""
+    moments = counted.moments
     return {
         "norm": moments.norm,
         "mean": moments.mean if moments.finite else None,
         "std": moments.deviation if moments.finite else None,
-        **pick(found, "numbers", "low", "high", "nan", "inf", "denormal", "zero", "sparsity"),
+        **pick(counted, "numbers", "low", "high", "nan", "inf", "denormal", "zero", "sparsity"),
     }
 
 
-def report(path: Path, found: Stats, *, each: bool) -> None:
-    """Print the result for a reader: a line for each module or tensor, and one for all."""
-    if found.path != path:
-        note(f"taking {found.path}")
-    total = found.total
-    rows: list[Row] = [(tensor.name, tensor) for tensor in found.tensors]
+def report(path: Path, result: Stats, *, each: bool) -> None:
+    """Print the result for a reader: a line for each module or tensor, and a line for all."""
+    if result.path != path:
+        note(f"taking {result.path}")
+    total = result.total
+    rows: list[Row] = [(tensor.name, tensor) for tensor in result.tensors]
     if not each:
-        rows = [(f"{'  ' * branch.depth}{branch.label}", counted) for branch, counted in found.by_module()]
-    for line in found.summary():
+        rows = [(f"{'  ' * branch.depth}{branch.label}", counted) for branch, counted in result.by_module()]
+    for line in result.summary():
         say(line)
     columns = [column for column in COLUMNS if column.is_shown(rows)]
     print_table(
@@ -116,7 +116,7 @@ def report(path: Path, found: Stats, *, each: bool) -> None:
 
 
 class Column:
-    """A column of the table, called `name`; unless `always`, only where something is in it."""
+    """A column of the table. Without `always` it is hidden if it is empty in every row."""
 
     def __init__(self, name: str, write: Callable[[Count], str], *, always: bool = True) -> None:
         self.name = name
@@ -124,12 +124,12 @@ class Column:
         self._always = always
 
     def is_shown(self, rows: Sequence[Row]) -> bool:
-        """Return whether there is anything to see."""
+        """Return True if the column is part of a table with these rows."""
         return self._always or any(self.write(counted) for _, counted in rows)
 
 
 def brief(value: float | None) -> str:
-    """Return a number in seven characters or eight: `0.0123`, `-1.23e-5`; nothing where there is none."""
+    """Return a number with three digits: `0.0123`, `-1.23e-5`; "" for None."""
     if value is None:
         return ""
     digits, e, power = f"{value:.3g}".partition("e")
@@ -137,18 +137,18 @@ def brief(value: float | None) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """Return a share as a percentage, such as `3.1%`; nothing for none."""
+    """Return a fraction as a percentage, such as `3.1%`; "" for 0."""
     return f"{100 * part / whole:.2g}%" if part else ""
 
 
 COLUMNS = (
-    Column("norm", lambda found: brief(found.moments.norm if found.moments.finite else None)),
-    Column("mean", lambda found: brief(found.moments.mean if found.moments.finite else None)),
-    Column("std", lambda found: brief(found.moments.deviation if found.moments.finite else None)),
-    Column("low", lambda found: brief(found.low)),
-    Column("high", lambda found: brief(found.high)),
-    Column("zero", lambda found: share(found.zero, found.numbers), always=False),
-    Column("NaN", lambda found: f"{found.nan:,}" if found.nan else "", always=False),
-    Column("Inf", lambda found: f"{found.inf:,}" if found.inf else "", always=False),
-    Column("denormal", lambda found: f"{found.denormal:,}" if found.denormal else "", always=False),
+    Column("norm", lambda counted: brief(counted.moments.norm if counted.moments.finite else None)),
+    Column("mean", lambda counted: brief(counted.moments.mean if counted.moments.finite else None)),
+    Column("std", lambda counted: brief(counted.moments.deviation if counted.moments.finite else None)),
+    Column("low", lambda counted: brief(counted.low)),
+    Column("high", lambda counted: brief(counted.high)),
+    Column("zero", lambda counted: share(counted.zero, counted.numbers), always=False),
+    Column("NaN", lambda counted: f"{counted.nan:,}" if counted.nan else "", always=False),
+    Column("Inf", lambda counted: f"{counted.inf:,}" if counted.inf else "", always=False),
+    Column("denormal", lambda counted: f"{counted.denormal:,}" if counted.denormal else "", always=False),
 )

@@ -1,4 +1,4 @@
-"""Run `ckptkit train` and `ckptkit smoke`: options and lines only; torch is imported when a command runs."""
+"""Run `ckptkit train` and `ckptkit smoke`: options and output. torch is imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -76,51 +76,51 @@ def train(
     of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 130 ended by
     Ctrl-C; 143 ended by SIGTERM, and saved.
     """
-    found = (settings_in(config, resume) if config else own_settings(run, resume)) | given(options)
-    asked = TrainConfig(run=run, resume=resume, **found)
+    values = (settings_in(config, resume) if config else settings_of_run(run, resume)) | given(options)
+    chosen = TrainConfig(run=run, resume=resume, **values)
     if os.environ.get("RANK", "0") == "0":
-        refuse(asked)
-        if "save_every" not in found and asked.steps > asked.save_every:
-            note(f"saving every {asked.save_every} steps and at the end (--save-every)")
+        check_early(chosen)
+        if "save_every" not in values and chosen.steps > chosen.save_every:
+            note(f"saving every {chosen.save_every} steps and at the end (--save-every)")
     from ckptkit.training.launch import torchrun_place
     from ckptkit.training.train import train as work
 
     if torchrun_place():
         reserve_stdout()
-    told = Told(asked.steps)
+    printer = TrainPrinter(chosen.steps)
     try:
-        work(run, resume=resume, config=config, nproc=nproc, report=told.hear, **given(options))
+        work(run, resume=resume, config=config, nproc=nproc, report=printer.report, **given(options))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if torchrun_place():
-        leave(told.exit_code)
-    raise typer.Exit(told.exit_code)
+        exit_at_once(printer.exit_code)
+    raise typer.Exit(printer.exit_code)
 
 
-def refuse(asked: TrainConfig) -> None:
-    """Raise the errors of a run that cannot start, as far as they can be known before torch is imported."""
-    find_resume(asked)
-    require_known(asked.model)
-    find_files(asked.data)
+def check_early(config: TrainConfig) -> None:
+    """Raise errors about the run, the model and the data that can be found before torch is imported."""
+    find_resume(config)
+    require_known(config.model)
+    find_files(config.data)
 
 
-def own_settings(run: Path, resume: str | None) -> dict[str, Any]:
-    """Return the settings that a run was started with, where it is to go on."""
-    found = find_settings(run, resume)
-    if found and os.environ.get("RANK", "0") == "0":  # torchrun's other ranks need not say it again
+def settings_of_run(run: Path, resume: str | None) -> dict[str, Any]:
+    """Return the settings that a resumed run was started with, and print a note; {} for a new run."""
+    values = find_settings(run, resume)
+    if values and os.environ.get("RANK", "0") == "0":  # one note for all ranks under torchrun
         note(f"settings from {run / SETTINGS}")
-    return found
+    return values
 
 
 @dataclass(slots=True)
-class Told:
-    """A record of what rank 0 has told so far."""
+class TrainPrinter:
+    """Prints the messages of rank 0, and keeps the exit code that follows from them."""
 
     last_step: int
     exit_code: int = 0
 
-    def hear(self, message: StepMetrics | Note) -> None:
-        """Print a step, or say what happened."""
+    def report(self, message: StepMetrics | Note) -> None:
+        """Print a step, or the text of a note."""
         from ckptkit.training.loop import Note
 
         if isinstance(message, Note):
@@ -133,7 +133,7 @@ class Told:
 
 
 def describe(step: StepMetrics, last_step: int) -> str:
-    """Return one line for a step."""
+    """Return a line about a step."""
     facts = [
         f"step {step.step}/{last_step}",
         f"loss {step.loss:.4f}",
@@ -148,8 +148,8 @@ def describe(step: StepMetrics, last_step: int) -> str:
     return "  ".join(facts)
 
 
-def leave(code: int) -> NoReturn:
-    """End a rank's process, its work done, as `ckptkit.training.launch` ends its own, and for the same reason."""
+def exit_at_once(code: int) -> NoReturn:
+    """Exit a rank under torchrun without Python's shutdown, for the reason given in `launch.run_rank`."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -179,8 +179,8 @@ def smoke(
     """
     from ckptkit.training.smoke.smoke import smoke as make_checks
 
-    tell = note_check if json else show_check
-    checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=tell)
+    show = note_check if json else show_check
+    checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=show)
     ok = all(check.ok is not False for check in checks)
     if json:
         print_json({"ok": ok, "checks": checks})
@@ -192,12 +192,12 @@ def smoke(
     raise typer.Exit(0 if ok else 1)
 
 
-_LONGEST = len("equal logits in transformers")  # of the names of checks
+_LONGEST = len("equal logits in transformers")  # length of the longest name of a check
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
 
 
 def show_check(check: Check) -> None:
-    """Print a check as soon as it is done, below the others."""
+    """Print a row about a check."""
     say(f"{check.name:<{_LONGEST}}  {MARKS[check.ok]:<7}  {f'{check.seconds:.1f} s':>6}  {check.detail}".rstrip())
 
 

@@ -1,6 +1,7 @@
-"""Read the plain values of options and arguments. Typer has pydantic read every one, None too, which doubles its start.
+"""Parse simple option and argument values without pydantic.
 
-What is not plain, or is wrong, is left to typer.
+typer passes every value through pydantic, even None, which doubles the start-up time. Values of other types and invalid
+values are left to typer.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from typing import Any, NoReturn, get_args
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that newer versions of typer contain
+UsageError: Any = typer.BadParameter.__base__  # from click, or from the copy of click in newer versions of typer
 Parameter = TyperArgument | TyperOption
 _PLAIN = (bool, int, float, str)
 
 
 class PlainCommand(TyperCommand):
-    """A command that reads the plain values of its parameters itself. `synonyms` of its options are not in its help."""
+    """A command that parses simple values of its parameters itself.
+
+    `synonyms` maps further names of options to their names; the help does not show them.
+    """
 
     synonyms: Mapping[str, str] = MappingProxyType({})
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return the parser of a command line. It knows each option by its synonyms too."""
+        """Return the parser of the command line, which also accepts the synonyms of options."""
         parser = super().make_parser(ctx)
         for synonym, name in self.synonyms.items():
             (option,) = (copy(param) for param in self.params if name in param.opts)
@@ -34,18 +38,18 @@ class PlainCommand(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line; print the help if there is none, where the command asks for that."""
+        """Parse a command line; print the help if it is empty and the command has `no_args_is_help`."""
         if self.no_args_is_help and not args and not ctx.resilient_parsing:
             print_help(ctx)
-        take_over(self.get_params(ctx))
+        parse_plain_values(self.get_params(ctx))
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
-            error.ctx = error.ctx or ctx  # click does not say which command lacks the value of an option
+            error.ctx = error.ctx or ctx  # click does not set the command if an option lacks its value
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Return the words of the usage: `SRC`, `SRC...` for one or more, `[OUT]` for what may be left out."""
+        """Return the words of the usage line: `SRC`, `SRC...` if repeatable, `[OUT]` if optional."""
         pieces = ["[OPTIONS]"]
         for argument in self.params:
             if isinstance(argument, TyperArgument):
@@ -55,46 +59,46 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
-    """A group of commands that does so with the options that it has beside them."""
+    """A group of commands that parses simple values of its own options itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line as far as the command."""
-        take_over(self.get_params(ctx))
+        """Parse the command line up to the command."""
+        parse_plain_values(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
 
 def print_help(ctx: Any) -> NoReturn:
-    """Print the help of a command to stderr, and exit as after a wrong use."""
+    """Print the help of a command to stderr, and exit with code 2 (usage)."""
     typer.echo(ctx.get_help(), err=True)
     raise typer.Exit(2)
 
 
-def take_over(parameters: Any) -> None:
+def parse_plain_values(parameters: Any) -> None:
     for parameter in parameters:
-        parameter.process_value = partial(process, parameter, parameter.process_value)
+        parameter.process_value = partial(parse_value, parameter, parameter.process_value)
 
 
-def process(parameter: Parameter, leave_to_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return the value of a parameter from what was typed, or from its default."""
+def parse_value(parameter: Parameter, leave_to_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return the parsed value of a parameter, from the command line or its default."""
     try:
-        found = read(parameter, value)
-    except (AttributeError, ValueError):  # an older typer has no descriptor, and no pydantic
+        parsed = read(parameter, value)
+    except (AttributeError, ValueError):  # older versions of typer have no `type_descriptor`, and do not use pydantic
         return leave_to_typer(ctx, value)
-    return found if parameter.callback is None else parameter.callback(ctx, parameter, found)
+    return parsed if parameter.callback is None else parameter.callback(ctx, parameter, parsed)
 
 
 def read(parameter: Parameter, value: Any) -> Any:
-    """Return a plain value, or several. Raises `ValueError` where typer has something to say."""
+    """Return a parsed value, or a list of them. Raises `ValueError` for values that typer must handle."""
     is_many = parameter.multiple or parameter.nargs == -1
     if parameter.required and not value:
         raise ValueError("missing")
     if value is None:
         return () if is_many else None
-    return [read_one(parameter, one) for one in value] if is_many else read_one(parameter, value)
+    return [read_one(parameter, item) for item in value] if is_many else read_one(parameter, value)
 
 
 def read_one(parameter: Parameter, value: Any) -> Any:
-    """Return a plain value. Raises `ValueError` for any other."""
+    """Return a single parsed value. Raises `ValueError` for values that typer must handle."""
     described = parameter.type_descriptor
     kind = get_args(described.annotation)[0] if described.is_list else described.annotation
     about = described.parameter_info

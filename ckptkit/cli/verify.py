@@ -84,9 +84,9 @@ def verify(
         raise Usage(f"--base is for deltas: {others[0]} is not one", hint=hint)
     if deltas and (fast or against or stats):
         raise Usage("--fast, --against and --stats are for checkpoints", hint="drop them, or verify deltas alone")
-    found: list[Verified] = [kind.check(path, base=base, jobs=jobs) for path, kind in deltas.items()]
+    verified: list[Verified] = [kind.check(path, base=base, jobs=jobs) for path, kind in deltas.items()]
     with progress_bar("verify") as progress:
-        found += check(
+        verified += check(
             *(path for path in paths if path not in deltas),
             fast=fast,
             against=against,
@@ -97,17 +97,17 @@ def verify(
             jobs=jobs,
             progress=progress,
         )
-    is_ok = all(part.is_ok for part in found)
-    numbers = [tensor for part in found for tensor in part.stats]
+    is_ok = all(part.is_ok for part in verified)
+    numbers = [tensor for part in verified for tensor in part.stats]
     if json:
         counted = [plain(tensor) | {"spec": str(tensor.spec)} for tensor in numbers]
-        print_json(to_json(found) | ({"stats": counted} if stats else {}))
+        print_json(to_json(verified) | ({"stats": counted} if stats else {}))
     else:
-        report(found, deltas, fast=fast)
-        report_comparison(found)
+        report(verified, deltas, fast=fast)
+        report_comparison(verified)
         if stats and is_ok:
             report_numbers(numbers)
-        if not is_ok and (stats or (against and not any(part.compared is not None for part in found))):
+        if not is_ok and (stats or (against and not any(part.compared is not None for part in verified))):
             note("nothing else was checked")
     if not is_ok:
         raise typer.Exit(1)
@@ -138,36 +138,36 @@ def manifest(
 
     path = with_others(path, also)
     with progress_bar("manifest") as progress:
-        made = make_manifest(path, overwrite=overwrite, jobs=jobs, progress=progress)
+        written = make_manifest(path, overwrite=overwrite, jobs=jobs, progress=progress)
     if json:
-        print_json(to_json(made))
+        print_json(to_json(written))
         return
-    for part in made:
+    for part in written:
         say(f"{part.path / 'ckptkit.json'}: {count(len(part.sums), 'file')}, {format_bytes(part.nbytes)}")
         for text in describe_left(part.left_behind, "not in the manifest"):
             note(f"note: {text}")
 
 
-def to_json(found: Sequence[Verified]) -> dict[str, Any]:
+def to_json(verified: Sequence[Verified]) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
-    problems = [problem for part in found for problem in part.problems]
+    problems = [problem for part in verified for problem in part.problems]
     return {
         "ok": not problems,
         "problems": [problem.to_json() for problem in problems],
-        "checked_bytes": sum(part.checked_bytes for part in found),
-        "unchecked_bytes": sum(part.unchecked_bytes for part in found),
-        "left_behind": [pick(one, "path", "why") for part in found for one in part.left_behind],
-        "checkpoints": [{"ok": part.is_ok, **pick(part, *_ABOUT_PART)} for part in found],
+        "checked_bytes": sum(part.checked_bytes for part in verified),
+        "unchecked_bytes": sum(part.unchecked_bytes for part in verified),
+        "left_behind": [pick(one, "path", "why") for part in verified for one in part.left_behind],
+        "checkpoints": [{"ok": part.is_ok, **pick(part, *_ABOUT_PART)} for part in verified],
         "compared": [
             {"path": pair.a, "other": pair.b, **pick(pair, "tensors", "nbytes")}
-            for part in found
+            for part in verified
             if (pair := part.compared) is not None
         ],
     }
 
 
-def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -> None:
-    """Say what was found: a line for each part, and below all problems. Some of the parts are deltas."""
+def report(verified: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -> None:
+    """Print a table with a row for each component or delta, and all problems below it."""
     rows = [
         (
             "ok" if part.is_ok else count(len(part.problems), "problem"),
@@ -177,27 +177,27 @@ def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -
             "yes" if part.has_manifest else "no",
             part.path,
         )
-        for part in found
+        for part in verified
     ]
     print_table(rows, ("", "size", "checked", "unchecked", "manifest", "checkpoint"))
-    for text in dict.fromkeys(part.loss for part in found if part.loss):
+    for text in dict.fromkeys(part.loss for part in verified if part.loss):
         note(f"warning: {text}")
-    for part in found:
+    for part in verified:
         for text in part.notes:
             note(f"note: {part.path}: {text}")
         for text in describe_left(part.left_behind, "not checked"):
             note(f"note: {part.left_behind[0].root}: {text}")
         for problem in part.problems:
             print_problem(problem)
-    if fast and not all(part.proved_files for part in found):
+    if fast and not all(part.proved_files for part in verified):
         note("only the structure was checked: drop --fast to read every byte")
-    elif any(part.unchecked_bytes and not part.has_manifest and part.path not in deltas for part in found):
+    elif any(part.unchecked_bytes and not part.has_manifest and part.path not in deltas for part in verified):
         note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
 
 
-def report_comparison(found: Sequence[Verified]) -> None:
-    """Say what was compared with another checkpoint, and whether it is the same; each note once."""
-    pairs = [part.compared for part in found if part.compared is not None]
+def report_comparison(verified: Sequence[Verified]) -> None:
+    """Print whether the checkpoints are equal to the one of --against, and each note once."""
+    pairs = [part.compared for part in verified if part.compared is not None]
     for pair in pairs:
         equal = "are the same" if pair.has_same_entries else "were compared, and are not the same"
         say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}")
@@ -208,7 +208,7 @@ def report_comparison(found: Sequence[Verified]) -> None:
 
 
 def report_numbers(numbers: Sequence[TensorStats]) -> None:
-    """Say which tensors have numbers that are seldom meant: no problem by themselves."""
+    """Print the tensors with NaN, Inf, denormal or constant values, which are suspicious but not a problem."""
     rows = [
         (tensor.nan or "", tensor.inf or "", tensor.denormal or "", describe_sameness(tensor), tensor.spec, tensor.name)
         for tensor in numbers
@@ -220,7 +220,7 @@ def report_numbers(numbers: Sequence[TensorStats]) -> None:
 
 
 def describe_sameness(tensor: TensorStats) -> str:
-    """Return the number that all the numbers of a tensor are, if they are the same."""
+    """Return the value of a constant tensor as text, "" for other tensors."""
     if tensor.is_all_zero:
         return "0"
     return f"{tensor.low:g}" if tensor.is_constant and tensor.low is not None else ""

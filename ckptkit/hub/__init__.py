@@ -1,1 +1,1 @@
-"""Share checkpoints: push to the Hub and pull from it."""
+"""Share checkpoints: copy them, push them to the Hub, and pull them from the Hub."""

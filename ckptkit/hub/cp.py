@@ -1,4 +1,4 @@
-"""Copy a checkpoint or a delta as it is, to a directory or a store, and compare every checksum on the way."""
+"""Copy a checkpoint or delta unchanged to a directory or a store, and verify every checksum during the copy."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from ckptkit.trainers import step_of
 from ckptkit.version import __version__
 from ckptkit.words import count, format_bytes
 
-_JOURNAL = "pieces.jsonl"
+_JOURNAL = "pieces.jsonl"  # lists the pieces already copied, so that an interrupted copy can continue
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedFiles(Summarized):
-    """The files of a checkpoint that were copied, by name and bytes.
+    """The result of a copy. `files` has the size of each copied file in bytes, by name.
 
-    Of their bytes, `checked_bytes` had a CRC-32 that was compared, `unchecked_bytes` had none. `sent_bytes` were
-    written by this call; an interrupted call had written the others, or the store has them. `left_behind` are entries
-    of the source's directory that are not copied. After a `dry_run` nothing was read or written.
+    `checked_bytes` were verified with a CRC-32; `unchecked_bytes` have no checksum. `sent_bytes` were written by this
+    call; an interrupted call had written the other bytes, or the store already had them. `left_behind` are entries of
+    the source directory that are not copied. A `dry_run` reads and writes no data.
     """
 
     source: Path
@@ -89,8 +89,8 @@ class CopiedFiles(Summarized):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPart:
-    """A part of the checkpoint: its files, the runs of bytes in them, and its directory as seen from the whole's."""
+class CopiedComponent:
+    """A component of the checkpoint: its files, their byte ranges, and its directory relative to the checkpoint."""
 
     own: OwnFiles
     extents: tuple[Extent, ...]
@@ -102,14 +102,15 @@ class OwnPart:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that is copied of a checkpoint: files of directory `root` by name and bytes. `marks` are the last of them.
+    """The files to copy from directory `root`: `sizes` has their bytes by name.
 
-    A delta has no parts; `sums` are those of its files.
+    `marks` are the files that make a checkpoint complete, and are written last. A delta has no `parts`; `sums` are the
+    checksums of its files.
     """
 
     root: Path
     format: str
-    parts: tuple[OwnPart, ...]
+    parts: tuple[CopiedComponent, ...]
     sizes: Mapping[str, int]
     marks: tuple[str, ...]
     left: tuple[LeftBehind, ...] = ()
@@ -118,19 +119,19 @@ class Contents:
 
     @property
     def is_of_training(self) -> bool:
-        """Return whether it has states of a training."""
+        """Return True if the checkpoint has training state."""
         return len(self.parts) > 1 or any(names_of_training(part.own.layout) for part in self.parts)
 
     @property
     def extents(self) -> Iterator[Extent]:
-        """Yield the runs of bytes of all parts, in files as they are named in `root`."""
+        """Yield the byte ranges of all components, with file names relative to `root`."""
         for part in self.parts:
             yield from (replace(extent, path=part.name(extent.path)) for extent in part.extents)
 
 
 @dataclass(slots=True)
 class Delivery:
-    """What a destination tells of a copy."""
+    """The bytes written to a destination, and its notes for the user."""
 
     sent_bytes: int = 0
     notes: list[str] = field(default_factory=list)
@@ -146,24 +147,24 @@ def cp(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> CopiedFiles:
-    """Copy the files of a checkpoint or a delta unchanged to the local directory or the URL at `dst`.
+    """Copy the files of a checkpoint or delta unchanged to `dst`, a local directory or a URL.
 
-    Of a run, copies the latest complete checkpoint. If the checkpoint is one file, `dst` is the file or key. The copy
-    appears whole or not at all, and the same call continues an interrupted one. With `dry_run`, only returns what it
-    would copy. Raises `Corrupt` if a file is missing or differs from its checksum, `Occupied` if something is at `dst`,
+    If `source` is a run, copies its latest complete checkpoint. If the checkpoint is one file, `dst` is a file or key.
+    The copy is atomic, and the same call continues an interrupted copy. With `dry_run`, only returns what it would
+    copy. Raises `Corrupt` if a file is missing or differs from its checksum, `Occupied` if `dst` exists, and
     `IOFailure` if the store refuses.
     """
     began = time.perf_counter()
-    path, look = open_source(source)
+    path, list_contents = open_source(source)
     target = to_destination(dst)
     check_outside(path, target)
-    origin = Origin.of(path)
-    contents = look()
+    origin = Origin.of(path)  # before the files are listed, to detect a source that is replaced meanwhile
+    contents = list_contents()
     if contents.is_file and path.suffix != target.suffix:
         hint = f"name the copy like `{target}{path.suffix}`"
         raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
-    tell = report_progress(progress, sum(contents.sizes.values()))
-    send = partial(transfer, contents, jobs=jobs, progress=tell, origin=origin)
+    advance = report_progress(progress, sum(contents.sizes.values()))
+    send = partial(transfer, contents, jobs=jobs, progress=advance, origin=origin)
     if dry_run:
         check_free(target, overwrite=overwrite, is_file=contents.is_file)
         done = Delivery()
@@ -171,8 +172,8 @@ def cp(
         done = copy_to_store(contents, target, send, overwrite=overwrite)
     else:
         done = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
-    known = sum(one.nbytes for one in contents.sums.values())
-    checked = 0 if dry_run else known + sum(map(checked_bytes, contents.parts))
+    delta_bytes = sum(file.nbytes for file in contents.sums.values())
+    checked = 0 if dry_run else delta_bytes + sum(map(checked_bytes, contents.parts))
     total = 0 if dry_run else sum(contents.sizes.values())
     return CopiedFiles(
         source=path,
@@ -190,107 +191,112 @@ def cp(
 
 
 def open_source(source: Source) -> tuple[Path, Callable[[], Contents]]:
-    """Return where a checkpoint or a delta lies, and what looks through it."""
+    """Return the path of a checkpoint or delta, and a function that lists its files."""
     if not isinstance(source, Checkpoint):
         kind = other_kind_of(path := to_path(source))
         if kind and kind.is_complete(path):
             return path, partial(kind.list_files, path)
     checkpoint = Checkpoint.open(source)
-    return checkpoint.path, partial(look_through, checkpoint)
+    return checkpoint.path, partial(list_checkpoint, checkpoint)
 
 
 def check_outside(path: Path, target: Path) -> None:
-    """Raise `Unsafe` if one of source and destination lies in the other."""
-    here, there = [root.resolve() for root in roots_of(path)], target.resolve()
-    if any(contains(root, there) or contains(there, root) for root in here):
+    """Raise `Unsafe` if the source contains the destination or the other way round."""
+    sources, destination = [root.resolve() for root in roots_of(path)], target.resolve()
+    if any(contains(root, destination) or contains(destination, root) for root in sources):
         hint = "choose another destination"
         raise Unsafe("one of source and destination contains the other", path=target, hint=hint)
 
 
-def look_through(checkpoint: Checkpoint) -> Contents:
-    """Return what of a checkpoint is copied. Raises the first problem of its structure."""
+def list_checkpoint(checkpoint: Checkpoint) -> Contents:
+    """Return the files of a checkpoint to copy. Raises the first problem in its structure."""
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     problems = Problems()
     others = frozenset(part.path for part in checkpoint.components)
-    parts = [look_at(part, root, others - {part.path}, problems) for part in checkpoint.components]
+    parts = [read_component(part, root, others - {part.path}, problems) for part in checkpoint.components]
     for problem in problems.list():
         raise problem
     needed = {root / part.name(name) for part in parts for name in (*part.own.needed, *part.own.recorded)}
-    found = list(walk(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
-    sizes = {str(path.relative_to(root)): file_size(path) for path, why in found if not why}
-    left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in found if why)
-    described = [PlacedFiles(one.place, one.own.needed, one.own.layout.descriptions) for one in parts]
+    files = list(list_entries(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
+    sizes = {str(path.relative_to(root)): file_size(path) for path, why in files if not why}
+    left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in files if why)
+    described = [PlacedFiles(part.place, part.own.needed, part.own.layout.descriptions) for part in parts]
     marks = find_marks(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
     ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
     is_file = not checkpoint.path.is_dir() and len(sizes) == 1
     return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)
 
 
-def look_at(part: Component, root: Path, others: frozenset[Path], problems: Problems) -> OwnPart:
-    """Return a part of the checkpoint in directory `root`; what is wrong with it is among the problems."""
+def read_component(part: Component, root: Path, others: frozenset[Path], problems: Problems) -> CopiedComponent:
+    """Return a component of the checkpoint in directory `root`, and add its problems to `problems`."""
     with translate_os_errors(part.path):
         layout = part.reader.read(part.path, problems.add)
         own = OwnFiles(part.reader, part.path, layout, part.manifest, others)
         _, extents = look_inside(own, sizes_of(own, problems), problems, with_packed=False)
     place = "" if own.root == root else str(own.root.relative_to(root))
-    return OwnPart(own, tuple(extents), place)
+    return CopiedComponent(own, tuple(extents), place)
 
 
-def walk(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield each file in a directory, and in those below it, with the reason why it is not copied, "" if it is."""
-    there = children(folder)
-    names = {path.name for path in there}
-    for path in there:
-        if path.name == MANIFEST and has_stale_manifest(folder):  # times tell, and the copy has others
+def list_entries(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield each file in a directory and its subdirectories, with "" or the reason why it is not copied.
+
+    A subdirectory that is not copied is yielded itself.
+    """
+    paths = children(folder)
+    names = {path.name for path in paths}
+    for path in paths:
+        if path.name == MANIFEST and has_stale_manifest(folder):  # mtimes show that it is stale; the copy has new ones
             yield path, EARLIER
         elif path in needed or path.name in (MANIFEST, ACCOUNT):
             yield path, ""
         elif path.is_dir() and not path.is_symlink():
-            is_apart = is_left(path.name, names) or step_of(path) is not None
-            if is_apart and not any(path in one.parents for one in needed):
+            is_foreign = is_left(path.name, names) or step_of(path) is not None
+            if is_foreign and not any(path in file.parents for file in needed):
                 yield path, reason_to_leave(path, names)
             else:
-                yield from walk(path, needed)
+                yield from list_entries(path, needed)
         elif is_left(path.name, names) or is_strange_link(path) or not path.is_file():
             yield path, reason_to_leave(path, names)
         else:
             yield path, ""
 
 
-def checked_bytes(part: OwnPart) -> int:
-    """Return how many bytes of a part's files have a CRC-32: all of a file that a manifest lists, or runs of it."""
+def checked_bytes(part: CopiedComponent) -> int:
+    """Return the number of bytes with a CRC-32: files in the manifest, and byte ranges with a checksum elsewhere."""
     own = part.own
-    runs = {(one.path, one.offset): one.length for one in part.extents if own.expected(one) is not None}
-    inside = sum(length for (path, _), length in runs.items() if path not in own.recorded)
-    return inside + sum(one.nbytes for one in own.recorded.values())
+    ranges = {
+        (extent.path, extent.offset): extent.length for extent in part.extents if own.expected(extent) is not None
+    }
+    in_ranges = sum(length for (path, _), length in ranges.items() if path not in own.recorded)
+    return in_ranges + sum(file.nbytes for file in own.recorded.values())
 
 
 def transfer(
     contents: Contents, sink: PieceSink, *, jobs: int | None, progress: Told | None, origin: Origin
 ) -> Scanned:
-    """Copy every file into a sink, and compare what was read with the checksums of the source.
+    """Copy every file into a sink, and verify the checksums of the source.
 
-    Raises `Corrupt` if a checksum differs, `IOFailure` if the source was replaced meanwhile.
+    Raises `Corrupt` if a checksum differs, and `IOFailure` if the source was replaced meanwhile.
     """
     problems = Problems()
     root, sizes = contents.root, contents.sizes
-    found = copy_files(root, sizes, contents.extents, sink, problems.add, jobs=jobs, progress=progress)
+    scanned = copy_files(root, sizes, contents.extents, sink, problems.add, jobs=jobs, progress=progress)
     for part in contents.parts:
         own = part.own
-        sums = {(one.path, one.offset): found.extents.get((part.name(one.path), one.offset)) for one in part.extents}
+        sums = {(e.path, e.offset): scanned.extents.get((part.name(e.path), e.offset)) for e in part.extents}
         compare_extents(own, part.extents, {k: crc for k, crc in sums.items() if crc is not None}, problems)
-        names = [name for name in own.recorded if part.name(name) in found.files]
-        compare_files(own, {n: FileSum(sizes[part.name(n)], found.files[part.name(n)]) for n in names}, problems)
+        names = [name for name in own.recorded if part.name(name) in scanned.files]
+        compare_files(own, {n: FileSum(sizes[part.name(n)], scanned.files[part.name(n)]) for n in names}, problems)
     for name, expected in contents.sums.items():
-        if FileSum(sizes[name], found.files[name]) != expected:
+        if FileSum(sizes[name], scanned.files[name]) != expected:
             message = f"expected {expected.nbytes} bytes, CRC-32 {expected.crc32:08x} as in the manifest, found "
-            message += f"{sizes[name]}, {found.files[name]:08x}"
+            message += f"{sizes[name]}, {scanned.files[name]:08x}"
             problems.add(Corrupt(message, path=root / name))
     for first in problems.list():
         hint = first.hint or "`ckptkit verify` lists all problems"
         raise Corrupt(first.message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
     origin.check()
-    return found
+    return scanned
 
 
 Send = Callable[[PieceSink], Scanned]
@@ -299,11 +305,11 @@ Send = Callable[[PieceSink], Scanned]
 def copy_to_directory(
     contents: Contents, dst: Path, source: Path, send: Send, *, overwrite: bool, sync: bool
 ) -> Delivery:
-    """Copy the files to a local directory, or the one file to a local file."""
+    """Copy the files to a local directory, or a single file to a local file."""
     if overwrite and not (contents.is_file and not dst.is_file()):
         check_replaceable(dst, contents.sizes, by_training=contents.is_of_training)
     key = make_key(contents, source)
-    with staged(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
+    with resumable_stage(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
         check_room(stage.dst, missing_bytes(stage.path, contents.sizes))
         for name, size in contents.sizes.items():
             make_folder((stage.path / name).parent)
@@ -315,23 +321,26 @@ def copy_to_directory(
 
 
 def make_key(contents: Contents, source: Path) -> bytes:
-    """Return the key of an attempt: a later one with the same key continues it."""
+    """Return a key for the copy: a later call with the same key continues it after an interruption."""
     with translate_os_errors(source):
         files = {name: [size, (contents.root / name).stat().st_mtime_ns] for name, size in contents.sizes.items()}
-    words = {"command": "cp", "ckptkit": __version__, "source": str(source.absolute()), "files": files}
-    return json.dumps(words, indent=1).encode()
+    key = {"command": "cp", "ckptkit": __version__, "source": str(source.absolute()), "files": files}
+    return json.dumps(key, indent=1).encode()
 
 
 @contextmanager
-def staged(stage: Stage) -> Iterator[Stage]:
-    """Open the stage. After an interruption, or if the source cannot be reached, it is kept for the next attempt."""
+def resumable_stage(stage: Stage) -> Iterator[Stage]:
+    """Open the stage. Keeps its files for the next call after an interruption or an I/O failure, else discards them.
+
+    A full disk discards them, too.
+    """
     try:
         yield stage.open()
     except BaseException as error:
-        is_passing = not isinstance(error, Exception) or (
+        may_continue = not isinstance(error, Exception) or (
             isinstance(error, IOFailure) and not isinstance(error, NoRoom)
         )
-        if is_passing and (stage.work / _JOURNAL).exists():
+        if may_continue and (stage.work / _JOURNAL).exists():
             stage.leave()
             error.add_note(f"the same command continues with the files in {stage.path}")
         else:
@@ -340,30 +349,33 @@ def staged(stage: Stage) -> Iterator[Stage]:
 
 
 def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool) -> Delivery:
-    """Copy the files to a directory in a store, or the one file to a file there. The marks come last."""
+    """Copy the files to a prefix in a store, or a single file to a key.
+
+    The marks are completed last, so that readers never see an incomplete checkpoint as complete.
+    """
     sizes, marks = contents.sizes, contents.marks
-    there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
-    there.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes, by_training=contents.is_of_training))
-    with keeping(there):
-        found = send(StorePieces(there, marks)).files
+    destination = open_destination(dst, sizes, marks, plan=upload_key(contents), is_file=contents.is_file)
+    destination.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes, by_training=contents.is_of_training))
+    with keeping(destination):
+        sums = send(StorePieces(destination, marks)).files
         for name in (*(name for name in sizes if name not in marks), *marks):
             if is_large(sizes[name]) or name not in marks:
-                there.complete(name, found[name])
+                destination.complete(name, sums[name])
             else:
-                there.mark(name, read_again(contents.root / name, sizes[name], found[name]), found[name])
-        there.commit()
+                destination.mark(name, read_again(contents.root / name, sizes[name], sums[name]), sums[name])
+        destination.commit()
     refresh(dst)
-    return Delivery(there.sent_bytes, there.remarks())
+    return Delivery(destination.sent_bytes, destination.remarks())
 
 
-def name_upload(contents: Contents) -> str:
-    """Return what tells an upload from others: the names of the files and their sizes."""
-    words = [pieces.PART_BYTES, *sorted(contents.sizes.items())]
-    return blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+def upload_key(contents: Contents) -> str:
+    """Return a key that identifies an upload: a hash of the names and sizes of its files."""
+    facts = [pieces.PART_BYTES, *sorted(contents.sizes.items())]
+    return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def read_again(path: Path, size: int, crc: int) -> bytearray:
-    """Return the content of a small file. Raises `Corrupt` if it is not what was read and compared before."""
+    """Return the content of a small file. Raises `Corrupt` if it has changed since its checksum was verified."""
     with opening(path) as file:
         content = read_at(file, size, 0)
     if crc32(content) != crc:

@@ -1,4 +1,4 @@
-"""Write the model card, the README.md that the Hub shows: origin, sizes, and how to load it."""
+"""Write the model card, the README.md on the Hub: origin and size of the checkpoint, and how to load it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def make_card(
     config: Mapping[str, Any] | None,
     manifest: Manifest | None,
 ) -> bytes:
-    """Return the card of a checkpoint, which is pushed as the files `names`."""
+    """Return the model card of a checkpoint that is pushed as the files `names`."""
     layout = found.layout
     is_model = layout.format == "hf" and config is not None
-    words = {
+    fields = {
         "library": "library_name: transformers\n" if is_model else "",
         "tag": "- safetensors\n" if layout.format == "hf" else "",
         "name": repo_id.partition("/")[2],
@@ -58,11 +58,11 @@ def make_card(
         "facts": "\n".join(f"| {name} | {value} |" for name, value in facts_of(found, manifest)),
         "load": "\n".join(load_model(repo_id, config or {}, names) if is_model else load_checkpoint(repo_id)),
     }
-    return _CARD.substitute(words).encode()
+    return _CARD.substitute(fields).encode()
 
 
 def facts_of(found: Inspected, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
-    """Yield the facts that are known, each with its name."""
+    """Yield the rows of the table: name and value of each known fact."""
     layout = found.layout
     yield "format", title_of(layout.format)
     origin = manifest.source if manifest else None
@@ -82,13 +82,13 @@ def facts_of(found: Inspected, manifest: Manifest | None) -> Iterator[tuple[str,
 
 
 def find_step(source: Path, made_of: Path | None) -> int | None:
-    """Return the step at which the checkpoint, or the one that it was made of, was saved."""
-    places = [place for path in (source, made_of) if path for place in (path, path.parent)]
-    return next((step for place in places if (step := step_of(place)) is not None), None)
+    """Return the step in the path of the checkpoint, or of the checkpoint that it was converted from."""
+    paths = [candidate for path in (source, made_of) if path for candidate in (path, path.parent)]
+    return next((step for path in paths if (step := step_of(path)) is not None), None)
 
 
 def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
-    """Yield the lines of code by which transformers loads it."""
+    """Yield lines of Markdown: Python code that loads the model with transformers."""
     architectures = config.get("architectures")
     is_causal = isinstance(architectures, list) and any(str(name).endswith("ForCausalLM") for name in architectures)
     loader = "AutoModelForCausalLM" if is_causal else "AutoModel"
@@ -103,7 +103,7 @@ def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) 
 
 
 def load_checkpoint(repo_id: str) -> Iterator[str]:
-    """Yield the commands by which ckptkit gets it."""
+    """Yield lines of Markdown: commands that pull and inspect the checkpoint."""
     folder = repo_id.partition("/")[2]
     yield "```bash"
     yield f"ckptkit pull {repo_id} {folder}"

@@ -1,6 +1,6 @@
-"""Pull a checkpoint from the Hub, and compare every file with the sum that the Hub has of it. It appears whole.
+"""Pull a checkpoint from the Hub, and verify every file with its checksum on the Hub. The output is atomic.
 
-Bytes that an interrupted attempt fetched, even half a file, are not fetched again.
+After an interruption, the next pull continues: it does not download bytes again, also within a file.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _OF_GIT = (".git*",)
 
 @dataclass(frozen=True, slots=True)
 class Pulled(Summarized):
-    """The files that were pulled, by name and bytes; `fetched_bytes` of them did not come in an earlier attempt.
+    """The result of a pull. `files` has the size of each file in bytes, by name.
 
-    `format` is None if they are no checkpoint of a known one.
+    This call downloaded `fetched_bytes`; an interrupted call had downloaded the others. `format` is None if the files
+    are not a checkpoint in a known format.
     """
 
     repo_id: str
@@ -78,47 +79,51 @@ def pull(
     sync: bool = True,
     bars: Bars = no_bar,
 ) -> Pulled:
-    """Fetch the files of `org/model[@revision]` that match the globs from the Hub into directory `out`.
+    """Download the files of `org/model[@revision]` that match the globs from the Hub into directory `out`.
 
-    Raises `NotACheckpoint` if there is no such repository, `Unsafe` if a name in it would leave the directory,
-    `Corrupt` if what came is not what the Hub has, `NoRoom`, and `IOFailure` if the Hub cannot be reached.
+    Raises `NotACheckpoint` if the repository does not exist, `Unsafe` if a file name is a path traversal, `Corrupt` if
+    a downloaded file differs from the Hub's checksum, `NoRoom` if the disk is too small, and `IOFailure` if the Hub
+    cannot be reached.
     """
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
     dst = to_local(out)
     with silent():
-        found = look_up(name, at)
-        files = choose(found, tuple(include), tuple(exclude))
+        repository = look_up(name, at)
+        files = choose(repository, tuple(include), tuple(exclude))
         sizes = {file: remote.nbytes for file, remote in files.items()}
         if overwrite:
-            check_replaceable(dst, found.files)
-        with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(found, files))) as stage:
+            check_replaceable(dst, repository.files)
+        with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(repository, files))) as stage:
             check_room(stage.dst, missing_bytes(stage.path, sizes))
-            here = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
+            earlier_bytes = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
-                fetch(found, files, stage, jobs, report_progress(progress, sum(sizes.values())))
+                fetch(repository, files, stage, jobs, report_progress(progress, sum(sizes.values())))
             with bars("verifying") as progress:
                 check(stage.path, files, jobs, report_progress(progress, sum(sizes.values())))
             part = next((part.path for part in Checkpoint.at(stage.path).components), stage.path)
             reader = detect_format(part)
             stage.commit()
     seconds = time.perf_counter() - began
-    is_known = reader.name if reader else None
-    return Pulled(name, at, found.commit, dst, is_known, sizes, sum(sizes.values()) - here, seconds)
+    format_name = reader.name if reader else None
+    return Pulled(name, at, repository.commit, dst, format_name, sizes, sum(sizes.values()) - earlier_bytes, seconds)
 
 
-def choose(found: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
-    """Return the files to fetch, by name: they match a glob of `include`, if there is one, and none of `exclude`."""
-    for name in found.files:
-        check_path(name, found.repo_id)
+def choose(repository: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
+    """Return the files to download, by name: those that match `include` (default: all) and do not match `exclude`.
+
+    Raises `Unsafe` for an unsafe name, and `Usage` if no file is left.
+    """
+    for name in repository.files:
+        check_path(name, repository.repo_id)
     chosen = {
         name: file
-        for name, file in found.files.items()
+        for name, file in repository.files.items()
         if (not include or matches(name, include)) and not matches(name, (*exclude, *_OF_GIT))
     }
     if not chosen:
         what = "no file of the repository matches" if include or exclude else "the repository is empty"
-        raise Usage(what, path=found.repo_id, hint=f"it has: {', '.join(list(found.files)[:8])}")
+        raise Usage(what, path=repository.repo_id, hint=f"it has: {', '.join(list(repository.files)[:8])}")
     return chosen
 
 
@@ -127,29 +132,29 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 
 
 def check_path(name: str, repo_id: str) -> None:
-    """Raise `Unsafe` unless `name` is that of a file in a repository: steps down, each a plain name."""
-    for step in name.split("/"):
-        check_name(step, Path(repo_id))
+    """Raise `Unsafe` for a path traversal in a file name, and for a name that ckptkit reserves."""
+    for component in name.split("/"):
+        check_name(component, Path(repo_id))
     if name.partition("/")[0] == WORK:
         raise Unsafe(f"the repository has a file `{name!a}`, a name that ckptkit uses itself", path=repo_id)
 
 
-def make_key(found: HubRepository, files: Mapping[str, HubFile]) -> bytes:
-    """Return the key of an attempt: a later one with the same key continues it."""
-    words = {
+def make_key(repository: HubRepository, files: Mapping[str, HubFile]) -> bytes:
+    """Return a key for the pull: a later call with the same key continues it after an interruption."""
+    key = {
         "command": "pull",
         "ckptkit": __version__,
         "endpoint": constants.ENDPOINT,
-        "repository": found.repo_id,
-        "commit": found.commit,
+        "repository": repository.repo_id,
+        "commit": repository.commit,
         "files": sorted(files),
     }
-    return json.dumps(words, indent=1).encode()
+    return json.dumps(key, indent=1).encode()
 
 
 @contextmanager
 def resumable(stage: Stage) -> Iterator[Stage]:
-    """Open the stage; its files are kept after an error, for the next attempt to continue."""
+    """Open the stage. Keeps its files after an error, so that the next call continues."""
     try:
         yield stage.open()
     except BaseException as error:
@@ -162,9 +167,9 @@ def resumable(stage: Stage) -> Iterator[Stage]:
 
 
 def fetch(
-    found: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, told: Told | None
+    repository: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, advance: Told | None
 ) -> None:
-    """Fetch the files that are not here, several at once; of a file that is here in part, the rest."""
+    """Download the missing files, and the missing ends of partial files, several at once."""
 
     def fetch_one(name: str, follow: Follow) -> None:
         path, nbytes = stage.path / name, files[name].nbytes
@@ -172,36 +177,36 @@ def fetch(
             path.parent.mkdir(parents=True, exist_ok=True)
             if bytes_in(path) > nbytes:
                 path.unlink()
-        with translate_hub_errors(found.repo_id, found.commit, path):
+        with translate_hub_errors(repository.repo_id, repository.commit, path):
             if nbytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
-                fetch_huge(found, name, stage)
+                fetch_huge(repository, name, stage)
             else:
-                fetch_rest(hf_hub_url(found.repo_id, name, revision=found.commit), path, nbytes, follow)
+                fetch_rest(hf_hub_url(repository.repo_id, name, revision=repository.commit), path, nbytes, follow)
 
-    for_each({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, told)
+    for_each({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
 
 
 def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
-    """Fetch the missing end of a file of `nbytes` bytes."""
+    """Download the missing end of a file of `nbytes` bytes."""
     path.touch()
     with path.open("r+b") as file:
-        here = file.seek(0, SEEK_END)
-        follow(here)
-        told = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
-        http_get(url, told, resume_size=here, headers=our_headers(), expected_size=nbytes)
+        present = file.seek(0, SEEK_END)
+        follow(present)
+        followed_file = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
+        http_get(url, followed_file, resume_size=present, headers=our_headers(), expected_size=nbytes)
 
 
-def fetch_huge(found: HubRepository, name: str, stage: Stage) -> None:
-    """Fetch a file that is too large for plain HTTP by the client's own means, which cannot resume half of it."""
+def fetch_huge(repository: HubRepository, name: str, stage: Stage) -> None:
+    """Download a file above the HTTP limit with `hf_hub_download`, which cannot resume a partial file."""
     if not (stage.path / name).exists():
-        hf_hub_download(found.repo_id, name, revision=found.commit, local_dir=stage.work)
+        hf_hub_download(repository.repo_id, name, revision=repository.commit, local_dir=stage.work)
         (stage.work / name).rename(stage.path / name)
 
 
-def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, told: Told | None) -> None:
-    """Raise `Corrupt` if a file is not the one on the Hub; such files are removed, to be fetched again."""
+def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:
+    """Raise `Corrupt` if a file differs from the Hub's. Removes such files, so that the next pull downloads them."""
     contents = {name: root / name for name in files}
-    wrong = differences(contents, sum_all(contents, jobs, told), files)
+    wrong = differences(contents, sum_all(contents, jobs, advance), files)
     for name in wrong:
         with translate_os_errors(root / name):
             (root / name).unlink()
@@ -210,6 +215,6 @@ def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, told: Told
 
 
 def bytes_in(path: Path) -> int:
-    """Return the bytes in a file; 0 if there is no such file."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     with translate_os_errors(path):
         return path.lstat().st_size if path.exists() else 0

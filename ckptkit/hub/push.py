@@ -1,6 +1,6 @@
-"""Push a checkpoint to the Hub, verified on both sides. It appears there whole, in one commit, or not at all.
+"""Push a checkpoint to the Hub in one commit, and verify it before and after.
 
-Large files are sent first, which changes no branch; the next attempt does not send again the ones that arrived.
+Large files are uploaded before the commit. After an interruption, the next push does not upload them again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def parse_place(place: str, revision: str | None = None) -> tuple[str, str]:
-    """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`."""
+    """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`. Raises `Usage`."""
     repo_id, _, named = place.removeprefix("hf://").partition("@")
     if not _ID.fullmatch(repo_id):
         raise Usage(
@@ -59,10 +59,11 @@ _DAMAGED = "push it again; if that does not help, remove the file on the Hub fir
 
 @dataclass(frozen=True, slots=True)
 class Pushed(Summarized):
-    """A push of the checkpoint at `source` to `revision` of a repository, or unless `is_done` the plan of one.
+    """A push of the checkpoint at `source` to `revision` of a repository; unless `is_done`, only its plan.
 
-    Of the `files`, by name and bytes, the `unchanged` are on the Hub already; `removed` are files there of an earlier
-    checkpoint; `left_out` are files that stay here, with why. `has_card` says that the model card is made for it.
+    `files` has the size of each file in bytes, by name. `unchanged` files are already on the Hub. `removed` files on
+    the Hub belong to an earlier checkpoint. `left_out` has the local files that are not pushed, with reasons.
+    `has_card` means that ckptkit writes the model card.
     """
 
     source: Path
@@ -93,7 +94,7 @@ class Pushed(Summarized):
 
 
 class Addition(CommitOperationAdd):
-    """A file to send whose SHA-256 is known, and that tells the position reached."""
+    """A file to upload with a known SHA-256, which reports the position that the upload has reached."""
 
     def __init__(self, name: str, content: Content, sha256: str, follow: Follow) -> None:
         super().__init__(name, content if isinstance(content, bytes) else str(content.absolute()))
@@ -102,7 +103,7 @@ class Addition(CommitOperationAdd):
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[Any]:
-        """Open its content, for the client to read."""
+        """Open the content for the Hub's client."""
         if not isinstance(self.path_or_fileobj, str):
             with super().as_file(with_tqdm) as file:
                 yield file
@@ -122,11 +123,11 @@ def push(
     jobs: int | None = None,
     bars: Bars = no_bar,
 ) -> Pushed:
-    """Push the checkpoint at `path`, or the latest of the run at `path`, to `org/model` on the Hub, if `yes`.
+    """With `yes`, push the checkpoint at `path`, or the latest of the run at `path`, to `org/model` on the Hub.
 
-    A repository made for it is private unless `public`; one that exists stays private or public, and keeps its model
-    card. Raises `Corrupt` if the checkpoint is damaged here or there, and `IOFailure` if the Hub cannot be
-    reached or refuses.
+    Without `yes` only returns the plan. A new repository is private unless `public`. An existing repository stays
+    private or public, and keeps its model card. Raises `Corrupt` if the checkpoint is damaged locally or on the Hub,
+    and `IOFailure` if the Hub cannot be reached or refuses.
     """
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
@@ -144,7 +145,7 @@ def push(
         if not yes:
             return plan
         with bars("verifying") as progress:
-            sums = examine(selection, jobs, report_progress(progress, size_of(selection.root) + plan.nbytes))
+            sums = verify_and_sum(selection, jobs, report_progress(progress, size_of(selection.root) + plan.nbytes))
         if basis is None:
             basis = create_repository(name, private=not public)
             head = basis if at == MAIN else None
@@ -155,8 +156,8 @@ def push(
 def make_plan(
     selection: Selection, repo_id: str, revision: str, basis: HubRepository | None, *, public: bool
 ) -> Pushed:
-    """Return the push that is to be done, given the repository that is there."""
-    there = basis.files if basis else {}
+    """Return the plan of a push. `basis` is the state of the repository, None for a new repository."""
+    remote_files = basis.files if basis else {}
     notes = []
     if basis and public and basis.is_private:
         notes.append("the repository exists and stays private")
@@ -171,18 +172,18 @@ def make_plan(
         basis is None,
         basis.is_private if basis else not public,
         selection.sizes,
-        tuple(name for name in sorted(there) if name not in selection.contents and selection.reader.owns(name)),
+        tuple(name for name in sorted(remote_files) if name not in selection.contents and selection.reader.owns(name)),
         selection.left_out,
         selection.has_card and CARD in selection.contents,
         tuple(notes),
     )
 
 
-def examine(selection: Selection, jobs: int | None, told: Told | None) -> dict[str, str]:
-    """Return the SHA-256 of each file. Raises `Corrupt` if anything is wrong with the checkpoint."""
-    found = verify_part(selection.root, jobs=jobs, progress=told)
-    require_sound(found, f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed")
-    return sum_all(selection.contents, jobs, told)
+def verify_and_sum(selection: Selection, jobs: int | None, advance: Told | None) -> dict[str, str]:
+    """Return the SHA-256 of each file. Raises `Corrupt` if the checkpoint is damaged."""
+    verified = verify_part(selection.root, jobs=jobs, progress=advance)
+    require_sound(verified, f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed")
+    return sum_all(selection.contents, jobs, advance)
 
 
 def send(
@@ -196,24 +197,27 @@ def send(
     jobs: int | None,
     bars: Bars,
 ) -> Pushed:
-    """Send the files that the Hub does not have, commit them, and compare the result with the files here."""
+    """Upload the files that the Hub does not have, commit them, and compare the Hub with the local files.
+
+    `basis` is the state of the repository before the push. Raises `Corrupt` if a file on the Hub differs afterwards.
+    """
     changed = differences(selection.contents, sums, basis.files)
     commit = basis.commit
     with bars("uploading") as progress:
-        told = report_progress(progress, sum(plan.files[name] for name in changed))
-        additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, told)
+        advance = report_progress(progress, sum(plan.files[name] for name in changed))
+        additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, advance)
         if not has_branch:
             create_branch(plan.repo_id, plan.revision, basis.commit)
         with translate_hub_errors(plan.repo_id, plan.revision):
             if changed or plan.removed:
-                made = connect().create_commit(
+                new_commit = connect().create_commit(
                     plan.repo_id,
                     [*additions, *map(CommitOperationDelete, plan.removed)],
                     commit_message=message or f"Upload {selection.root.resolve().name} with ckptkit {__version__}",
                     revision=plan.revision,
-                    parent_commit=basis.commit,
+                    parent_commit=basis.commit,  # the Hub refuses if somebody else has pushed meanwhile
                 )
-                commit = made.oid
+                commit = new_commit.oid
     for name, words in differences(selection.contents, sums, look_up(plan.repo_id, commit).files).items():
         content = selection.contents[name]
         raise Corrupt(words, path=name if isinstance(content, bytes) else content, hint=_DAMAGED)
@@ -226,9 +230,9 @@ def upload(
     sums: Mapping[str, str],
     has_branch: bool,
     jobs: int | None,
-    told: Told | None,
+    advance: Told | None,
 ) -> list[Addition]:
-    """Send the content of large files, and return what a commit adds: it names those, and holds the small ones."""
+    """Upload the large files, and return the additions for a commit, which contains the small files itself."""
     additions: dict[str, Addition] = {}
 
     def send_one(name: str, follow: Follow) -> None:
@@ -237,5 +241,5 @@ def upload(
         with translate_hub_errors(plan.repo_id):
             connect().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
 
-    for_each({name: plan.files[name] for name in contents}, send_one, jobs, told)
+    for_each({name: plan.files[name] for name in contents}, send_one, jobs, advance)
     return [additions[name] for name in contents]

@@ -1,4 +1,4 @@
-"""Select the files of a checkpoint that are pushed, and say of the others why they stay. Sends nothing."""
+"""Select the files of a checkpoint to push, with a reason for each file that is not pushed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The files of the checkpoint at `root` that are pushed, by the names they will have, and why others are not.
+    """The files of the checkpoint at `root` to push, by name on the Hub, and the reasons why others are `left_out`.
 
-    `has_card` says that the model card was made here.
+    `has_card` means that ckptkit wrote the model card.
     """
 
     root: Path
@@ -46,18 +46,21 @@ class Selection:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file."""
+        """Return the size of each file in bytes."""
         return {name: size_of(content) for name, content in self.contents.items()}
 
     def without_card(self) -> Selection:
-        """Return the selection for a repository that has a model card, which stays as it is."""
+        """Return the selection without a model card, for a repository that already has one."""
         contents = {name: content for name, content in self.contents.items() if name != CARD}
         kept = {} if self.has_card else {CARD: "the Hub keeps its model card"}
         return replace(self, contents=contents, left_out={**self.left_out, **kept})
 
 
 def select_files(source: Source, repo_id: str) -> Selection:
-    """Return the files to push of the checkpoint at `source`, or of the latest of a run: of its parts the model's."""
+    """Return the files to push of the checkpoint at `source`, or of a run's latest: those of its model component.
+
+    Raises `Usage` if the model is a single file.
+    """
     checkpoint = Checkpoint.open(source)
     root, reader = checkpoint.model_component.path, checkpoint.model_component.reader
     if not root.is_dir():
@@ -77,20 +80,20 @@ def select_files(source: Source, repo_id: str) -> Selection:
         contents[MANIFEST] = without_paths(manifest).to_bytes()
     has_card = CARD not in contents
     if has_card:
-        found = read_companions(root)
-        config = found.config if found else None
+        companions = read_companions(root)
+        config = companions.config if companions else None
         contents[CARD] = make_card(repo_id, inspect(root), names=contents, config=config, manifest=manifest)
     return Selection(root, reader, layout, contents, left_out, has_card)
 
 
 def left_beside(root: Path, whole: Path) -> dict[str, str]:
-    """Return the files beside the model's part of a checkpoint that has several, each with why it stays."""
+    """Return the entries next to the model component in directory `whole`, with reasons why they are not pushed."""
     beside = [] if root == whole else [child for child in children(whole) if child != root]
     return {child.name: reason_to_stay(child) or "not the model's" for child in beside}
 
 
 def reason_to_stay(path: Path) -> str | None:
-    """Say why a file that the checkpoint does not need is not pushed with it; None if it is pushed."""
+    """Return the reason why a file that the checkpoint does not need is not pushed, None if it is pushed."""
     if is_strange_link(path):
         return "a link"
     if path.name == TRAINING or any(fnmatchcase(path.name, pattern) for pattern in _OF_TRAINING):
@@ -103,7 +106,7 @@ def reason_to_stay(path: Path) -> str | None:
 
 
 def without_paths(manifest: Manifest) -> Manifest:
-    """Return the manifest without the directory that the source was in on this machine."""
+    """Return the manifest with only the name of its source, not the path on this machine."""
     if manifest.source is None or "path" not in manifest.source:
         return manifest
     return replace(manifest, source={**manifest.source, "path": Path(manifest.source["path"]).name})

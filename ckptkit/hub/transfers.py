@@ -1,6 +1,6 @@
-"""Work on files of the Hub, several at once, and compare each with what the Hub says of it.
+"""Transfer files from and to the Hub in parallel, and compare files with their checksums on the Hub.
 
-Bytes that are sent twice count once.
+Progress counts bytes that are sent again after a failure only once.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ckptkit.io.stores.hub_calls import HubFile
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-Content = Path | bytes  # of a file, or to be one
+Content = Path | bytes  # a file, or the content of a file
 
-_BLOCK = 1 << 22  # bytes
+_BLOCK = 1 << 22  # bytes per read
 
 
 def size_of(content: Content) -> int:
-    """Return the bytes in a file, or of bytes."""
+    """Return the size of a file or its content in bytes."""
     return len(content) if isinstance(content, bytes) else file_size(content)
 
 
 def digest(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) -> str:
-    """Return the digest of a file or of bytes, in hexadecimal."""
+    """Return the digest of a file or its content, in hexadecimal."""
     if isinstance(content, bytes):
         algorithm.update(content)
         return algorithm.hexdigest()
@@ -46,64 +46,65 @@ def digest(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) 
     return algorithm.hexdigest()
 
 
-def sum_all(contents: Mapping[str, Content], jobs: int | None, told: Told | None) -> dict[str, str]:
-    """Return the SHA-256 of each by name, computed by `jobs` threads."""
+def sum_all(contents: Mapping[str, Content], jobs: int | None, advance: Told | None) -> dict[str, str]:
+    """Return the SHA-256 of each file by name, computed by `jobs` threads."""
     sums: dict[str, str] = {}
 
     def add(name: str, follow: Follow) -> None:
         sums[name] = digest(contents[name], hashlib.sha256(), follow)
 
-    for_each({name: size_of(content) for name, content in contents.items()}, add, jobs, told)
+    for_each({name: size_of(content) for name, content in contents.items()}, add, jobs, advance)
     return sums
 
 
 def difference(content: Content, sha256: str, remote: HubFile | None) -> str | None:
-    """Say how a file here, of this SHA-256, and one on the Hub differ; None if they do not."""
+    """Return how a local file with this SHA-256 and its copy on the Hub differ, None if they are equal."""
     if remote is None:
         return "expected the file on the Hub, found none"
-    if (here := size_of(content)) != remote.nbytes:
-        return f"expected {here} bytes, found {remote.nbytes} on the Hub"
+    if (nbytes := size_of(content)) != remote.nbytes:
+        return f"expected {nbytes} bytes, found {remote.nbytes} on the Hub"
     if remote.sha256 is not None:
         return None if sha256 == remote.sha256 else f"expected SHA-256 {sha256}, found {remote.sha256} on the Hub"
-    oid = digest(content, hashlib.sha1(b"blob %d\0" % here, usedforsecurity=False))  # as git computes it
+    # the Hub has no SHA-256 of small files (not in LFS), only git's blob id
+    oid = digest(content, hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False))
     return None if oid == remote.oid else f"expected git id {oid}, found {remote.oid} on the Hub"
 
 
 def differences(
     contents: Mapping[str, Content], sums: Mapping[str, str], remote: Mapping[str, HubFile]
 ) -> dict[str, str]:
-    """Say of each file that is not the same here and on the Hub how it differs, by name."""
-    found = {name: difference(content, sums[name], remote.get(name)) for name, content in contents.items()}
-    return {name: words for name, words in found.items() if words is not None}
+    """Return a description of each local file that differs from its copy on the Hub, by name."""
+    results = {name: difference(content, sums[name], remote.get(name)) for name, content in contents.items()}
+    return {name: text for name, text in results.items() if text is not None}
 
 
-Follow = Callable[[int], None]  # told of the position in a file that was reached
-Bars = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of a stage of the work, by its name
+Follow = Callable[[int], None]  # called with the position in a file that a transfer has reached
+Bars = Callable[[str], AbstractContextManager[Progress]]  # opens the progress bar of a stage, given its name
 
 
 class Transfers:
-    """Files that are worked on. The first error stops all of it."""
+    """The transfers of several files in threads. The first error stops all of them."""
 
-    def __init__(self, told: Told | None) -> None:
-        self._told = told
+    def __init__(self, advance: Told | None) -> None:
+        self._advance = advance
         self._lock = Lock()
         self._reached: dict[str, int] = {}
         self._error: BaseException | None = None
 
     def reach(self, name: str, position: int) -> None:
-        """Note the position reached in file `name`. Raises `InterruptedError` if the work on another has failed."""
+        """Record the position reached in file `name`. Raises `InterruptedError` if another transfer has failed."""
         with self._lock:
             if self._error is not None:
                 raise InterruptedError("another transfer has failed")
             more = position - self._reached.get(name, 0)
             if more > 0:
                 self._reached[name] = position
-                if self._told:
-                    self._told(more)
+                if self._advance:
+                    self._advance(more)
 
     @contextmanager
     def one(self, name: str, size: int) -> Iterator[None]:
-        """Work on a file of `size` bytes inside the block. Of all files' errors only the first leaves it."""
+        """Transfer a file of `size` bytes inside the block. Only the first error of all files is raised."""
         try:
             yield
             self.reach(name, size)
@@ -115,10 +116,13 @@ class Transfers:
 
 
 def for_each(
-    sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, told: Told | None = None
+    sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, advance: Told | None = None
 ) -> None:
-    """Call `do` for each file of these sizes in bytes, with `jobs` threads; its second argument is told positions."""
-    transfers = Transfers(told)
+    """Call `do(name, follow)` for each file in `sizes` (bytes by name), with `jobs` threads.
+
+    `do` calls `follow` with the position in the file that it has reached.
+    """
+    transfers = Transfers(advance)
 
     @contextmanager
     def working() -> Iterator[Step[str]]:
@@ -132,14 +136,14 @@ def for_each(
 
 
 class FollowedReader(io.BufferedReader):
-    """A file to read that tells the position reached."""
+    """A file reader that reports the position after each read."""
 
     def __init__(self, path: Path, follow: Follow) -> None:
         super().__init__(io.FileIO(path))
         self._follow = follow
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read as any file does."""
+        """Read up to `size` bytes, and report the new position."""
         content = super().read(size)
         self._follow(self.tell())
         return content
@@ -147,5 +151,5 @@ class FollowedReader(io.BufferedReader):
 
 @contextmanager
 def no_bar(_verb: str) -> Iterator[Progress]:
-    """Show nothing."""
+    """Yield a progress function that does nothing."""
     yield lambda _nbytes, _total: None

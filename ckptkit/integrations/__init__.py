@@ -1,1 +1,1 @@
-"""Put ckptkit into the training loops of other libraries. Each is imported by its name, and needs that library."""
+"""Use ckptkit in the training loops of other libraries. Each module is named after its library and requires it."""

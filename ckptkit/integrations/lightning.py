@@ -1,10 +1,10 @@
-"""Save and load the checkpoints of Lightning's Trainer by ckptkit's writer and reader.
+"""Save and load the checkpoints of Lightning's Trainer with ckptkit's writer and reader.
 
 Trainer(..., plugins=[CkptkitIO()])
 
-A checkpoint is a directory of DCP: each tensor by itself, with its CRC-32, and each other thing that Lightning saves as
-an entry of its name. What holds both, as the states of optimizers, lies there twice: its tensors by their way in it,
-and its form, with names in their place, in one entry for all.
+A checkpoint is a DCP directory. Each top-level value that Lightning saves is an entry. A value with tensors inside,
+such as the optimizer states, is split: each tensor is an entry named by its key path, with a CRC-32, and the entry
+`ckptkit_form` has the nested dicts and lists, with key paths in place of the tensors.
 """
 
 from __future__ import annotations
@@ -35,57 +35,59 @@ from ckptkit.storage.entries import find_archive, read_value
 from ckptkit.storage.ranks import translate
 from ckptkit.storage.writer import Writer
 
-FORM = "ckptkit_form"  # the entry that says where in what Lightning saves the tensors belong
-_NAME = "ckptkit.tensor"  # the only key of a dict that stands for the tensor of a name
-_PATIENCE = 10.0  # seconds that a deletion waits for others to end theirs
+FORM = "ckptkit_form"  # entry with the nested values, in which key paths replace the tensors
+_NAME = "ckptkit.tensor"  # the single key of a dict that replaces a tensor; its value is the tensor's key path
+_PATIENCE = 10.0  # seconds that a deletion waits for another process to finish deleting
 
 
 class CkptkitIO(TorchCheckpointIO):
-    """A plugin by which Lightning saves checkpoints that appear whole or not at all, with a checksum of each tensor.
+    """A plugin with which Lightning saves atomic checkpoints with a checksum of each tensor.
 
-    Rank 0 saves all there is. Strategies that save shards do that without a plugin, and if they save a whole model
-    instead, it becomes Lightning's own file, since they load nothing else. Files that Lightning itself saved are loaded
-    too. A checkpoint that is pinned, or that a watch is handling, is not removed by `save_top_k`.
+    Rank 0 saves the full state. Strategies that save shards do not use the plugin. If such a strategy saves a full
+    model instead, the plugin writes Lightning's own file, because the strategy loads nothing else. The plugin also
+    loads Lightning's own files. `save_top_k` does not remove a checkpoint that is pinned or that a watch is handling.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save a checkpoint to directory `path`, in the place of what is there. Raises a `CkptError`."""
+        """Save a checkpoint to directory `path`, and replace an existing one. Raises a `CkptError`."""
         if storage_options is not None:
             raise Usage("storage options are not supported: the plugin writes to local directories")
         if FORM in checkpoint:
             raise Usage(f"`{FORM}` is a name of ckptkit's own")
-        place = to_local(path)
-        if isinstance(strategy_at_work(), FSDPStrategy | ModelParallelStrategy):
+        directory = to_local(path)
+        if isinstance(calling_strategy(), FSDPStrategy | ModelParallelStrategy):
             words = "one file of Lightning's own, without checksums: of whole models this strategy loads nothing else"
-            warn(f"{place} is {words}")
-            super().save_checkpoint(checkpoint, place)
+            warn(f"{directory} is {words}")
+            super().save_checkpoint(checkpoint, directory)
             return
         tensors: dict[str, Any] = {}
         form: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for key, value in checkpoint.items():
-            found = dict(tensors_in(value))
-            if found:
-                tensors[key] = nest(found)
+            inner_tensors = dict(tensors_in(value))
+            if inner_tensors:
+                tensors[key] = nest(inner_tensors)
                 form[key] = with_names(value, (key,))
             else:
-                others[key] = (value,)  # in a tuple DCP takes nothing apart
+                others[key] = (value,)  # DCP does not flatten a tuple
         try:
             dcp.save(
-                {**tensors, **others, FORM: (form,)}, storage_writer=Writer(place, "dcp", overwrite=True), no_dist=True
+                {**tensors, **others, FORM: (form,)},
+                storage_writer=Writer(directory, "dcp", overwrite=True),
+                no_dist=True,
             )
         except CheckpointException as error:
-            raise translate(error, place, "save") from error
+            raise translate(error, directory, "save") from error
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return what was saved to `path`, each tensor compared with its CRC-32.
+        """Return the checkpoint at `path`, and verify the CRC-32 of each tensor.
 
-        Raises `Corrupt` for one that differs, and `Unsupported` for other things than torch loads with `weights_only`,
-        unless that is False.
+        Raises `Corrupt` if a checksum differs. Unless `weights_only` is False, raises `Unsupported` for objects that
+        torch does not load with `weights_only`.
         """
         if Path(path).is_file():
             return super().load_checkpoint(Path(path), map_location, weights_only)
@@ -106,18 +108,18 @@ class CkptkitIO(TorchCheckpointIO):
         return {**{name: value for name, (value,) in entries.items()}, **with_tensors(form, load)}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, out of sight first, unless it is pinned or a watch is handling it."""
-        place = Path(path)
-        if not place.is_dir():
-            super().remove_checkpoint(place)
+        """Delete a checkpoint, unless it is pinned or a watch is handling it. Renames it to a hidden name first."""
+        directory = Path(path)
+        if not directory.is_dir():
+            super().remove_checkpoint(directory)
             return
-        with deleting(place.parent, patience=_PATIENCE):
-            if not find_holds(place):
-                delete(place)
+        with deleting(directory.parent, patience=_PATIENCE):
+            if not find_holds(directory):
+                delete(directory)
 
 
 def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> BytesIO:
-    """Return a checkpoint as Lightning's own file, in memory: `MyModule.load_from_checkpoint(as_file(path))`.
+    """Return a checkpoint as Lightning's own file in memory, for `MyModule.load_from_checkpoint(as_file(path))`.
 
     Needs memory for two copies of the checkpoint. Raises the same errors as `CkptkitIO.load_checkpoint`.
     """
@@ -127,8 +129,11 @@ def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> B
     return file
 
 
-def strategy_at_work() -> Strategy | None:
-    """Return the strategy that is calling, which Lightning does not tell its plugins; None if it is no strategy."""
+def calling_strategy() -> Strategy | None:
+    """Return the Lightning strategy that calls the plugin, None without one.
+
+    Searches the call stack, because Lightning does not pass the strategy to its plugins.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(caller := frame.f_locals.get("self"), Strategy):
@@ -138,54 +143,54 @@ def strategy_at_work() -> Strategy | None:
 
 
 def read_anything(layout: Layout, name: str) -> BytesIO:
-    """Return an entry as it was saved, which may call for code when it is loaded."""
+    """Return the saved bytes of an entry. Unpickling them may run code in the checkpoint."""
     blob = layout.blobs[name]
     return BytesIO(find_archive(blob, layout.root / blob.path))
 
 
-def tensors_in(value: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the tensors in a tree of dicts, lists and tuples, each with the way to it."""
+def tensors_in(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples, each with its key path."""
     if isinstance(value, Tensor):
-        yield way, value.detach()
-    for key, inside in steps_of(value):
-        yield from tensors_in(inside, (*way, str(key)))
+        yield key_path, value.detach()
+    for key, member in items_of(value):
+        yield from tensors_in(member, (*key_path, str(key)))
 
 
-def steps_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return what is directly in a dict, a list or a tuple, by key or number; nothing for anything else."""
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return the direct members of a dict, list or tuple, with keys or indices; [] for other values."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if type(value) in (list, tuple) else []
 
 
-def nest(found: Mapping[tuple[str, ...], Tensor]) -> Any:
-    """Return tensors as a tree of dicts, by the ways to them."""
-    if () in found:
-        return found[()]
-    inside: dict[str, dict[tuple[str, ...], Tensor]] = {}
-    for (first, *rest), tensor in found.items():
-        inside.setdefault(first, {})[tuple(rest)] = tensor
-    return {key: nest(tensors) for key, tensors in inside.items()}
+def nest(tensors: Mapping[tuple[str, ...], Tensor]) -> Any:
+    """Return nested dicts with the tensors at their key paths."""
+    if () in tensors:
+        return tensors[()]
+    groups: dict[str, dict[tuple[str, ...], Tensor]] = {}
+    for (first, *rest), tensor in tensors.items():
+        groups.setdefault(first, {})[tuple(rest)] = tensor
+    return {key: nest(group) for key, group in groups.items()}
 
 
-def with_names(value: Any, way: tuple[str, ...]) -> Any:
-    """Return a tree with the way to it in the place of each tensor."""
+def with_names(value: Any, key_path: tuple[str, ...]) -> Any:
+    """Return a nested value with each tensor replaced by its key path."""
     if isinstance(value, Tensor):
-        return {_NAME: list(way)}
-    return rebuild(value, lambda key, inside: with_names(inside, (*way, str(key))))
+        return {_NAME: list(key_path)}
+    return rebuild(value, lambda key, member: with_names(member, (*key_path, str(key))))
 
 
 def with_tensors(value: Any, load: Callable[[tuple[str, ...]], Tensor]) -> Any:
-    """Return a tree with the tensors again that ways to them stand for."""
+    """Undo `with_names`: return a nested value with each key path replaced by the tensor that `load` returns."""
     if isinstance(value, dict) and value.keys() == {_NAME}:
         return load(tuple(value[_NAME]))
-    return rebuild(value, lambda _key, inside: with_tensors(inside, load))
+    return rebuild(value, lambda _key, member: with_tensors(member, load))
 
 
 def rebuild(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return a dict, list or tuple with everything in it changed; anything else as it is."""
+    """Return a dict, list or tuple with `change(key, member)` in place of each member; other values unchanged."""
     if isinstance(value, Mapping):
-        return type(value)((key, change(key, inside)) for key, inside in value.items())  # type: ignore[call-arg]
+        return type(value)((key, change(key, member)) for key, member in value.items())  # type: ignore[call-arg]
     if type(value) in (list, tuple):
-        return type(value)(change(key, inside) for key, inside in enumerate(value))
+        return type(value)(change(key, member) for key, member in enumerate(value))
     return value

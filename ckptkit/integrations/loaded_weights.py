@@ -1,4 +1,4 @@
-"""Remember which weights a model of an engine has: their names, dtypes, shapes and CRC-32."""
+"""Record which weights a model in an inference engine has: their names, dtypes, shapes and CRC-32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_MODEL: WeakKeyDictionary[Any, LoadedWeights] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """The layout that weights were loaded from, and the CRC-32 of each tensor, row-major, as the model has it now."""
+    """The layout that weights were loaded from, and the CRC-32 of each tensor in the model, in row-major order."""
 
     layout: Layout
     sums: dict[str, int]
@@ -27,7 +27,7 @@ class LoadedWeights:
 def remember(
     model: Any, layout: Layout, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass on all weights of a layout. Once the last was taken, they are remembered as those of the model."""
+    """Yield all weights of a layout unchanged, and after the last record them as the weights of `model`."""
     forget(model)
     sums = {}
     for name, tensor in weights:
@@ -37,7 +37,7 @@ def remember(
 
 
 def weights_of(model: Any) -> LoadedWeights | None:
-    """Return what is known of the weights of a model; None if their state is unknown."""
+    """Return the recorded weights of a model, None if they are unknown."""
     return _BY_MODEL.get(model)
 
 
@@ -46,12 +46,12 @@ def replace_weights(model: Any, weights: LoadedWeights) -> None:
 
 
 def forget(model: Any) -> None:
-    """Forget the weights of a model, whose state is unknown from now on."""
+    """Delete the record of a model's weights."""
     _BY_MODEL.pop(model, None)
 
 
 def sum_of(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of the elements of a tensor on the CPU, row-major."""
+    """Return the CRC-32 of the elements of a CPU tensor in row-major order."""
     import torch
 
     return crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0

@@ -1,4 +1,4 @@
-"""Load a model of transformers from any checkpoint without converting it; handle what transformers' Trainer saves.
+"""Load a transformers model from any checkpoint without a conversion, and process checkpoints of its Trainer.
 
 model = load("run/ckpt-500", dtype="bfloat16")
 Trainer(..., callbacks=[CkptkitCallback()])
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TensorSlice:
-    """A tensor that is read when it is indexed, and no more of it; `[...]` reads all of it and compares its CRC-32."""
+    """A lazy tensor: indexing reads only the selected slice. `[...]` reads the full tensor and verifies its CRC-32."""
 
     tensor: LazyTensor
     owner: LazyStateDict
@@ -46,7 +46,7 @@ class TensorSlice:
         return list(self.tensor.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype as safetensors spells it, such as BF16."""
+        """Return the dtype in the spelling of safetensors, such as BF16."""
         return SPELLINGS[self.tensor.dtype]
 
     @property
@@ -59,23 +59,23 @@ class TensorSlice:
     def dtype(self) -> torch.dtype:
         import torch
 
-        found: torch.dtype = getattr(torch, self.tensor.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.tensor.dtype)
+        return dtype
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        """Read the part of the tensor that integers, slices without a step, and an ellipsis choose."""
+        """Return the slice for integers, slices without a step, and an ellipsis, on the CPU. Raises a `CkptError`."""
         try:
             return self.tensor[index].torch()
         except CkptError as error:
-            self.owner.error = self.owner.error or error  # loaders may report another one
+            self.owner.error = self.owner.error or error  # transformers may swallow it and raise another error
             raise
 
 
 class LazyStateDict(Mapping[str, TensorSlice]):
-    """The weights of a model under the Hub's names. `error` is the first one that a slice met."""
+    """The weights of a model by their names on the Hub. `error` is the first error that occurred in a read."""
 
     def __init__(self, model: HubModel) -> None:
         self.model = model
@@ -92,11 +92,11 @@ class LazyStateDict(Mapping[str, TensorSlice]):
 
 
 def lazy_state_dict(source: Source, *, base: str | Path | None = None) -> LazyStateDict:
-    """Return the weights of the model in a checkpoint, or in the latest of a run, under the names of the Hub.
+    """Return the weights of the model in a checkpoint, or in a run's latest checkpoint, by their names on the Hub.
 
-    A read-only mapping. Its values have `get_shape`, `get_dtype`, `dtype` and `shape`, and indexing reads a part as a
-    tensor on the CPU. They are what `consolidate` would write: names and layout of the Hub, tied weights once, an
-    adapter merged into `base`. `base` names the model that has config.json, if the checkpoint does not have it.
+    The result is a read-only mapping. Its values have `get_shape`, `get_dtype`, `dtype` and `shape`; indexing reads a
+    slice as a CPU tensor. The weights are equal to the output of `consolidate`: names and layout of the Hub, tied
+    weights once, an adapter merged into `base`. `base` is the model with config.json, if the checkpoint has none.
     """
     return LazyStateDict(HubModel.open(source, base=base))
 
@@ -104,32 +104,30 @@ def lazy_state_dict(source: Source, *, base: str | Path | None = None) -> LazySt
 __all__ = ["CkptkitCallback", "lazy_state_dict", "load"]
 
 LOG = "ckptkit.log"
-SHARDS = "pytorch_model_fsdp_0"  # the directory in a checkpoint that FSDP's shards are in
+SHARDS = "pytorch_model_fsdp_0"  # directory in a Trainer checkpoint that has the shards of FSDP
 COMMANDS = ("manifest {ckpt} --overwrite", "verify {ckpt}", "consolidate {ckpt} {out}")
 _GENERATION = "generation_config.json"
 _logger = logging.getLogger(__name__)
 
 
 def load(source: Source, *, base: str | Path | None = None, **options: Any) -> Any:
-    """Return the model in a checkpoint, or in the latest of a run, as `from_pretrained` loads its consolidated form.
+    """Return the transformers model in a checkpoint, or in a run's latest checkpoint, like `from_pretrained`.
 
-    The class is the one that config.json names. Tensors are read from the checkpoint itself, of any format and family,
-    local or remote: nothing is converted or copied first, and under tensor parallelism and FSDP a rank reads its own
-    slices only. `base` is a directory, a URL or a Hub id with the config.json, if the checkpoint does not have one; an
-    adapter is merged into it. `options` are those of `from_pretrained`, such as `dtype`, `device_map` and
-    `distributed_config`.
+    The class comes from config.json. Tensors are read directly from the checkpoint, in any format and family, local or
+    remote, without a conversion or copy. Under tensor parallelism and FSDP, a rank reads only its own slices. `base` is
+    a directory, a URL or a Hub id with the config.json, if the checkpoint does not have it; an adapter is merged into
+    it. `options` are passed to `from_pretrained`, such as `dtype`, `device_map` and `distributed_config`.
 
-    Raises a `CkptError`: `Mismatch` without a config.json, and for tensors that the model needs and that are missing,
-    which transformers would initialize at random; `Unsupported` for a type of models that transformers does not have;
-    `Corrupt` for a damaged tensor.
+    Raises `Mismatch` without a config.json, and for missing tensors, which transformers would initialize at random;
+    `Unsupported` for a model type that transformers does not have; `Corrupt` for a damaged tensor.
     """
     state = lazy_state_dict(source, base=base)
-    model, found = from_lazy_state_dict(state, options)
-    return (model, found) if options.get("output_loading_info") else model
+    model, loading_info = from_lazy_state_dict(state, options)
+    return (model, loading_info) if options.get("output_loading_info") else model
 
 
 def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a state dict, and what transformers says of the tensors in it."""
+    """Return the model of a state dict, and the loading info of transformers. Raises the errors of `load`."""
     opened = state.model
     if is_deepspeed_zero3_enabled():
         hint = "run `ckptkit consolidate SRC OUT` and load OUT with from_pretrained"
@@ -140,26 +138,26 @@ def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tu
     try:
         model_class = class_of(transformers, opened.config)
         config, generation = read_configs(opened)
-        asked = {"generation_config": generation, **options, "output_loading_info": True}
-        model, found = model_class.from_pretrained(None, config=config, state_dict=state, **asked)
+        arguments = {"generation_config": generation, **options, "output_loading_info": True}
+        model, loading_info = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
     except CkptError as error:
         raise error.blame(path=opened.path) from error.__cause__
     except Exception as error:
-        if state.error is not None:  # transformers collects errors of tensors, and raises another one
+        if state.error is not None:  # transformers collects the errors of tensors, and raises a less specific error
             raise state.error from error
         raise
     if state.error is not None:
         raise state.error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         message = f"missing: `{type(model).__name__}` needs {', '.join(missing[:4])}{and_more(len(missing) - 4)}"
         hint = "pass base=MODEL, a directory or Hub id with the config.json of this model"
         raise Mismatch(message, path=opened.path, tensor=missing[0], hint=hint)
     model.name_or_path = model.config.name_or_path = str(opened.path)
-    return model, found
+    return model, loading_info
 
 
 def read_configs(model: HubModel) -> tuple[Any, Any]:
-    """Return the config of a model, and of its text generation, as transformers reads them from files."""
+    """Return the config and the generation config of a model, read by transformers from temporary files."""
     with TemporaryDirectory() as folder:
         for name in (CONFIG, _GENERATION):
             if name in model.files:
@@ -170,13 +168,14 @@ def read_configs(model: HubModel) -> tuple[Any, Any]:
 
 
 class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback that lets `ckptkit watch` handle each checkpoint in a process of its own, by `commands` of ckptkit.
+    """A callback that runs ckptkit `commands` on each checkpoint with `ckptkit watch`, in a separate process.
 
-    By default each gets a manifest, is verified, and becomes a Hugging Face model in `exported` of the output
-    directory, or in `out`. It happens on the first of all ranks alone, and off the training's path: a save only starts
-    the process. The end of the training waits for it; that of several ranks does not, as the others may need the first,
-    but its process does when it ends. What fails is tried again, and is then a warning in the log of the training; it
-    never ends the training. What the commands print is in `ckptkit.log` of the output directory.
+    By default each checkpoint gets a manifest, is verified, and is converted to a Hugging Face model in `exported` in
+    the output directory, or in `out`. Only rank 0 starts the process, and a save does not wait for it.
+
+    With one rank, the end of the training waits for the process. With several ranks, rank 0 waits when its own process
+    exits, because the other ranks may need it until then. A command that fails is tried again, and then logged as a
+    warning; it never ends the training. The output of the commands is in `ckptkit.log` in the output directory.
     """
 
     def __init__(self, commands: Sequence[str] = COMMANDS, *, out: str | Path | None = None) -> None:
@@ -185,7 +184,7 @@ class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
         self._process: subprocess.Popen[bytes] | None = None
 
     def on_save(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
-        """Start handling what has been saved, unless that of an earlier save still goes on."""
+        """Start processing the saved checkpoints, unless the process of an earlier save is still running."""
         if not state.is_world_process_zero:
             return
         describe_model(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"), parts)
@@ -194,7 +193,7 @@ class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
             self._start(args.output_dir)
 
     def on_train_end(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Wait until all checkpoints have been handled; as one of several ranks, when this process ends."""
+        """Wait until all checkpoints are processed; with several ranks, wait at the exit of this process instead."""
         if not state.is_world_process_zero:
             return
         if args.world_size == 1:
@@ -204,9 +203,9 @@ class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
             atexit.register(self._finish, str(Path(args.output_dir).absolute()))
 
     def _finish(self, run: str) -> None:
-        """Wait until all checkpoints have been handled, those too that were saved meanwhile."""
+        """Wait until all checkpoints are processed."""
         self._report(run)
-        self._start(run)  # for what was saved while that was at work
+        self._start(run)  # for checkpoints that were saved while the first process was running
         self._report(run)
 
     def _start(self, run: str) -> None:
@@ -222,25 +221,25 @@ class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
             _logger.warning("ckptkit did not start, and nothing was done with the checkpoints of %s: %s", run, error)
 
     def _report(self, run: str) -> None:
-        """Wait for the process that is at work, if any, and say so if it failed."""
+        """Wait for the running process, if there is one, and log a warning if it failed."""
         process, self._process = self._process, None
         if process is not None and process.wait() != 0:
             _logger.warning("ckptkit could not handle a checkpoint: %s says why", Path(run, LOG))
 
 
 def describe_model(checkpoint: Path, parts: Mapping[str, Any]) -> None:
-    """Put config and tokenizer beside a model in shards, as the Trainer itself does beside a whole one.
+    """Save config and tokenizer into a sharded checkpoint, as the Trainer does only for full checkpoints.
 
-    Without them what is made of it would be weights that nothing loads. A failure is a warning.
+    Without them transformers could not load the converted model. A failure is logged as a warning.
     """
     if not (checkpoint / SHARDS).is_dir() or (checkpoint / "config.json").exists():
         return
     try:
         model = parts["model"]
         config = deepcopy(model.config)
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # which FSDP2 puts before it
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 adds this prefix to class names
         for part in (config, parts.get("processing_class")):
             if part is not None:
                 part.save_pretrained(checkpoint)
-    except Exception as error:  # noqa: BLE001 - of any model; on one rank alone, for which the others would wait
+    except Exception as error:  # noqa: BLE001 - an error on rank 0 alone would make the other ranks wait forever
         _logger.warning("no config.json was put into %s: %s", checkpoint, error)

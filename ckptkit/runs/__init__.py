@@ -1,1 +1,1 @@
-"""Runs: the checkpoints of one training, which of them stay, and how the others are deleted."""
+"""Runs: list the checkpoints of a training, decide which to keep, and delete the others."""

@@ -1,6 +1,6 @@
-"""Delete checkpoints: rename each out of sight first, then remove it from the disk.
+"""Delete checkpoints: rename each to a hidden name first, then remove its files.
 
-A deletion that is interrupted never leaves half a checkpoint under its name; the next deletion finishes it.
+An interrupted deletion therefore never leaves a partial checkpoint under its name. The next deletion finishes it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from ckptkit.io.joined import roots_of
 from ckptkit.io.locks import acquire, is_locked, release
 from ckptkit.trainers import may_be_step_name
 
-_LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being deleted
+_LEAVING = ".leaving"  # suffix of the hidden name of a checkpoint that is being deleted
 
 
 @contextmanager
 def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
-    """Be the only process that deletes checkpoints in directory `root`. First finish what a dead process began.
+    """Lock directory `root` for deleting inside the block. First finishes interrupted deletions of dead processes.
 
-    If several directories are one run, all of them are locked. Raises `Occupied` if another process still holds a lock
+    Locks all directories of a run that is spread over several. Raises `Occupied` if another process still has a lock
     after `patience` seconds.
     """
     with ExitStack() as locks:
-        for place in roots_of(root):
-            locks.enter_context(locking(place, patience))
+        for directory in roots_of(root):
+            locks.enter_context(locking(directory, patience))
         finish_deleting(root)
         yield
 
 
 @contextmanager
 def locking(root: Path, patience: float) -> Iterator[None]:
-    """Hold the lock for deleting in one directory."""
+    """Lock one directory for deleting inside the block. Raises `Occupied`."""
     path = lock_path(root / "prune")
     with translate_os_errors(root):
         try:
@@ -51,24 +51,25 @@ def locking(root: Path, patience: float) -> Iterator[None]:
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint inside a `with deleting(...)`; if it lies on several disks, from all of them.
+    """Delete a checkpoint, from all disks if it is spread over several. Call it inside `with deleting(...)`.
 
-    Raises `IOFailure` if a file cannot be removed: the checkpoint is out of sight then, and the next deletion goes on.
+    Raises `IOFailure` if a file cannot be removed. The checkpoint is hidden then, and the next deletion finishes it.
     """
-    hidden = {place: place.with_name(f".{place.name}{_LEAVING}") for place in roots_of(checkpoint)}
+    hidden = {path: path.with_name(f".{path.name}{_LEAVING}") for path in roots_of(checkpoint)}
     with translate_os_errors(checkpoint):
-        for place, name in hidden.items():
-            again(os.rename, place, name)
-            sync_path(place.parent)  # before the first file goes: after a power cut all of it is back, or none
+        for path, name in hidden.items():
+            again(os.rename, path, name)
+            # Before the first file is removed: after a power failure the checkpoint is complete or hidden.
+            sync_path(path.parent)
         for name in hidden.values():
             remove(name)
 
 
 def finish_deleting(root: Path) -> None:
-    """Remove what is left of checkpoints whose deletion was interrupted."""
+    """Remove the hidden directories of interrupted deletions."""
     with translate_os_errors(root):
-        for place in roots_of(root):
-            for path in filter(is_hidden, children(place)):
+        for directory in roots_of(root):
+            for path in filter(is_hidden, children(directory)):
                 remove(path)
 
 
@@ -78,6 +79,6 @@ def is_hidden(path: Path) -> bool:
 
 
 def is_being_written(checkpoint: Path) -> bool:
-    """Return whether a process holds the lock on an existing checkpoint in order to replace it."""
+    """Return True if a process has locked an existing checkpoint to replace it."""
     with translate_os_errors(checkpoint):
-        return any(is_locked(lock_path(place)) for place in roots_of(checkpoint))
+        return any(is_locked(lock_path(path)) for path in roots_of(checkpoint))

@@ -1,7 +1,7 @@
-"""Demote a checkpoint of a training to the weights of its model in bfloat16, under its own name.
+"""Demote a training checkpoint: replace it by the weights of its model in bfloat16, under the same name.
 
-The old checkpoint or the new one is there, whole, at every moment: demote writes the new one to a hidden sibling, reads
-it again, swaps the two in one step, and only then deletes the old one.
+Either the old or the new checkpoint is complete at every moment: demote writes the new checkpoint to a hidden sibling,
+verifies it, swaps the two atomically, and only then deletes the old one.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from ckptkit.state.options import ConvertOptions
 from ckptkit.trainers.ckptkit import METRICS
 
 _NARROW = DTYPES["bfloat16"]
-_MODEL = "model"  # the directory in the hidden one that the model is made in
+_MODEL = "model"  # subdirectory of the hidden directory that the model is written to
 
 
 class Demotion(NamedTuple):
-    """What `demote` would do: the bytes of all files that it leaves, and the names of what it deletes."""
+    """The plan of a `demote`: the bytes of all files after it, and the names of the entries and files it deletes."""
 
     nbytes: int
     deletes: tuple[str, ...]
 
 
 def plan_demotion(checkpoint: Path) -> Demotion:
-    """Return what `demote` would do, to the byte. Writes nothing.
+    """Return the plan of a `demote`, with the exact number of bytes. Writes nothing.
 
-    Raises a `CkptError` where `demote` would, as far as that is known without reading tensors: also if more would be
-    deleted than state of the training, such as a second model, another checkpoint or an unknown file, and if only the
-    optimizer has the average that is evaluated.
+    Raises a `CkptError` if `demote` would fail, as far as this is known without reading tensors. It also fails if it
+    would delete anything besides training state, such as a second model, another checkpoint or an unknown file, and if
+    the averaged weights for evaluation are only in the optimizer state.
     """
     opened = Checkpoint.open(checkpoint)
-    for one in examine_checkpoint(opened, (find_training_point,)):
-        raise one.to_error(checkpoint)  # the average is in the optimizer alone
+    for finding in examine_checkpoint(opened, (find_training_point,)):
+        raise finding.to_error(checkpoint)  # the averaged weights are only in the optimizer state
     weights = opened.weights.layout
     options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
     conversion = plan([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
@@ -70,7 +70,10 @@ def plan_demotion(checkpoint: Path) -> Demotion:
 
 
 def require_nothing_else(conversion: Conversion) -> None:
-    """Raise `Mismatch` for another checkpoint or a link in the directory, which only `demote` would delete."""
+    """Raise `Mismatch` for another checkpoint or a link in the directory, which a conversion ignores.
+
+    `demote` would delete it.
+    """
     for left in conversion.left_behind:
         if left.why in (CHECKPOINT, LINK, RUN):
             message = f"`{left.name}` would be deleted ({left.why})"
@@ -78,15 +81,15 @@ def require_nothing_else(conversion: Conversion) -> None:
 
 
 def is_wide(spec: Spec) -> bool:
-    """Return True for floats of more than 16 bits; others stay as they are."""
+    """Return True for floats of more than 16 bits, which demote casts."""
     return spec.dtype.can_become(_NARROW) and spec.dtype.itemsize > _NARROW.itemsize
 
 
 def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progress: Told | None = None) -> int:
-    """Replace the checkpoint in directory `checkpoint` by its weights, as files of time `saved_at`.
+    """Replace the checkpoint in directory `checkpoint` by its weights; the files get the modification time `saved_at`.
 
-    Returns how many tensors stayed in more than 16 bits, as loaders keep them so. Raises a `CkptError`, and leaves the
-    checkpoint as it was, if anything does not fit or what was written is not what is read.
+    Returns the number of tensors that keep more than 16 bits, because loaders require it. Raises a `CkptError`, and
+    leaves the checkpoint unchanged, if it cannot be converted or if the written files fail verification.
     """
     plan_demotion(checkpoint)
     stage = Stage(checkpoint, overwrite=True)
@@ -104,7 +107,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
         stage.commit()
     except BaseException as error:
         stage.discard()
-        error.__notes__ = []  # of what could be gone on with: it went too
+        error.__notes__ = []  # drop notes on how to continue: the partial output has just been discarded
         raise
     return wide
 
@@ -112,18 +115,18 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
 def make_model(checkpoint: Path, model: Path, jobs: int | None, progress: Told | None) -> None:
     """Write the weights of a checkpoint, with config and tokenizer, to directory `model`."""
     weights = Checkpoint.open(checkpoint).weights.layout
-    tell = None if progress is None else lambda nbytes, _total: progress(nbytes)
-    consolidate(checkpoint, model, dtype=dtypes_for(weights), allow_unmatched=True, jobs=jobs, progress=tell)
+    advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
+    consolidate(checkpoint, model, dtype=dtypes_for(weights), allow_unmatched=True, jobs=jobs, progress=advance)
 
 
 def dtypes_for(weights: Layout) -> list[str]:
-    """Return the rules by which floats of more than 16 bits become bfloat16, and no others change."""
+    """Return rules for the option `dtype` that cast floats of more than 16 bits to bfloat16, and keep other tensors."""
     others = [name for name, spec in weights.specs.items() if not is_wide(spec)]
     return [_NARROW.name, *(f"{glob.escape(name)}=keep" for name in others)]
 
 
 def keep_metrics(checkpoint: Path, model: Path) -> None:
-    """Put what was measured at a checkpoint beside its weights, and into their manifest."""
+    """Write the metrics of a checkpoint next to its weights, and add them to the manifest."""
     content = metrics_file(checkpoint)
     manifest = read_manifest(model)
     if content and manifest is not None:
@@ -133,6 +136,6 @@ def keep_metrics(checkpoint: Path, model: Path) -> None:
 
 
 def metrics_file(checkpoint: Path) -> bytes:
-    """Return the file that keeps what was measured at a checkpoint; b"" if nothing was."""
+    """Return the content of the metrics file of a checkpoint, b"" without metrics."""
     metrics = read_metrics(checkpoint)
     return write_metrics(Checkpoint.at(checkpoint).own_step or 0, metrics) if metrics else b""

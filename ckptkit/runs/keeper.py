@@ -1,4 +1,4 @@
-"""The protocol that marks, protects and deletes the checkpoints of a run, on a disk or in a store."""
+"""The interface of the backends that pin, protect and delete the checkpoints of a run, on a disk or in a store."""
 
 from __future__ import annotations
 
@@ -15,115 +15,112 @@ from ckptkit.io.stores import LOCAL
 
 
 def require_complete(path: Path) -> None:
-    """Raise `NotACheckpoint` if a path is no complete checkpoint."""
+    """Raise `NotACheckpoint` if a path is not a complete checkpoint."""
     if not (path.is_dir() and Checkpoint.at(path).is_complete):
         hint = f"run `ckptkit verify {path}` to see its problems, or `ckptkit ls {path.parent}` to list the others"
         raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)
 
 
 class WatchLease(Protocol):
-    """What a watch of a run needs: a `lock` that its commands inherit, and the directory `folder` for its journal."""
+    """The claim of a watch on a run: a `lock` that its commands inherit, and the directory `folder` for its journal."""
 
     @property
     def lock(self) -> int:
-        """Return the descriptor."""
+        """Return the file descriptor of the lock."""
 
     @property
     def folder(self) -> Path:
-        """Return the directory."""
+        """Return the directory of the journal."""
 
     def protect(self, checkpoint: Path) -> None:
-        """Protect a checkpoint from now on. It may be gone already.
+        """Protect a checkpoint from deletion. It may already be deleted.
 
-        Raises `Occupied` while another process is deleting checkpoints where only one process may.
+        Raises `Occupied` if the backend has an exclusive lock for deleting, and another process has it.
         """
 
     def unprotect(self) -> None:
-        """Protect no checkpoint any more."""
+        """End the protection."""
 
     def clock_ns(self) -> int:
-        """Return the time in nanoseconds by the clock that dates the files of the run."""
+        """Return the current time in nanoseconds, by the clock of the disk or store that the run is on."""
 
     def require_place(self) -> None:
-        """Raise `NotACheckpoint` if the run is no longer where the watch found it."""
+        """Raise `NotACheckpoint` if the run was moved or deleted."""
 
 
 class RunBackend(Protocol):
-    """Who marks and deletes checkpoints of the run in directory `root`."""
+    """A backend that pins, protects and deletes the checkpoints of the run in directory `root`."""
 
     @property
     def root(self) -> Path:
-        """Return the directory."""
+        """Return the directory of the run."""
 
     def refresh(self) -> None:
-        """See the run as it is now."""
+        """Drop cached listings of the run."""
 
     def is_there(self) -> bool:
-        """Return whether the directory of the run exists; where directories are only prefixes, it always does."""
+        """Return True if the directory of the run exists; always True in a store, where directories are prefixes."""
 
     def pruning(self) -> AbstractContextManager[None]:
-        """Begin to delete checkpoints. Raises `Occupied` where only one process may do that, and another one does."""
+        """Return a context for `delete`. Raises `Occupied` if deleting needs a lock that another process has."""
 
     def delete(self, checkpoint: Path) -> tuple[str, ...]:
-        """Delete a checkpoint, inside a `with pruning()`, unless something holds it by now. Return what holds it.
+        """Delete a checkpoint, unless it is protected by now. Call it inside `with pruning()`.
 
-        Whenever it ends, readers see all of the checkpoint, or nothing. Raises `IOFailure` if a file cannot be deleted:
-        the next `delete` goes on.
+        Returns the reasons of the protection, () after the deletion. The deletion is atomic for readers, even if it is
+        interrupted. Raises `IOFailure` if a file cannot be deleted; the next `delete` continues.
         """
 
     def unfinished(self) -> dict[Path, str]:
-        """Return the directories that a deletion left which did not end, each with words on that."""
+        """Return the directories of interrupted deletions, each with a description for the user."""
 
     def work_on(self, checkpoint: Path) -> str | None:
-        """Return in words why a directory must be left alone because of what others do there; None for no reason."""
+        """Return a description of the work that another process does in a directory, None without such work."""
 
     def holds(self, checkpoint: Path) -> tuple[str, ...]:
-        """Return what keeps a checkpoint now, whatever the rules say: a pin, a tracker that names it, a watch."""
+        """Return the reasons that protect a checkpoint from every rule: a pin, a latest-checkpoint file, a watch."""
 
     def pin(self, checkpoint: Path) -> None:
-        """Pin a complete checkpoint. Raises `NotACheckpoint` if it is not, `Occupied` if it may be going just now."""
+        """Pin a checkpoint. Raises `NotACheckpoint` if it is not complete, `Occupied` if it may be being deleted."""
 
     def unpin(self, checkpoint: Path) -> None:
-        """Take back a pin. Nothing changes if the checkpoint is not pinned."""
+        """Remove the pin of a checkpoint, if it has one."""
 
     def watching(self, key: str, longest: float) -> AbstractContextManager[WatchLease]:
-        """Be the only watch with this key, which handles a checkpoint for `longest` seconds at most.
+        """Return a context in which this process is the only watch with `key`. Raises `Occupied` if another one runs.
 
-        Raises `Occupied` if another watch has the key.
+        `longest` is the maximum time in seconds that the watch handles one checkpoint.
         """
 
 
 def keeper_of(root: Path) -> RunBackend:
-    """Return who keeps the run in directory `root`. Raises `Usage` for a store in which ckptkit deletes nothing."""
+    """Return the backend of the run in directory `root`. Raises `Usage` for a store in which ckptkit cannot delete."""
     keeper = LOCAL.keeper
-    for place in roots_of(root):
-        keeper = known_store(place).keeper
+    for directory in roots_of(root):
+        keeper = known_store(directory).keeper
         if not keeper:
             hint = "manage this run with the tools of its store"
-            raise Usage("ckptkit deletes only in local directories and on s3://", path=place, hint=hint)
+            raise Usage("ckptkit deletes only in local directories and on s3://", path=directory, hint=hint)
         if keeper != LOCAL.keeper and isinstance(root, JoinedPath):
             hint = "name local directories, or one place on s3://"
-            raise Usage("several directories of one run must be local", path=place, hint=hint)
+            raise Usage("several directories of one run must be local", path=directory, hint=hint)
     return cast(RunBackend, load(keeper)(root))
 
 
 def run_of(source: Source) -> Path:
-    """Return the path of a run or checkpoint that is to be changed: a local one, or one in a store.
-
-    A URL is never taken for a copy in a local cache.
-    """
+    """Return the path of a run or checkpoint to change, never that of a copy in a local cache."""
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
-        return joined([run_of(place) for place in roots_of(path)])
+        return joined([run_of(directory) for directory in roots_of(path)])
     return to_live_path(path)
 
 
 def refuse_checkpoint(path: Path) -> None:
-    """Raise `NotACheckpoint` for a checkpoint in the place of the run that contains it."""
+    """Raise `NotACheckpoint` if `path` is a checkpoint instead of a run."""
     if Checkpoint.at(path).own_step is not None:
         raise NotACheckpoint("this is a checkpoint, not a run", path=path, hint=f"pass the run, {path.parent}")
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:
-    """Return what keeps a checkpoint now, whatever the rules say; see `RunBackend.holds`."""
+    """Return the reasons that protect a checkpoint from every rule; see `RunBackend.holds`."""
     return keeper_of(checkpoint.parent).holds(checkpoint)

@@ -1,6 +1,6 @@
-"""Keep a run in a local directory, or in several that are one.
+"""The backend of runs in a local directory, or in several directories that form one run.
 
-By locks, renames and small files, which also say what stays.
+It uses locks and renames to delete, and small files to pin and protect.
 """
 
 from __future__ import annotations
@@ -29,110 +29,119 @@ from ckptkit.trainers.trackers import trackers_in
 
 
 def named_best(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name of each best checkpoint that something in the run at `root` notes, and where it is noted."""
-    for place in (root, *folders(root)):
+    """Yield the names of the best checkpoints of the run at `root` according to its trainer, each with a reason.
+
+    Trainers record the best checkpoint in a small file, or in an entry of a checkpoint.
+    """
+    for directory in (root, *folders(root)):
         for file, key in trainers.best_keys():
-            path = place / file if file else place
-            if path.exists() and (file or place != root):
+            path = directory / file if file else directory
+            if path.exists() and (file or directory != root):
                 yield from read_best(path, file, key, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=4096)  # each checkpoint that may be deleted asks all others
+@lru_cache(maxsize=4096)  # prune checks each checkpoint against the entries of all others
 def read_best(path: Path, file: str, key: KeyPath, changed: int) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
-    """Return the names that lie at a key path of a small file or of a checkpoint's own entries."""
-    # a run on Windows has backslashes in it, and PureWindowsPath also knows slashes
+    """Return the checkpoint names at a key path of a small file or of a checkpoint's entries, each with a reason.
+
+    `changed` is the modification time of `path`, and part of the cache key.
+    """
+    # Windows paths have backslashes; PureWindowsPath also splits at slashes
     values = [read_number(path, key)] if file else entries_at(path, key)
     names = (PureWindowsPath(value).name for value in values if isinstance(value, str))
     return tuple((name, f"{file or 'the checkpoint'} says `{key[-1]}`") for name in names if name)
 
 
 def entries_at(path: Path, key: KeyPath) -> Iterator[object]:
-    """Yield the values in a checkpoint whose key paths match one with "*" for any key; none if it cannot be read."""
+    """Yield the values of a checkpoint's non-tensor entries at key path `key`, where "*" matches any key.
+
+    Yields nothing if the checkpoint cannot be read.
+    """
     try:
         layouts = [component.layout for component in Checkpoint.at(path).components]
         for layout in layouts:
             for name, blob in layout.blobs.items():
-                found = layout.key(name)
-                if len(found) == len(key) and all(map(fnmatchcase, map(str, found), map(str, key))):
+                entry_key = layout.key(name)
+                if len(entry_key) == len(key) and all(map(fnmatchcase, map(str, entry_key), map(str, key))):
                     yield load_value(layout.root, blob)
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return
 
 
 def marks_on(checkpoint: Path) -> Iterator[str]:
-    """Yield the marks on a checkpoint in one directory of a run."""
+    """Yield the reasons to keep a checkpoint in one directory of a run: pin, latest-checkpoint file, best metric."""
     if is_pinned(checkpoint):
         yield "pinned"
-    yield from (f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint))
+    yield from (f"`{tracker.name}` names it" for tracker in trackers_in(checkpoint.parent) if tracker.means(checkpoint))
     best = (why for name, why in named_best(checkpoint.parent) if name == checkpoint.name)
     yield from (f"the best: {why}" for why in dict.fromkeys(best))
 
 
-_PATIENCE = 10.0  # seconds that a pin waits for others to end deleting
+_PATIENCE = 10.0  # seconds that `pin` waits for another process to finish deleting
 
 
 @dataclass(frozen=True, slots=True)
 class LocalKeeper:
-    """The keeper of the run in a local directory `root`."""
+    """The backend of a run in the local directory `root`; see `RunBackend`."""
 
     root: Path
 
     def refresh(self) -> None:
-        """Do nothing: the disk is asked every time."""
+        """Do nothing: local directories are not cached."""
 
     def is_there(self) -> bool:
-        """Return whether there is a directory."""
+        """Return True if the directory exists."""
         with translate_os_errors(self.root):
             return self.root.is_dir()
 
     @contextmanager
     def pruning(self) -> Iterator[None]:
-        """Be the only process that deletes here, and remove what dead processes left."""
+        """Lock the run for deleting inside the block, and remove the remains of dead processes first."""
         with deleting(self.root):
-            for place in roots_of(self.root):
-                clear_dead(place)
+            for directory in roots_of(self.root):
+                clear_dead(directory)
             yield
 
     def delete(self, checkpoint: Path) -> tuple[str, ...]:
-        """Delete a checkpoint, from all directories, unless something holds it."""
-        held = self.holds(checkpoint)
-        if not held:
+        """Delete a checkpoint from all directories, unless it is protected. Returns the reasons of the protection."""
+        reasons = self.holds(checkpoint)
+        if not reasons:
             delete(checkpoint)
-        return held
+        return reasons
 
     def unfinished(self) -> dict[Path, str]:
-        """Return nothing: `pruning` has finished what a dead process began, under a hidden name."""
+        """Return {}: `pruning` has already finished interrupted deletions."""
         return {}
 
     def work_on(self, checkpoint: Path) -> str | None:
-        """Return that a process holds the lock on a checkpoint."""
+        """Return "being written" if a process has locked the checkpoint to replace it."""
         return "being written" if is_being_written(checkpoint) else None
 
     def holds(self, checkpoint: Path) -> tuple[str, ...]:
-        """Return what keeps a checkpoint; on several disks a reason on any of them counts."""
-        places = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
-        return tuple(dict.fromkeys(hold for place in places for hold in holds_in(place)))
+        """Return the reasons that protect a checkpoint, on any disk of the run."""
+        paths = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
+        return tuple(dict.fromkeys(reason for path in paths for reason in holds_in(path)))
 
     def pin(self, checkpoint: Path) -> None:
-        """Pin a complete checkpoint while nobody deletes: else it could be gone between a look at it and the pin."""
+        """Pin a complete checkpoint, with the lock for deleting: without it, prune could delete it before the pin."""
         with deleting(self.root, patience=_PATIENCE):
             require_complete(checkpoint)
             set_pin(checkpoint)
 
     def unpin(self, checkpoint: Path) -> None:
-        """Remove the file of a pin."""
+        """Remove the pin of a checkpoint, if it has one."""
         clear_pin(checkpoint)
 
     @contextmanager
     def watching(self, key: str, longest: float) -> Iterator[WatchLease]:  # noqa: ARG002 - a lock ends with its process
-        """Lock the file of a watch in the run."""
+        """Lock the file of the watch `key` in the run. Raises `Occupied`."""
         with watches.claiming(self.root, key) as lock:
             yield LocalPost(self.root, key, lock)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPost:
-    """The post of the watch `key` in the run at `root`: the file of its lock names what it holds."""
+    """The lease of the watch `key` on the run at `root`. Its lock file names the protected checkpoint."""
 
     root: Path
     key: str
@@ -140,19 +149,19 @@ class LocalPost:
 
     @property
     def folder(self) -> Path:
-        """Return the directory for the journal, in the run."""
+        """Return the directory of the journal, in the run."""
         return self.root / watches.FOLDER
 
     def protect(self, checkpoint: Path) -> None:
-        """Write the name of a checkpoint into the locked file, while nobody deletes."""
+        """Write the name of a checkpoint into the lock file. Raises `Occupied` while another process is deleting."""
         watches.protect(self.lock, checkpoint)
 
     def unprotect(self) -> None:
-        """Empty the locked file."""
+        """Empty the lock file."""
         watches.unprotect(self.lock)
 
     def clock_ns(self) -> int:
-        """Return the time of the file system."""
+        """Return the current time of the file system in nanoseconds."""
         with translate_os_errors(self.root):
             return watches.clock_of(self.lock)
 
@@ -162,7 +171,7 @@ class LocalPost:
 
 
 def holds_in(checkpoint: Path) -> Iterator[str]:
-    """Yield what keeps a checkpoint in one directory of a run; the checkpoint itself may lie in another."""
+    """Yield the reasons in one directory of a run that protect a checkpoint, which may itself be in another."""
     yield from marks_on(checkpoint)
     if watches.is_held(checkpoint):
         yield "a watch is handling it"

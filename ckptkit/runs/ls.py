@@ -1,8 +1,8 @@
-"""List every checkpoint of a run, complete or not, with its metrics, by names, sizes and small files.
+"""List all checkpoints of a run, complete or not, with their metrics, from file names, sizes and small files.
 
-"Complete" means that the file that is written last is there, and that no file is shorter than a manifest or the
-metadata say. ls does not read the metadata of a very large checkpoint, which takes seconds, or of one in a store: then
-`sizes_compared` is false. `verify` checks whether every shard is undamaged.
+"Complete" means that the file written last exists, and that no file is shorter than the manifest or the metadata say.
+For a very large checkpoint, whose metadata takes seconds to read, and for a checkpoint in a store, ls does not compare
+sizes, and `sizes_compared` is false. `verify` checks that every shard is undamaged.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from ckptkit.trainers import stem_of, step_of
 from ckptkit.trainers.trackers import Tracker, trackers_in
 from ckptkit.words import count, format_bytes
 
-_MOST_METADATA = 1 << 23  # bytes: a second of reading
+_MOST_METADATA = 1 << 23  # bytes of metadata that ls reads, in about a second
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A checkpoint of a run. `step`, `format`, `trainer` and `world_size` are None where no name tells them.
+    """A checkpoint of a run. `step`, `format`, `trainer` and `world_size` are None if file names do not show them.
 
-    `nbytes` counts all its files; `saved_at` is the time of the newest file, in seconds since 1970; `metrics` are those
-    that were saved with it. `problem` says in few words what is wrong, None if nothing is. `named_by` are the tracker
-    files that name it. One that `is_weights_only` is a model: no training can resume from it. `claim` is of
-    an unfinished upload or deletion in a store: it may be at work, or have died. Where `sizes_compared` is false, only
-    names tell that it is complete.
+    `nbytes` is the size of all its files; `saved_at` is the modification time of the newest file, in seconds since
+    1970; `metrics` were saved with it. `problem` is a short description of a problem, or None. `named_by` are the
+    latest-checkpoint files that name it. `is_weights_only` means that no training can resume from it. `claim` is an
+    unfinished upload or deletion in a store, whose process may be running or dead. If `sizes_compared` is false,
+    `is_complete` is based on file names only.
     """
 
     path: Path
@@ -82,17 +82,17 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """Return the name of its directory or file."""
+        """Return the name of the checkpoint's directory or file."""
         return name_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Listing(Summarized):
-    """The checkpoints of the run in directory `root`, oldest first; those without a step come last.
+    """The checkpoints of the run in directory `root`, oldest first; checkpoints without a step come last.
 
-    `latest` is the complete checkpoint that a latest-checkpoint file names, else the one with the highest step; None if
-    you asked for a single checkpoint. `tracker` says in words what the tracker files of other trainers mean. `runs` are
-    the runs in a directory that is no run itself.
+    `latest` is the complete checkpoint that a latest-checkpoint file names, else the complete checkpoint with the
+    highest step; None if `root` is a single checkpoint. `tracker` describes the latest-checkpoint files of other
+    trainers. `runs` are the runs inside a directory that is not a run itself.
     """
 
     root: Path
@@ -102,32 +102,32 @@ class Listing(Summarized):
     runs: tuple[Path, ...] = ()
 
     def summary(self) -> Iterator[str]:
-        total = format_bytes(sum(one.nbytes for one in self.checkpoints))
+        total = format_bytes(sum(checkpoint.nbytes for checkpoint in self.checkpoints))
         yield f"{self.root}: {count(len(self.checkpoints), 'checkpoint')}, {total}"
         if self.latest is not None:
             yield f"latest: {self.latest.name}"
 
 
 def ls(run: Source) -> Listing:
-    """List the checkpoints of the run at `run`, of a folder of checkpoints, or the one checkpoint that is there.
+    """List the checkpoints of a run or of a directory of checkpoints, or a single checkpoint.
 
-    Reads no tensors, and metadata only if it is small. Raises `NotACheckpoint` if there is none.
+    Reads no tensors, and metadata only if it is small. Raises `NotACheckpoint` if there is no checkpoint.
     """
     root = refresh(path_of(run))
     with translate_os_errors(root):
         if not root.exists():
             raise absent(root)
-        found = checkpoints_in(root)
-        is_run = bool(found)
+        checkpoints = checkpoints_in(root)
+        is_run = bool(checkpoints)
         runs: list[Path] = []
         if not is_run:
-            found, runs = checkpoints_at(root), runs_in(root)
-            root = root.parent if found[0].path == root else root
+            checkpoints, runs = checkpoints_at(root), runs_in(root)
+            root = root.parent if checkpoints[0].path == root else root
         pins, trackers = pinned_in(root), trackers_in(root)
-        listed = [look_at(one, pins, trackers, runs) for one in found]
+        listed = [look_at(checkpoint, pins, trackers, runs) for checkpoint in checkpoints]
         listed += [look_at_upload(path) for path in claimed_in(root)] if is_run else []
     latest = find_latest(root).checkpoint if is_run else None
-    tracker = say_tracked(trackers, listed) if is_run else None
+    tracker = describe_trackers(trackers, listed) if is_run else None
     return Listing(root, tuple(listed), latest.path if latest else None, tracker, tuple(runs))
 
 
@@ -135,14 +135,14 @@ list_run = ls  # its name in earlier versions
 
 
 def checkpoints_at(path: Path) -> list[Checkpoint]:
-    """Return the checkpoint at a path that is no run; where models lie in a folder, each of them.
+    """Return the checkpoint at a path that is not a run, or each model in a directory of models.
 
-    Raises `NotACheckpoint` if there is none.
+    Raises `NotACheckpoint` if there is no checkpoint.
     """
     here = Checkpoint.at(path)
     if files := (outputs_in(here) or files_in(here)):
         return [Checkpoint.at(file) for file in files]
-    models = [part.path for part in here.models]
+    models = [component.path for component in here.models]
     is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
     if models and is_folder and not here.is_direct:
         return [Checkpoint.at(model) for model in models]
@@ -152,19 +152,19 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
 
 
 def outputs_in(here: Checkpoint) -> list[Path]:
-    """Return the files and directories that are a checkpoint each in a folder with outputs of ckptkit; else []."""
+    """Return the checkpoints in a directory that contains outputs of ckptkit; [] for other directories."""
     if here.own_step is not None or not here.path.is_dir() or is_there(here.path / MANIFEST):
         return []
-    if not all(part.is_model for part in here.components):
-        return []  # the directories of one checkpoint
-    there = [path for path in children(here.path) if not path.name.startswith(".")]
-    if not any(is_made_of_another(path) for path in there):
+    if not all(component.is_model for component in here.components):
+        return []  # the components of a single checkpoint
+    paths = [path for path in children(here.path) if not path.name.startswith(".")]
+    if not any(is_made_of_another(path) for path in paths):
         return []
-    return [path for path in there if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_direct)]
+    return [path for path in paths if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_direct)]
 
 
 def files_in(here: Checkpoint) -> list[Path]:
-    """Return the files in a folder that are a checkpoint each; [] if it is one checkpoint, or has files of ranks."""
+    """Return the single-file checkpoints in a directory; [] if the files together are one checkpoint."""
     if here.own_step is not None or not here.path.is_dir() or not here.is_direct:
         return []
     files = [path for path in children(here.path) if path.is_file() and detect_format(path)]
@@ -176,9 +176,9 @@ def files_in(here: Checkpoint) -> list[Path]:
 def look_at(
     checkpoint: Checkpoint, pins: frozenset[str], trackers: Sequence[Tracker], others: Collection[Path] = ()
 ) -> Listed:
-    """Return what the names and sizes of its files, and small files, tell about one checkpoint.
+    """Return the entry of a checkpoint, from the names and sizes of its files and from small files.
 
-    The directories `others` do not belong to it.
+    The directories `others` inside it do not belong to it.
     """
     fault, sizes_compared = fault_of(checkpoint), can_compare_sizes(checkpoint)
     if fault is None and sizes_compared:
@@ -188,7 +188,7 @@ def look_at(
     return Listed(
         checkpoint.path,
         checkpoint.own_step,
-        next((part.reader.name for part in checkpoint.components), None),
+        next((component.reader.name for component in checkpoint.components), None),
         fault is None,
         checkpoint.world_size,
         nbytes,
@@ -205,14 +205,14 @@ def look_at(
 
 
 def look_at_upload(path: Path) -> Listed:
-    """Return what is known of a file of which no byte is visible before its upload has ended."""
+    """Return the entry of a file that is being uploaded to a store, where it is invisible until the upload ends."""
     claim = path.parent / f"{path.name}{CLAIM}"
     step, saved_at = step_of(Path(stem_of(path.name))), claim.stat().st_mtime
     return Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=read_claim(path))
 
 
 def fault_of(checkpoint: Checkpoint) -> str | None:
-    """Return why a checkpoint does not count as complete, in few words."""
+    """Return a short description of why a checkpoint is not complete, None if it is."""
     try:
         problem = next(iter(checkpoint.problems()), None)
     except IOFailure:
@@ -221,53 +221,59 @@ def fault_of(checkpoint: Checkpoint) -> str | None:
         return "deleted meanwhile"
     if problem is None:
         return None
-    place = problem.path
-    return problem.message if place in (None, checkpoint.path) else f"{place.name} {problem.message}"
+    path = problem.path
+    return problem.message if path in (None, checkpoint.path) else f"{path.name} {problem.message}"
 
 
 def can_compare_sizes(checkpoint: Checkpoint) -> bool:
-    """Return whether a manifest or metadata that is quick to read says how large the files of a checkpoint are."""
+    """Return True if the expected file sizes of a checkpoint are known from metadata that is quick to read."""
     if is_remote(checkpoint.path):
         return False
     try:
         parts = checkpoint.components
-        return bool(parts) and sum(part.reader.metadata_bytes(part.path) for part in parts) <= _MOST_METADATA
+        return (
+            bool(parts)
+            and sum(component.reader.metadata_bytes(component.path) for component in parts) <= _MOST_METADATA
+        )
     except (Corrupt, IOFailure, Unsafe):
         return False
 
 
 def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
-    """Return what in a checkpoint is not as its manifest or metadata say, in few words."""
-    found: list[CkptError] = []
+    """Return a short description of a contradiction between a checkpoint and its manifest or metadata, or None."""
+    problems: list[CkptError] = []
     try:
-        layouts = [part.reader.read(part.path, found.append) for part in checkpoint.components]
-        found += (problem for part in checkpoint.components for problem in wrong_sizes(part))
+        layouts = [component.reader.read(component.path, problems.append) for component in checkpoint.components]
+        problems += (problem for component in checkpoint.components for problem in wrong_sizes(component))
     except (Corrupt, IOFailure, Unsafe) as error:
-        found.append(error)
-    except Unsupported:  # nothing is known of its files
+        problems.append(error)
+    except Unsupported:  # the metadata cannot be read, so the sizes are unknown
         return None
-    if found:
-        return describe(found[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
+    if problems:
+        return describe(problems[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
     if checkpoint.path.is_file() and (part := find_parts(checkpoint)):
         return part.message
-    odd = examine(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
-    return next((one.line for one in odd if one.certainty is Certainty.CERTAIN), None)
+    findings = examine(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
+    return next((finding.line for finding in findings if finding.certainty is Certainty.CERTAIN), None)
 
 
-def wrong_sizes(part: Component) -> Iterator[Corrupt]:
-    """Yield the files of a part whose size is not the one in its manifest. A damaged manifest is left to `verify`."""
-    place = part.path if part.path.is_dir() else part.path.parent
+def wrong_sizes(component: Component) -> Iterator[Corrupt]:
+    """Yield an error for each file of a component whose size differs from its manifest.
+
+    Ignores a damaged manifest, which `verify` reports.
+    """
+    directory = component.path if component.path.is_dir() else component.path.parent
     try:
-        known = part.manifest.files if part.manifest else {}
+        known = component.manifest.files if component.manifest else {}
     except (Corrupt, Unsafe):
         return
     for name, recorded in known.items():
-        if (size := file_size(place / name)) != recorded.nbytes:
-            yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=place / name)
+        if (size := file_size(directory / name)) != recorded.nbytes:
+            yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=directory / name)
 
 
 def describe(error: CkptError, checkpoint: Path) -> str:
-    """Return a problem in one line, without what is above the checkpoint."""
+    """Return a problem in one line, with a path relative to the checkpoint."""
     path = error.path
     if path is None or path == checkpoint or not path.is_relative_to(checkpoint):
         return error.message
@@ -275,7 +281,7 @@ def describe(error: CkptError, checkpoint: Path) -> str:
 
 
 def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
-    """Return the metrics of a checkpoint without its step, and what is wrong if they cannot be read."""
+    """Return the metrics of a checkpoint without its step, and a problem if they cannot be read."""
     if not path.is_dir():
         return {}, None
     try:
@@ -286,35 +292,34 @@ def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
 
 
 def measure(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:
-    """Return the bytes of all files below a path, and when the newest of them was changed, except manifests.
+    """Return the bytes of all files below a path, and the latest modification time of a file that is not a manifest.
 
-    The directories `others` are left out. Links are not followed.
+    Skips the directories `others`, and does not follow links.
     """
-    waiting, nbytes, newest = [place.resolve() for place in roots_of(path)], 0, 0.0
-    left_out = {other.resolve() for other in others}
-    while waiting:
-        found = waiting.pop()
-        if found in left_out:
+    pending, nbytes, newest = [root.resolve() for root in roots_of(path)], 0, 0.0
+    skipped = {other.resolve() for other in others}
+    while pending:
+        entry = pending.pop()
+        if entry in skipped:
             continue
-        with translate_os_errors(found):
-            state = found.lstat()
-            if stat.S_ISDIR(state.st_mode):
-                waiting.extend(children(found))
-            elif stat.S_ISREG(state.st_mode):
-                nbytes += state.st_size
-                newest = max(newest, 0.0 if found.name == MANIFEST else state.st_mtime)
+        with translate_os_errors(entry):
+            status = entry.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                pending.extend(children(entry))
+            elif stat.S_ISREG(status.st_mode):
+                nbytes += status.st_size
+                newest = max(newest, 0.0 if entry.name == MANIFEST else status.st_mtime)
     return nbytes, newest or path.stat().st_mtime
 
 
-def say_tracked(trackers: Sequence[Tracker], listed: Sequence[Listed]) -> str | None:
-    """Return what the trackers mean, and whether that is complete."""
-    return "; ".join(say(tracker, listed) for tracker in trackers) or None
+def describe_trackers(trackers: Sequence[Tracker], listed: Sequence[Listed]) -> str | None:
+    """Return which checkpoints the latest-checkpoint files name, and whether they are complete, as text."""
+    return "; ".join(describe_tracker(tracker, listed) for tracker in trackers) or None
 
 
-def say(tracker: Tracker, listed: Sequence[Listed]) -> str:
-    """Return what one tracker means."""
-    meant = [one for one in listed if tracker.name in one.named_by]
-    if not meant:
+def describe_tracker(tracker: Tracker, listed: Sequence[Listed]) -> str:
+    named = [checkpoint for checkpoint in listed if tracker.name in checkpoint.named_by]
+    if not named:
         return f"`{tracker.name}` says {tracker.target}, which does not exist"
-    fault = "" if all(one.is_complete for one in meant) else ", which is not complete"
-    return f"`{tracker.name}` says {meant[0].path.name}{fault}"
+    fault = "" if all(checkpoint.is_complete for checkpoint in named) else ", which is not complete"
+    return f"`{tracker.name}` says {named[0].path.name}{fault}"

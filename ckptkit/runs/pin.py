@@ -1,4 +1,4 @@
-"""Pin checkpoints, so that nothing deletes or demotes them whatever the rules say, and unpin them."""
+"""Pin checkpoints, so that no retention rule deletes or demotes them, and unpin them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ckptkit.trainers import step_of
 
 
 def pin(*checkpoints: Source) -> list[Path]:
-    """Pin checkpoints, so that neither `prune` nor a training deletes them; return the pinned ones.
+    """Pin checkpoints, so that `prune` and trainings do not delete them. Returns the paths of the checkpoints.
 
-    Of a run, pins the latest. A run is local or on S3; of a checkpoint on several disks, pins the first directory.
-    Raises `NotACheckpoint` if one is not a complete checkpoint, `Corrupt` if `verify --fast` finds a problem in one,
-    such as a missing shard, both with nothing pinned; `Occupied` while another process is deleting checkpoints of the
-    run.
+    For a run, pins its latest checkpoint. Runs are local or on S3. For a checkpoint on several disks, pins the first
+    directory. Raises `NotACheckpoint` if a checkpoint is not complete, and `Corrupt` if `verify --fast` finds a problem
+    such as a missing shard; nothing is pinned then. Raises `Occupied` while another process is deleting checkpoints of
+    the run.
     """
     chosen = list(dict.fromkeys(choose(run_of(checkpoint)) for checkpoint in checkpoints))
     for path in chosen:
@@ -28,9 +28,9 @@ def pin(*checkpoints: Source) -> list[Path]:
 
 
 def unpin(*checkpoints: Source) -> list[Path]:
-    """Remove the pins of checkpoints, which need not exist any more; return the ones that were pinned.
+    """Remove the pins of checkpoints, which need not exist any more. Returns the checkpoints that were pinned.
 
-    Raises `NotACheckpoint`, with nothing changed, if one is neither pinned nor a complete checkpoint.
+    Raises `NotACheckpoint`, and changes nothing, if a path is neither pinned nor a complete checkpoint.
     """
     chosen = list(dict.fromkeys(run_of(checkpoint).resolve() for checkpoint in checkpoints))
     for path in chosen:
@@ -45,18 +45,19 @@ def unpin(*checkpoints: Source) -> list[Path]:
 
 
 def choose(path: Path) -> Path:
-    """Return the checkpoint that a user means, where it really lies.
+    """Return the resolved path of a checkpoint, or of the latest checkpoint of a run.
 
-    Raises `NotACheckpoint` if it is not complete, `Corrupt` if files of it are missing or too short.
+    Raises `NotACheckpoint` if it is not complete, `Corrupt` if files are missing or too short, and `Usage` for a
+    component of a checkpoint.
     """
     keeper_of(path).refresh()
     if not path.exists():
         raise absent(path)
     checkpoint = Checkpoint.open(path)
-    found = checkpoint.path.resolve()
-    if step_of(found) is None and step_of(found.parent) is not None:
-        raise Usage("this is a part of a checkpoint", path=path, hint=f"pin the whole checkpoint: {found.parent}")
-    require_complete(found)
-    for place in checkpoint.places:
-        require_sound(verify_part(place, fast=True), f"pin another checkpoint, or run `ckptkit verify {found}`")
-    return found
+    resolved = checkpoint.path.resolve()
+    if step_of(resolved) is None and step_of(resolved.parent) is not None:
+        raise Usage("this is a part of a checkpoint", path=path, hint=f"pin the whole checkpoint: {resolved.parent}")
+    require_complete(resolved)
+    for directory in checkpoint.places:
+        require_sound(verify_part(directory, fast=True), f"pin another checkpoint, or run `ckptkit verify {resolved}`")
+    return resolved

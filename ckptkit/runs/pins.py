@@ -1,7 +1,7 @@
-"""Pins: marks on checkpoints that are never deleted.
+"""Pins: files that protect checkpoints from deletion.
 
-A pin is an empty file `.pins/NAME` in the run, for the checkpoint called NAME. Pins move with the run, but a copy of a
-checkpoint elsewhere has none. Setting a pin rewrites no file.
+A pin is an empty file `.pins/NAME` in the run, for the checkpoint NAME. Pins move with the run, but a copy of a
+checkpoint elsewhere is not pinned. Setting a pin rewrites no file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def pinned_in(root: Path) -> frozenset[str]:
 
 
 def is_pinned(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is pinned in the run that it lies in."""
+    """Return True if a checkpoint is pinned in its run."""
     return checkpoint.name in pinned_in(checkpoint.parent)
 
 
 def set_pin(checkpoint: Path) -> None:
-    """Pin a checkpoint, durably. Nothing changes if it is."""
+    """Pin a checkpoint and flush the pin to the disk. Does nothing if it is pinned."""
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
         if folder.is_symlink():
@@ -41,7 +41,7 @@ def set_pin(checkpoint: Path) -> None:
 
 
 def clear_pin(checkpoint: Path) -> None:
-    """Unpin a checkpoint, which may be gone. Nothing changes if it is not pinned."""
+    """Unpin a checkpoint, which may be deleted already. Does nothing if it is not pinned."""
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
         if folder.is_dir():

@@ -1,6 +1,6 @@
 """Delete the checkpoints of a run that no rule keeps, or demote them to their weights.
 
-A checkpoint that is not whole is left alone, and does not count as one of those that are kept.
+An incomplete or damaged checkpoint is neither deleted nor counted by the rules.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ckptkit.words import count, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class PruneEntry:
-    """A directory of a run: its step, if its name says one; its bytes; why it stays or goes; and the bytes it frees.
+    """A directory of a run: its step if its name has one, its bytes, the reason of the decision, and the freed bytes.
 
-    What demoting will free is known to the byte before it is done, and what it `deletes`: entries and files.
+    For a demotion, `freed_bytes` is exact also in the plan, and `deletes` are the entries and files that it deletes.
     """
 
     path: Path
@@ -55,9 +55,9 @@ class PruneEntry:
 
 @dataclass(frozen=True, slots=True)
 class Pruned(Summarized):
-    """The checkpoints to keep, to delete and to demote, newest first, and `other` directories, which are left alone.
+    """The checkpoints to keep, to delete and to demote, newest first, and `other` directories, which prune ignores.
 
-    `deleted` says whether prune has deleted and demoted them, or only planned to.
+    `deleted` is True if prune has deleted or demoted them, False for a plan.
     """
 
     keep: tuple[PruneEntry, ...]
@@ -68,7 +68,7 @@ class Pruned(Summarized):
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that are no longer in use."""
+        """Return the bytes that prune has freed; 0 for a plan."""
         return sum(entry.freed_bytes for entry in (*self.delete, *self.demote)) if self.deleted else 0
 
     def summary(self) -> Iterator[str]:
@@ -94,14 +94,16 @@ def prune(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Pruned:
-    """Choose which checkpoints of the run at `run` to keep, and with `yes` delete the others, the oldest first.
+    """Choose which checkpoints of a run to keep, and with `yes` delete the others, the oldest first.
 
-    Keeps the newest checkpoint, the `keep_last` newest, those whose step is a multiple of `keep_every`, the best by
-    `keep_best` (METRIC[:min|max][:N]), pinned ones, and those that another trainer's tracker file names. With `demote`,
-    the others become Hugging Face models in bfloat16, and only the rest of their contents is deleted. If a run is on
-    several disks, a checkpoint is deleted from all of them or from none, and `demote` is not possible; on S3 it is not
-    possible either. Raises `Usage` if no rule says what to keep, `NotACheckpoint` if `run` is not a run, `Occupied` if
-    another process is deleting, and `IOFailure` if something cannot be removed.
+    Keeps the newest checkpoint, the `keep_last` newest, checkpoints whose step is a multiple of `keep_every`, the best
+    by `keep_best` (METRIC[:min|max][:N]), pinned checkpoints, and checkpoints that a latest-checkpoint file names.
+
+    With `demote`, the other checkpoints become Hugging Face models in bfloat16 instead. `demote` works neither on
+    several disks nor on S3. If a run is on several disks, a checkpoint is deleted from all of them or from none.
+
+    Raises `Usage` without a rule, `NotACheckpoint` if `run` is not a run, `Occupied` if another process is deleting,
+    and `IOFailure` if a file cannot be removed.
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:
@@ -127,16 +129,16 @@ def prune(
 
 
 def make_plan(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
-    """Return what becomes of every directory in a run. A checkpoint that is being replaced just now stays."""
+    """Return the decision on every directory of a run. Keeps a checkpoint that another process is replacing."""
     root, unfinished = keeper.root, keeper.unfinished()
     paths = [path for path in folders(root) if not path.name.startswith(".") and path not in unfinished]
-    found = {path: examine(path) for path in paths}
+    examined = {path: examine(path) for path in paths}
     other = [
         PruneEntry(path, Checkpoint.at(path).own_step, measure(path)[0], keeper.work_on(path) or fault)
-        for path, fault in found.items()
+        for path, fault in examined.items()
         if isinstance(fault, str)
     ]
-    complete = [saved for saved in found.values() if isinstance(saved, SavedCheckpoint)]
+    complete = [saved for saved in examined.values() if isinstance(saved, SavedCheckpoint)]
     check_metric(root, complete, policy)
     keep: list[PruneEntry] = []
     go: list[PruneEntry] = []
@@ -151,13 +153,13 @@ def make_plan(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
 
 
 def clear_entry(path: Path, reason: str) -> PruneEntry:
-    """Return the entry of a directory that an interrupted deletion left."""
+    """Return the entry for the rest of an interrupted deletion."""
     nbytes = measure(path)[0]
     return PruneEntry(path, Checkpoint.at(path).own_step, nbytes, reason, nbytes)
 
 
 def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
-    """Return what becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, and says why."""
+    """Return the entry of a checkpoint that no rule keeps. It stays, with `freed_bytes` 0, if it cannot free bytes."""
     if work := keeper.work_on(saved.path):
         return replace(entry, reason=work)
     if not demote:
@@ -176,35 +178,36 @@ def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, 
 
 
 def apply_plan(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: Progress | None) -> Pruned:
-    """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
+    """Execute a plan, the oldest checkpoint first. Keeps a checkpoint that was pinned or protected meanwhile."""
     kept: list[PruneEntry] = []
     deleted: list[PruneEntry] = []
     demoted: list[PruneEntry] = []
-    tell = report_progress(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
+    # twice the remaining bytes, because demote writes and verifies them
+    advance = report_progress(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
     for entry in reversed((*plan.delete, *plan.demote)):
         is_deleted = entry in plan.delete
-        if held := keeper.delete(entry.path) if is_deleted else find_holds(entry.path):
-            kept.append(replace(entry, reason=", ".join(held), freed_bytes=0))
+        if reasons := keeper.delete(entry.path) if is_deleted else find_holds(entry.path):
+            kept.append(replace(entry, reason=", ".join(reasons), freed_bytes=0))
         elif is_deleted:
             deleted.append(entry)
         else:
-            demoted.append(make_smaller(entry, jobs, tell))
+            demoted.append(demote_entry(entry, jobs, advance))
     newest_first = (*plan.keep, *reversed(kept))
     return replace(
         plan, keep=newest_first, delete=tuple(reversed(deleted)), demote=tuple(reversed(demoted)), deleted=True
     )
 
 
-def make_smaller(entry: PruneEntry, jobs: int | None, tell: Told | None) -> PruneEntry:
-    """Demote a checkpoint, and say what that freed."""
+def demote_entry(entry: PruneEntry, jobs: int | None, progress: Told | None) -> PruneEntry:
+    """Demote a checkpoint, and return its entry with the bytes that this freed."""
     nbytes, saved_at = measure(entry.path)
-    wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=tell)
+    wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=progress)
     reason = f"{entry.reason}; tensors kept in fp32: {wide}" if wide else entry.reason
     return replace(entry, reason=reason, freed_bytes=nbytes - measure(entry.path)[0])
 
 
 def examine(path: Path) -> SavedCheckpoint | str:
-    """Return the checkpoint in a directory, or why it does not count. Reads no tensor."""
+    """Return the checkpoint in a directory, or the reason why prune ignores it. Reads no tensors."""
     checkpoint = Checkpoint.at(path)
     step = checkpoint.own_step
     if any(place.is_symlink() for place in roots_of(path)):
@@ -215,8 +218,8 @@ def examine(path: Path) -> SavedCheckpoint | str:
         return (checkpoint.unreadable or of_no_format(path)).message
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
     if not problems:
-        odd = (one for one in examine_checkpoint(checkpoint) if one.certainty is Certainty.CERTAIN)
-        problems = [one.to_error(path) for one in odd]
+        findings = (finding for finding in examine_checkpoint(checkpoint) if finding.certainty is Certainty.CERTAIN)
+        problems = [finding.to_error(path) for finding in findings]
     if problems:
         return f"incomplete or damaged: {describe(problems[0], path)}"
     try:

@@ -1,4 +1,4 @@
-"""Decide which checkpoints of a run are kept, each for a reason, by their steps and metrics."""
+"""Decide by steps and metrics which checkpoints of a run to keep, with the reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.trainers import metrics_files
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The rule that keeps the `count` checkpoints with the lowest `metric`, or with the highest."""
+    """The rule that keeps the `count` checkpoints with the lowest (or `highest`) value of `metric`."""
 
     metric: str
     highest: bool = False
@@ -29,7 +29,7 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read METRIC[:min|max][:N]. Raises `Usage` if `text` is not that."""
+        """Parse METRIC[:min|max][:N]. Raises `Usage` for another syntax."""
         metric, *rest = text.split(":")
         highest = rest[:1] == ["max"]
         if rest[:1] in (["min"], ["max"]):
@@ -43,7 +43,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules that keep checkpoints beside the newest: the `last` steps, multiples of `every`, and the `best`.
+    """The retention rules: keep the `last` steps, multiples of `every`, and the `best`, always including the newest.
 
     A policy without any rule keeps all checkpoints.
     """
@@ -59,15 +59,15 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Return whether nothing is ever deleted."""
+        """Return True if the policy has no rule, so that nothing is deleted."""
         return self == Policy()
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run: its directory, its step, and the metrics that were saved with it.
+    """A complete checkpoint of a run: its directory, its step, and its metrics.
 
-    `holds` are reasons to keep it that no rule overrides. A training cannot resume from one that `is_weights_only`.
+    `holds` are reasons to keep it whatever the rules say. `is_weights_only` means that no training can resume from it.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision on a checkpoint: it is deleted unless there are `reasons` to keep it."""
+    """The decision on a checkpoint: it is kept if there are `reasons`, else deleted."""
 
     saved: SavedCheckpoint
     reasons: tuple[str, ...]
@@ -90,7 +90,7 @@ class Verdict:
 
 
 def decide(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdict]:
-    """Return the decision on each checkpoint, newest first. The newest that can be resumed from is always kept."""
+    """Return the decision on each checkpoint, newest first. Always keeps the newest that a training can resume from."""
     newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
     best = best_of(newest_first, policy.best) if policy.best else []
     return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
@@ -99,15 +99,15 @@ def decide(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdi
 def reasons_for(
     saved: SavedCheckpoint, newest_first: Sequence[SavedCheckpoint], best: Sequence[SavedCheckpoint], policy: Policy
 ) -> Iterator[str]:
-    """Yield why a checkpoint is kept, given all checkpoints and the best."""
+    """Yield the reasons to keep a checkpoint, given all checkpoints and the best."""
     yield from saved.holds
-    steps = list(dict.fromkeys(one.step for one in newest_first))
-    whole = [one.step for one in newest_first if not one.is_weights_only]
+    steps = list(dict.fromkeys(checkpoint.step for checkpoint in newest_first))
+    resumable = [checkpoint.step for checkpoint in newest_first if not checkpoint.is_weights_only]
     if policy.keeps_all:
         yield "all are kept"
     elif policy.last and saved.step in steps[: policy.last]:
         yield f"one of the last {policy.last}"
-    elif saved.step in (steps[0], *whole[:1]):
+    elif saved.step in (steps[0], *resumable[:1]):
         yield "the newest" if saved.step == steps[0] else "the newest to go on from"
     if policy.every and saved.step % policy.every == 0:
         yield f"a multiple of {policy.every}"
@@ -116,16 +116,16 @@ def reasons_for(
 
 
 def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
-    """Return the best checkpoints by a metric; of equal ones the newer.
+    """Return the best checkpoints by a metric; between equal values, prefers the newer checkpoint.
 
-    A checkpoint whose metric is missing, NaN or infinite is never among them.
+    Ignores checkpoints whose metric is missing, NaN or infinite.
     """
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
 
 
 def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
-    """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
+    """Raise `Usage` if no checkpoint has the metric of `best`, because a typo would delete all but the newest."""
     if policy.best and complete and not best_of(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
         hint = f"use one of {', '.join(known)}" if known else "none of them has any"
@@ -133,17 +133,17 @@ def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy
 
 
 def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
-    """Return the complete checkpoints that the run saved itself: no links, no other names, not only weights."""
+    """Return the complete checkpoints that `Run.save` wrote: without links, other names, and weights-only ones."""
     return [
-        SavedCheckpoint(found.path, step, read_metrics(found.path), find_holds(found.path))
-        for found in run.checkpoints()
-        if (step := found.own_step) is not None and found.path == run.checkpoint(step)
-        if not found.path.is_symlink() and not found.is_weights_only
+        SavedCheckpoint(checkpoint.path, step, read_metrics(checkpoint.path), find_holds(checkpoint.path))
+        for checkpoint in run.checkpoints()
+        if (step := checkpoint.own_step) is not None and checkpoint.path == run.checkpoint(step)
+        if not checkpoint.path.is_symlink() and not checkpoint.is_weights_only
     ]
 
 
 def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Return the content of the file that keeps the metrics of a step beside the checkpoint."""
+    """Return the content of a checkpoint's metrics file. Raises `Usage` for values that are not numbers."""
     try:
         numbers = {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError) as error:
@@ -152,7 +152,7 @@ def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
-    """Return the metrics that a trainer saved with a checkpoint, {} if there are none. Raises `Corrupt`."""
+    """Return the metrics that a trainer saved with a checkpoint, {} without metrics. Raises `Corrupt`."""
     for name, file in metrics_files().items():
         path = checkpoint / name
         if not path.exists():

@@ -23,10 +23,11 @@ WEEK = 7 * 86400.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class OpenUpload:
-    """An unfinished upload to `path`: one that has a claim, or one of a single object without a claim of ours.
+    """An unfinished upload to `path`: an upload of ckptkit with a claim, or another tool's upload of one object.
 
-    It `started` at a time, from `host` if a claim says that. Nothing was sent for `idle_seconds`. Of its `files`, each
-    a multipart upload, the store has `sent_bytes` in parts. `whole_bytes` are of objects at the path that are whole.
+    `started` is its start time; `host` is known only from a claim. It has sent nothing for `idle_seconds`. `files` are
+    its multipart uploads, whose parts in the store have `sent_bytes`. `whole_bytes` is the size of the complete objects
+    at the path.
     """
 
     path: RemotePath
@@ -41,9 +42,9 @@ class OpenUpload:
 
 @dataclass(frozen=True, slots=True)
 class PrunedUploads(Summarized):
-    """The unfinished uploads to `root`: those `stale`, and those to `keep`, which wrote not long ago.
+    """The unfinished uploads to `root`: `stale` ones, and recently active ones to `keep`.
 
-    `aborted` says whether the stale ones were aborted, or only found.
+    `aborted` is True if the stale uploads were aborted, False if they are only listed.
     """
 
     root: RemotePath
@@ -53,11 +54,11 @@ class PrunedUploads(Summarized):
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of parts that the store no longer has."""
-        return sum(one.sent_bytes for one in self.stale) if self.aborted else 0
+        """Return the bytes of the aborted parts; 0 if nothing was aborted."""
+        return sum(upload.sent_bytes for upload in self.stale) if self.aborted else 0
 
     def summary(self) -> Iterator[str]:
-        what, nbytes = count(len(self.stale), "upload"), format_bytes(sum(one.sent_bytes for one in self.stale))
+        what, nbytes = count(len(self.stale), "upload"), format_bytes(sum(upload.sent_bytes for upload in self.stale))
         if not self.stale:
             yield f"no stale upload; {count(len(self.keep), 'upload')} under way" if self.keep else "no upload"
         elif self.aborted:
@@ -69,8 +70,8 @@ class PrunedUploads(Summarized):
 def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:
     """Find the unfinished uploads at or below a prefix on S3, and with `yes` abort the stale ones.
 
-    An upload is stale if it sent nothing for `older` seconds: uploads of ckptkit with their claims and notes, and
-    multipart uploads of other tools. Complete objects are never deleted. Raises `Usage` for a local path and for other
+    An upload is stale if it sent nothing for `older` seconds. Includes uploads of ckptkit, with their claims and notes,
+    and multipart uploads of other tools. Never deletes complete objects. Raises `Usage` for a local path and for other
     stores.
     """
     root = run_of(run)
@@ -83,7 +84,8 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
         hint = "abort uploads there with the tools of the store"
         raise Usage("ckptkit lists and aborts uploads on s3:// only", path=root, hint=hint)
     module = import_module(known_store(root).uploads)
-    found: list[OpenUpload] = module.find_uploads(root)
-    stale = [one for one in found if one.idle_seconds >= older]
-    gone = [one for one in stale if module.abort(one)] if yes else stale
-    return PrunedUploads(root, tuple(gone), tuple(one for one in found if one not in gone), aborted=yes)
+    uploads: list[OpenUpload] = module.find_uploads(root)
+    stale = [upload for upload in uploads if upload.idle_seconds >= older]
+    # `abort` returns False if another upload has taken the place of this one
+    aborted = [upload for upload in stale if module.abort(upload)] if yes else stale
+    return PrunedUploads(root, tuple(aborted), tuple(u for u in uploads if u not in aborted), aborted=yes)

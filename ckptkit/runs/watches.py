@@ -1,8 +1,8 @@
 """Protect the checkpoint that a watch is handling from deletion.
 
-A watch has one file in the run, `.ckptkit-watch/KEY.lock`. It is locked as long as the watch lives, or a command that
-the watch started and that outlived it. The file holds the name of the checkpoint that is being handled; without the
-lock, the name means nothing.
+A watch has one file in the run, `.ckptkit-watch/KEY.lock`. It stays locked while the watch runs, and while a command
+runs that the watch started. The file contains the name of the checkpoint that the watch is handling. The name is valid
+only while the file is locked.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ckptkit.runs.deletion import deleting
 
 FOLDER = ".ckptkit-watch"
 _LOCK = ".lock"
-_LIMIT = 1 << 12  # bytes of a name
-_PATIENCE = 2.0  # seconds: whoever prunes looks at a lock for a moment by taking it, or sets a pin
+_LIMIT = 1 << 12  # bytes of a checkpoint's name
+_PATIENCE = 2.0  # seconds to wait for a lock; prune takes it for a moment to test it, and pin to set a pin
 
 
 @contextmanager
 def claiming(root: Path, key: str) -> Iterator[int]:
-    """Be the only watch with this key in the run at `root`. Gives the descriptor of the lock; a child may inherit it.
+    """Lock the watch `key` in the run at `root` inside the block. Yields a file descriptor that children may inherit.
 
-    Raises `Occupied` if another watch has the key.
+    Raises `Occupied` if another watch has the key, and `Unsafe` for a symbolic link.
     """
     folder = root / FOLDER
     path = lock_of(root, key)
@@ -51,27 +51,28 @@ def claiming(root: Path, key: str) -> Iterator[int]:
 
 
 def protect(lock: int, checkpoint: Path) -> None:
-    """Protect a checkpoint from now on, by the lock of a watch. It may be gone already.
+    """Protect a checkpoint with the lock of a watch. The checkpoint may already be deleted.
 
     Raises `Occupied` while another process is deleting checkpoints of the run.
     """
-    with deleting(checkpoint.parent, patience=_PATIENCE):  # else it could go between a look at its holds and this
+    # with the lock for deleting: prune must not delete it after it has looked for protections
+    with deleting(checkpoint.parent, patience=_PATIENCE):
         write_name(lock, checkpoint.name)
 
 
 def unprotect(lock: int) -> None:
-    """Protect no checkpoint any more by the lock of a watch."""
+    """End the protection by the lock of a watch."""
     write_name(lock, "")
 
 
 def clock_of(lock: int) -> int:
-    """Return the time in nanoseconds by the clock of the file system that the run lies on."""
+    """Return the current time of the run's file system in nanoseconds, which may differ from the local clock."""
     os.utime(lock)
     return os.fstat(lock).st_mtime_ns
 
 
 def require_place(lock: int, root: Path, key: str) -> None:
-    """Raise `NotACheckpoint` if the run is no longer where the watch with this key found it."""
+    """Raise `NotACheckpoint` if the run of the watch `key` was moved or deleted."""
     with translate_os_errors(root):
         is_there = is_same_file(lock, lock_of(root, key))
     if not is_there:
@@ -84,7 +85,7 @@ def lock_of(root: Path, key: str) -> Path:
 
 
 def is_held(checkpoint: Path) -> bool:
-    """Return whether a watch is handling a checkpoint just now."""
+    """Return True if a watch is handling the checkpoint."""
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
         locks = [path for path in children(folder) if path.suffix == _LOCK] if folder.is_dir() else []
@@ -92,17 +93,17 @@ def is_held(checkpoint: Path) -> bool:
 
 
 def name_in(path: Path) -> bytes | None:
-    """Return the name in the file of a lock, None if no process holds the lock."""
+    """Return the checkpoint's name in a lock file, None if no process has locked it."""
     with translate_os_errors(path):
         if not is_locked(path):
             return None
     try:
         return read_small(path, _LIMIT)
-    except Corrupt:  # its owner let go of it just now
+    except Corrupt:  # the owner removed it after the check above
         return None
 
 
 def write_name(lock: int, name: str) -> None:
-    """Write the name of the checkpoint that is being handled into the file of a lock, "" for none."""
+    """Write the name of the protected checkpoint into a lock file, "" for none."""
     os.ftruncate(lock, 0)
     os.pwrite(lock, os.fsencode(name), 0)

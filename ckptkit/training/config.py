@@ -1,6 +1,6 @@
-"""Configure a run: its settings, validated once, written as TOML and read back.
+"""Settings of a training run: validated once, written as TOML and read back.
 
-Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`; nothing else needs to know it.
+Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ckptkit.settings import Help, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
 from ckptkit.training.places import require_storable
 
-SETTINGS = "train.toml"  # in a run, what it was started with
-_LIMIT = 1 << 20  # bytes of it
+SETTINGS = "train.toml"  # in the run's directory: the settings that it was started with
+_LIMIT = 1 << 20  # bytes of a settings file; a larger file is not a settings file
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 StateDict = Literal["sharded", "full", "hf", "adapter"]
 SAVED_METRICS = ("loss",)  # fields of `StepMetrics` that each checkpoint contains
-AUTO = "auto"  # as `resume`: from the latest checkpoint, if there is one
-LORA_ALPHA = 8  # that of LoraConfig
+AUTO = "auto"  # value of `resume`: continue from the latest checkpoint, if there is one
+LORA_ALPHA = 8  # default of PEFT's LoraConfig
 _IN_TOML = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One training run. Sizes are global: they mean the same on any number of ranks."""
+    """Settings of one training run. Sizes are global: they do not depend on the world size."""
 
     run: Path
     # the model
@@ -133,7 +133,7 @@ LEAST = {
 
 
 def require_places(config: TrainConfig) -> None:
-    """Raise `Usage` for what cannot lie where it is to."""
+    """Raise `Usage` for a run or data path that is in a store although it must be local."""
     require_storable(config.run, config.state_dict)
     if config.tensorboard and is_remote(config.run):
         hint = "drop `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
@@ -143,7 +143,7 @@ def require_places(config: TrainConfig) -> None:
 
 
 def require_metric(keep_best: str | None) -> None:
-    """Raise `Usage` for a rule that keeps the best checkpoints by a metric that they will not contain."""
+    """Raise `Usage` if `keep_best` names a metric that checkpoints do not contain."""
     metric = None if keep_best is None else Best.parse(keep_best).metric
     if metric is not None and metric not in SAVED_METRICS:
         names = ", ".join(SAVED_METRICS)
@@ -152,7 +152,7 @@ def require_metric(keep_best: str | None) -> None:
 
 
 def require_whole(config: TrainConfig) -> None:
-    """Raise `Usage` for what does not go with the training of a whole model."""
+    """Raise `Usage` for settings that contradict the training of a full model (without LoRA)."""
     if config.state_dict == "adapter":
         raise Usage("expected adapters to save, found none", hint="train some with `--lora-rank`")
     if config.lora_targets or config.lora_alpha != LORA_ALPHA:
@@ -165,7 +165,7 @@ def require_whole(config: TrainConfig) -> None:
 
 
 def require_adaptable(config: TrainConfig) -> None:
-    """Raise `Usage` for what does not go with adapters."""
+    """Raise `Usage` for settings that contradict the training of LoRA adapters."""
     if config.state_dict == "hf":
         hint = "save `--state-dict adapter`, and make it a model with `ckptkit consolidate --merge`"
         raise Usage("a Hugging Face model cannot store adapters", hint=hint)
@@ -176,28 +176,31 @@ def require_adaptable(config: TrainConfig) -> None:
 
 
 def settings() -> dict[str, Setting]:
-    """Return every setting by name, but not what is one run's alone: where it lies, and what it goes on from."""
+    """Return the settings by name, without `run` and `resume`, which are different in every run."""
     return {name: setting for name, setting in settings_of(TrainConfig).items() if name != "resume"}
 
 
 def require_choice(name: str, value: object) -> None:
-    """Raise `Usage` if the setting is one of a few words, and `value` is none of them."""
+    """Raise `Usage` if the setting has fixed choices and `value` is not one of them."""
     kind = settings()[name].kind
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise Usage(f"unknown {name} `{value}`", hint=f"use one of {', '.join(get_args(kind))}")
 
 
 def to_toml(value: object) -> str:
-    """Return a value as TOML writes it: like JSON, but for DEL."""
+    """Return a value in TOML syntax, which for these types is JSON with DEL (0x7f) escaped."""
     plain = str(value) if isinstance(value, Path) else value
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings of a TOML file, to make a `TrainConfig` of. Raises `Usage` for an unknown or ill-typed one."""
+    """Return keyword arguments of `TrainConfig` from a TOML file.
+
+    Raises `Usage` for an unknown setting or a value of the wrong type.
+    """
     try:
         with translate_os_errors(path):
-            path.stat()  # a missing file is said to be missing
+            path.stat()  # reports a missing file as missing
         values = tomllib.loads(read_small(path, _LIMIT).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Usage(f"not a TOML file: {error}", path=path) from error
@@ -205,9 +208,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def check_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[str, Any]:
-    """Return settings, of a TOML file or of a call in Python, to make a `TrainConfig` of.
+    """Return keyword arguments of `TrainConfig` from settings of a TOML file or a Python call.
 
-    Raises `Usage` for an unknown or ill-typed one.
+    Raises `Usage` for an unknown setting or a value of the wrong type.
     """
     for name in values.keys() - settings().keys():
         near = get_close_matches(name, settings())
@@ -216,7 +219,7 @@ def check_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[
 
 
 def to_setting(name: str, value: object, path: Path | None) -> object:
-    """Return a value in the type of its setting."""
+    """Return `value` converted to the type of its setting. Raises `Usage` for another type."""
     kind = settings()[name].kind
     if value is None and settings()[name].default is None:
         return None
@@ -224,7 +227,7 @@ def to_setting(name: str, value: object, path: Path | None) -> object:
         return float(value)
     if kind is Path and isinstance(value, str | os.PathLike):
         return to_path(value)
-    if kind is str and isinstance(value, os.PathLike):  # of a model or a tokenizer
+    if kind is str and isinstance(value, os.PathLike):  # a path of a model or tokenizer
         return os.fspath(value)
     if isinstance(value, list | tuple) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
         return tuple(value)
@@ -236,20 +239,21 @@ def to_setting(name: str, value: object, path: Path | None) -> object:
 
 
 def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
-    """Return the settings that a run was started with, where it is to go on; {} otherwise."""
+    """Return the settings that a resumed run was started with; {} for a new run."""
     path = refresh(run) / SETTINGS
     return settings_in(path, resume) if resume is not None and path.is_file() else {}
 
 
 def settings_in(config: Path, resume: str | None) -> dict[str, Any]:
-    """Return the settings in a file for a new run, or for one that goes on from the checkpoint `resume`.
+    """Return the settings in the file `config` for a new run, or for a run that resumes from `resume`.
 
-    A run that resumes from its newest checkpoint starts from its `weights` as long as it has none.
+    `weights` is dropped if `resume` is a checkpoint. With `resume="auto"` it stays, because a run without checkpoints
+    starts from these weights.
     """
-    found = read_settings(config)
-    return found if resume in (None, AUTO) else without_weights(found)
+    values = read_settings(config)
+    return values if resume in (None, AUTO) else without_weights(values)
 
 
-def without_weights(found: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without the starting weights: a resumed checkpoint contains the weights, if not only adapters."""
-    return {name: value for name, value in found.items() if name != "weights" or "lora_rank" in found}
+def without_weights(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without `weights`, except for LoRA: an adapter checkpoint does not contain the base weights."""
+    return {name: value for name, value in values.items() if name != "weights" or "lora_rank" in values}

@@ -1,4 +1,4 @@
-"""Launch as many ranks as asked, or be the rank that torchrun made of this process."""
+"""Launch the ranks of a training as processes, or run as one rank under torchrun."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ import torch
 from ckptkit.errors import CkptError, Usage
 from ckptkit.training.parallel.ranks import RankPlace
 
-# What every rank imports and forking shares: FSDP wraps modules with the last one.
+# Modules that the fork server imports once for all ranks. FSDP imports torch._dynamo when it wraps modules.
 PRELOADED = ["ckptkit.training.loop", "torch._dynamo"]
 
-_UNGUARDED = os.EX_USAGE  # the exit code of a rank whose script called us again when the rank imported it
+_UNGUARDED = os.EX_USAGE  # exit code of a rank whose script launches again on import: no `if __name__ == "__main__"`
 
 Report = Callable[[Any], None]
 Work = Callable[[RankPlace, Report], None]
-Ranks = dict[Connection, BaseProcess]  # processes of ours, by the pipes over which they report
+Ranks = dict[Connection, BaseProcess]  # processes of the ranks, by the pipe on which each reports
 
 
 def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable[[], bool] = lambda: False) -> None:
-    """Do `work` on `nproc` new processes, or as the rank that torchrun started; `report` hears what a rank reports.
+    """Run `work` on `nproc` new processes, or in this process under torchrun. `report` gets the messages of the ranks.
 
-    `nproc` None is one process per GPU, or one. `work` is pickled: a function of a module, or a partial of one.
-    A CkptError raised on a rank is raised here; when a rank dies, the others are ended and a CkptError says so.
-    The new processes get a SIGTERM that this one gets. The first Ctrl-C calls `on_interrupt`: if that returns True,
-    they get a SIGTERM too, else they end at once, as they do at the second one.
+    `nproc` None means one process per GPU, or one without GPUs. `work` is pickled: pass a module-level function, or a
+    `partial` of one. A CkptError of a rank is raised here. If a rank dies, the other ranks are stopped and a CkptError
+    is raised.
+
+    A SIGTERM to this process is forwarded to the ranks. The first Ctrl-C calls `on_interrupt`: if it returns True, the
+    ranks get SIGTERM, else they are stopped at once. A second Ctrl-C stops them at once.
     """
     place = torchrun_place()
     if place is None:
@@ -49,7 +51,7 @@ def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable
 
 
 def torchrun_place() -> RankPlace | None:
-    """Return the place that torchrun gave this process in its environment, None without torchrun."""
+    """Return the rank that torchrun set in the environment of this process, None without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not all(name in os.environ for name in names):
         return None
@@ -58,18 +60,18 @@ def torchrun_place() -> RankPlace | None:
 
 
 def launch_here(work: Work, nproc: int, report: Report, on_interrupt: Callable[[], bool]) -> None:
-    """Start `nproc` processes that meet in a file of a new temporary directory, and wait until all are done."""
-    with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
-        rendezvous = (Path(room) / "rendezvous").as_uri()
+    """Start `nproc` processes with a file as their rendezvous, and wait until all have exited."""
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as directory:
+        rendezvous = (Path(directory) / "rendezvous").as_uri()
         context = start_server()
         ranks: Ranks = {}
         try:
-            with holding_interrupts():  # one in the middle of a start would leave a rank that nobody ends
+            with blocked_interrupts():  # a Ctrl-C between start and `update` would leave a rank running
                 for number in range(nproc):
                     place = RankPlace(number, nproc, number, nproc, rendezvous)
                     ranks.update([start(context, work, place)])
             with forwarding(ranks, on_interrupt):
-                follow(ranks, report)
+                relay_reports(ranks, report)
         finally:
             for process in ranks.values():
                 process.kill()
@@ -79,7 +81,7 @@ def launch_here(work: Work, nproc: int, report: Report, on_interrupt: Callable[[
 
 @contextmanager
 def forwarding(ranks: Ranks, on_interrupt: Callable[[], bool]) -> Iterator[None]:
-    """Pass SIGTERM on to the ranks, inside the block, and as that the first Ctrl-C: each ends as it sees fit."""
+    """Forward SIGTERM to the ranks inside the block, and handle Ctrl-C as `launch` documents."""
 
     def forward(*_: object) -> None:
         for process in ranks.values():
@@ -105,8 +107,8 @@ def forwarding(ranks: Ranks, on_interrupt: Callable[[], bool]) -> Iterator[None]
 
 
 @contextmanager
-def holding_interrupts() -> Iterator[None]:
-    """Block SIGINT until the end of the block, and for good in processes that start inside it and do not unblock it."""
+def blocked_interrupts() -> Iterator[None]:
+    """Block SIGINT inside the block. Processes that start inside it inherit the blocked signal."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -115,45 +117,47 @@ def holding_interrupts() -> Iterator[None]:
 
 
 def start_server() -> ForkServerContext:
-    """Start the server that forks the ranks, and wait until it has imported torch, so that each start is quick.
+    """Start the fork server, and wait until it has imported torch, so that each rank starts quickly.
 
-    It does nothing with torch, since threads and CUDA do not survive a fork. A Ctrl-C, which a terminal sends to every
-    process, ends the wait here; the server would print a traceback, and ends by itself once this process has ended.
+    The server only imports torch, because threads and CUDA do not survive a fork. A terminal sends Ctrl-C to every
+    process. The server blocks it, since it would print a traceback; it exits by itself after this process.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a look for GPUs counts as a use of CUDA
+    # without NVML, counting the GPUs would initialize CUDA, which a forked process cannot use
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    resource_tracker.ensure_running()  # here, because its start lets signals through again
+    resource_tracker.ensure_running()  # before the signals are blocked, because its start unblocks them
     probe = context.Process(target=os.getpid, name="a new process", daemon=True)
     try:
-        with holding_interrupts():
+        with blocked_interrupts():
             forkserver.ensure_running()
         probe.start()  # returns when the server has forked
     except RuntimeError:
-        if "__mp_main__" in sys.modules:  # the script's name while a new process imports it, and may not start others
+        # A new process imports the user's script under this name, and may not start processes meanwhile.
+        if "__mp_main__" in sys.modules:
             os._exit(_UNGUARDED)
         raise
-    require_good_end(probe)
+    require_success(probe)
     return context
 
 
 def start(context: ForkServerContext, work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
-    """Start the process of one rank."""
-    ours, theirs = context.Pipe(duplex=False)
-    given = (work, place, theirs, dict(os.environ))
-    process = context.Process(target=run_rank, args=given, name=f"rank {place.rank}", daemon=True)
+    """Start the process of one rank, and return the pipe on which it reports, and the process."""
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (work, place, sender, dict(os.environ))
+    process = context.Process(target=run_rank, args=arguments, name=f"rank {place.rank}", daemon=True)
     process.start()
-    theirs.close()  # so that the end of the process is the end of the pipe
-    return ours, process
+    sender.close()  # so that the pipe ends when the process ends
+    return receiver, process
 
 
 def run_rank(work: Work, place: RankPlace, pipe: Connection, environment: dict[str, str]) -> None:
-    """Work as the process of a rank: report our errors over the pipe, and exit."""
-    os.environ.clear()  # the server has that of the time when it was started
+    """Run `work` in the process of a rank: send a CkptError over the pipe, and exit."""
+    os.environ.clear()  # the process inherits the environment that the fork server was started with
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server's block is not for what the rank starts
-    os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # children of the rank must not inherit the block
+    os.dup2(2, 1)  # stdout is for results; send output of libraries, such as torch 2.10's gloo, to stderr
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
     code = 0
@@ -163,20 +167,20 @@ def run_rank(work: Work, place: RankPlace, pipe: Connection, environment: dict[s
         pipe.send(error)
         code = error.exit_code
     pipe.close()
-    # Not sys.exit: DTensor's caches keep gloo's threads alive, and one that still holds a tensor when the interpreter
-    # shuts down aborts a process whose work is done (torch 2.13, now and then on a busy machine).
+    # Not sys.exit: DTensor's caches keep gloo's threads alive. A thread that still references a tensor while the
+    # interpreter shuts down sometimes aborts the process after its work is done (torch 2.13, on a busy machine).
     os._exit(code)
 
 
-def follow(ranks: Ranks, report: Report) -> None:
-    """Pass on what the ranks report until all have ended; raise what the first failing one raised."""
+def relay_reports(ranks: Ranks, report: Report) -> None:
+    """Call `report` with each message of the ranks until all have exited. Raises the error of the first that fails."""
     open_pipes = dict(ranks)
     while open_pipes:
         for pipe in wait(list(open_pipes)):
             assert isinstance(pipe, Connection)
             message = receive(pipe)
             if message is None:
-                require_good_end(open_pipes.pop(pipe))
+                require_success(open_pipes.pop(pipe))
                 continue
             if isinstance(message, CkptError):
                 raise message
@@ -184,15 +188,15 @@ def follow(ranks: Ranks, report: Report) -> None:
 
 
 def receive(pipe: Connection) -> Any:
-    """Return what a rank reports, None when it has closed its pipe."""
+    """Return the next message of a rank, None when it has closed its pipe."""
     try:
         return pipe.recv()
     except EOFError:
         return None
 
 
-def require_good_end(process: BaseProcess) -> None:
-    """Wait for the end of a process. Raises CkptError unless its exit code is 0."""
+def require_success(process: BaseProcess) -> None:
+    """Wait until a process exits. Raises CkptError unless its exit code is 0."""
     process.join()
     code = process.exitcode or 0
     if code == _UNGUARDED:

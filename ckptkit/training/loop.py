@@ -1,4 +1,4 @@
-"""Train from the first step, or the latest checkpoint, to the last step. All ranks run this; it prints nothing."""
+"""The training loop of one rank, from the first step or a checkpoint to the last step. All ranks run it."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from ckptkit.training.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event between steps; `ended_early` if it ended the run before its last step."""
+    """A message about an event between steps; `ended_early` if the run stops before its last step."""
 
     text: str
     ended_early: bool = False
 
 
 def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
-    """Train as one of the ranks; rank 0 reports the `StepMetrics` of each step, and a `Note` now and then."""
+    """Train as one of the ranks. Rank 0 reports the `StepMetrics` of each step, and a `Note` for other events."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
-        asked = DeferredSignal(signal.SIGTERM, signal.SIGINT)
-        tell = report if place.rank == 0 else lambda _: None
-        trainer, run = start(config, mesh, lambda text: tell(Note(text)))
+        stop_signal = DeferredSignal(signal.SIGTERM, signal.SIGINT)
+        report_once = report if place.rank == 0 else lambda _: None  # only rank 0 reports
+        trainer, run = start(config, mesh, lambda text: report_once(Note(text)))
         if trainer.progress.step:
-            rest = "resuming" if trainer.progress.step < config.steps else "nothing to do"
-            tell(Note(f"{rest}: {run.root} is at step {trainer.progress.step} of {config.steps}"))
+            status = "resuming" if trainer.progress.step < config.steps else "nothing to do"
+            report_once(Note(f"{status}: {run.root} is at step {trainer.progress.step} of {config.steps}"))
         with run, Log(config, place.rank) as log:
-            for step in advance(config, trainer, run, asked):
+            for step in advance(config, trainer, run, stop_signal):
                 log.write(step)
-                tell(step)
+                report_once(step)
         if trainer.progress.step < config.steps:
-            tell(Note("stopped on request, after a save: continue with `--resume auto`", ended_early=True))
+            report_once(Note("stopped on request, after a save: continue with `--resume auto`", ended_early=True))
 
 
-def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: DeferredSignal) -> Iterator[StepMetrics]:
-    """Take step after step to the last, or until a rank is asked to end; save a checkpoint where one is due."""
+def advance(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: DeferredSignal) -> Iterator[StepMetrics]:
+    """Yield each step until the last, or until any rank got a stop signal; save checkpoints when due."""
     stop = False
     while trainer.progress.step < config.steps and not stop:
         step = trainer.step()
-        stop = asked.on_any_rank(trainer.device)
+        stop = stop_signal.on_any_rank(trainer.device)
         if stop or is_due(config, step.step):
             saved = trainer.save(run, **{name: getattr(step, name) for name in SAVED_METRICS})
             step = replace(step, checkpoint=str(saved))
@@ -60,19 +60,19 @@ def is_due(config: TrainConfig, step: int) -> bool:
 
 
 class DeferredSignal:
-    """Signals that are remembered, so that the current step is finished and saved first; but for ignored ones."""
+    """Records signals, so that the current step can be finished and saved first. Ignored signals stay ignored."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        self._asked = False
+        self._is_received = False
         for number in numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note)
+                signal.signal(number, self._record)
 
-    def _note(self, *_: object) -> None:
-        self._asked = True
+    def _record(self, *_: object) -> None:
+        self._is_received = True
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Return True on all ranks if any was asked: a collective."""
-        asked = torch.tensor(self._asked, dtype=torch.int32, device=device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked)
+        """Return True on all ranks if any rank received a signal; a collective."""
+        is_received = torch.tensor(self._is_received, dtype=torch.int32, device=device)
+        dist.all_reduce(is_received, op=dist.ReduceOp.MAX)
+        return bool(is_received)

@@ -1,4 +1,4 @@
-"""Measure steps, and write the metrics of a run. Every number but `local_loss` is the same on all ranks."""
+"""Measure steps, and write the metrics of a run. `local_loss`, memory and speed differ between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ckptkit.training.config import TrainConfig
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
-# FLOP/s of dense bf16 products with fp32 sums, by what torch calls the device; NVIDIA's data sheets, without sparsity
+# FLOP/s of dense bf16 matrix products with fp32 accumulation, by a substring of torch's device name; from NVIDIA's data
+# sheets, without sparsity. The first match wins, so a longer name stands before its prefix.
 PEAKS = {
     "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
 }  # fmt: skip
@@ -25,10 +26,11 @@ PEAKS = {
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One step: mean loss per token over all ranks, and on this one; gradient norm before clipping.
+    """Metrics of one step.
 
-    `tokens` count since the run began. `mfu` is the share of the GPUs' peak that the model's own operations make up,
-    where the peak is known; memory is this rank's highest on its GPU, in bytes.
+    `loss` and `local_loss` are means per token over all ranks and on this rank. `grad_norm` is the norm before
+    clipping. `tokens` counts since the start of the run. `mfu` is the model FLOP/s divided by the peak of all GPUs,
+    None if the peak is unknown. Memory is the peak on this rank's GPU, in bytes.
     """
 
     step: int
@@ -45,10 +47,10 @@ class StepMetrics:
 
 
 def flops_per_token(parameters: int, layers: int, attention_width: int, length: int, *, frozen: int = 0) -> int:
-    """Count the operations of training per token, forward and backward: 6 per parameter, 12 per attended position.
+    """Return the FLOPs of training per token, forward and backward: 6 per parameter, 12 per attended position.
 
-    The convention of PaLM's appendix B: causal attention counts in full, recomputation not at all. Of those parameters
-    that are `frozen` there are no gradients to compute, only through them: they count 4.
+    This is the convention of PaLM's appendix B: causal attention counts in full, recomputation does not count.
+    Each of the `frozen` parameters counts 4, because backward does not compute its gradient.
     """
     return 6 * parameters - 2 * frozen + 12 * layers * attention_width * length
 
@@ -62,7 +64,7 @@ def peak_flops(device_type: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device_type: str) -> tuple[int | None, int | None]:
-    """Return the most bytes of this rank's GPU since the last call: held by tensors, and taken from the device."""
+    """Return the peak memory of this rank's GPU since the last call, in bytes: allocated and reserved."""
     if device_type != "cuda":
         return None, None
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -71,9 +73,9 @@ def peak_memory(device_type: str) -> tuple[int | None, int | None]:
 
 
 class Log(AbstractContextManager["Log"]):
-    """The metrics of a run, a line of JSON per step, and for TensorBoard if asked. Only rank 0 writes.
+    """Writes the metrics of a run as one JSON line per step, and for TensorBoard if configured. Only rank 0 writes.
 
-    In a store they are put with each checkpoint, and at the end.
+    For a run in a store the lines are uploaded with each checkpoint and at the end.
     """
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
@@ -81,14 +83,14 @@ class Log(AbstractContextManager["Log"]):
         self._board = open_board(config.run / TENSORBOARD) if config.tensorboard and rank == 0 else None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write out all that is buffered, but after a failure of a disk or store."""
+        """Write the buffered lines, unless the disk or store has failed."""
         if self._board is not None:
             self._board.close()
         if self._lines is not None and not (kind and issubclass(kind, IOFailure)):
             self._lines.send()
 
     def write(self, step: StepMetrics) -> None:
-        """Add a step."""
+        """Append the metrics of one step."""
         numbers = asdict(step)
         if self._lines is not None:
             self._lines.add(f"{json.dumps(numbers)}\n".encode())
@@ -101,7 +103,7 @@ class Log(AbstractContextManager["Log"]):
 
 
 def open_board(directory: Path) -> Any:
-    """Open TensorBoard's writer, of the extra `tensorboard`."""
+    """Return TensorBoard's `SummaryWriter`. Raises `Usage` without the extra `tensorboard`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -109,21 +111,21 @@ def open_board(directory: Path) -> Any:
     return SummaryWriter(str(directory))
 
 
-def forget_after(run: Path, step: int) -> None:
-    """Remove from a run's metrics the steps after `step`, which will be taken again."""
+def drop_steps_after(run: Path, step: int) -> None:
+    """Remove the steps after `step` from a run's metrics, because the resumed run repeats them."""
     path = run / METRICS
-    kept = [line for line in whole_lines(read_file(path)) if step_of(line, path) <= step]
+    kept = [line for line in complete_lines(read_file(path)) if step_of(line, path) <= step]
     replace_file(path, "".join(kept).encode())
 
 
-def whole_lines(content: bytes) -> Iterator[str]:
-    """Yield the lines that were written to their end."""
+def complete_lines(content: bytes) -> Iterator[str]:
+    """Yield the lines that end with a newline: a crash may have cut the last line."""
     lines = content.decode(errors="replace").splitlines(keepends=True)
     return (line for line in lines if line.endswith("\n"))
 
 
 def step_of(line: str, path: Path) -> int:
-    """Return the step whose metrics a line holds."""
+    """Return the step of a line of metrics. Raises `Corrupt` for a line that has no step."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError) as error:

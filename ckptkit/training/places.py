@@ -1,4 +1,4 @@
-"""Check what a run in a store or a local directory supports."""
+"""Check that a run's directory or store supports the requested format."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ckptkit.errors import Usage
 from ckptkit.io.destination import require_shared
 from ckptkit.io.path import is_remote
 
-_IN_STORES = ("sharded", "adapter")  # state dicts
+_IN_STORES = ("sharded", "adapter")  # values of `state_dict` that a store supports
 
 
 def require_storable(run: Path, state_dict: str) -> None:
-    """Raise an error for a run that cannot go straight to a store: several ranks would write one object, or commit."""
+    """Raise `Usage` if a run cannot save to a store in this format, because several ranks would write one object."""
     require_shared(run)
     if is_remote(run) and state_dict not in _IN_STORES:
         message = f"state dict `{state_dict}` cannot go straight to a store: several ranks would write one object"

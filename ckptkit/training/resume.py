@@ -1,4 +1,4 @@
-"""Find the checkpoints that a run can resume from, and load the newest one that is undamaged."""
+"""Find the checkpoints that a run can resume from, and load the newest undamaged checkpoint."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from ckptkit.io.disk import move_into_place
 from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
 
-if TYPE_CHECKING:  # the command line asks `find_resume` before it imports torch
+if TYPE_CHECKING:  # the command line calls `find_resume` before it imports torch
     from ckptkit.storage.ranks import Ranks
     from ckptkit.training.saving.run import Run
     from ckptkit.training.trainer import Trainer
 
-_DAMAGED = "damaged-"  # before the name of a checkpoint that a run could not resume from
-_NAMED = 4  # checkpoints that an error names: a long run has hundreds
+_DAMAGED = "damaged-"  # prefix of the new name of a checkpoint that could not be loaded
+_NAMED = 4  # checkpoints listed in an error: a long run has hundreds
 
 
 def find_resume(config: TrainConfig) -> list[Path]:
-    """Return the checkpoints to resume from, the first that can be loaded; [] if there is none.
+    """Return the checkpoints to resume from, newest first; [] for a new run.
 
-    Raises `Occupied` if the run must not be resumed, and `Corrupt` if no checkpoint is readable.
+    Raises `Occupied` if the run has checkpoints that this training would overwrite or repeat, and `NotACheckpoint` if
+    the requested checkpoint is missing or incomplete.
     """
     complete = RunFolder(refresh(config.run)).checkpoints()[::-1]
     if config.resume is None and complete:
@@ -39,7 +40,7 @@ def find_resume(config: TrainConfig) -> list[Path]:
         return []
     if config.resume == AUTO:
         complete[0].require_resumable()
-        return [one.path for one in complete if not one.is_weights_only]
+        return [checkpoint.path for checkpoint in complete if not checkpoint.is_weights_only]
     if not to_path(config.resume).exists():
         raise NotACheckpoint("no such checkpoint", path=config.resume)
     chosen = Checkpoint.open(config.resume)
@@ -53,14 +54,14 @@ def find_resume(config: TrainConfig) -> list[Path]:
 
 
 def require_none_later(run: Path, complete: Sequence[Checkpoint], chosen: Checkpoint) -> None:
-    """Raise `Occupied` if the run's `complete` checkpoints, newest first, do not start with the `chosen` one.
+    """Raise `Occupied` if `chosen` is not the newest of the run's `complete` checkpoints (newest first).
 
-    The run would repeat their steps, and its metrics and checkpoints would be those of two trainings.
+    The run would repeat the later steps, and would mix metrics and checkpoints of two trainings.
     """
-    place = chosen.path.resolve()
-    later = [*takewhile(lambda one: one.path.resolve() != place, complete)][::-1]
+    chosen_path = chosen.path.resolve()
+    later = [*takewhile(lambda checkpoint: checkpoint.path.resolve() != chosen_path, complete)][::-1]
     if later:
-        names = ", ".join(one.name for one in later[:_NAMED]) + (", ..." if len(later) > _NAMED else "")
+        names = ", ".join(checkpoint.name for checkpoint in later[:_NAMED]) + (", ..." if len(later) > _NAMED else "")
         if len(later) < len(complete):
             message = f"the run has checkpoints after {chosen.name}: {names}"
         else:
@@ -72,20 +73,20 @@ def require_none_later(run: Path, complete: Sequence[Checkpoint], chosen: Checkp
 
 
 def require_no_unfinished(run: Path) -> None:
-    """Raise `Occupied` if the run has only unfinished checkpoints: its first save would find one in its place.
+    """Raise `Occupied` if a local run has unfinished checkpoints, because a save of the same step would fail.
 
-    In a store the save replaces what an earlier one left.
+    In a store a save replaces an unfinished checkpoint of the same step.
     """
-    names = [one.name for one in ([] if is_remote(run) else named_in(run))]
+    names = [checkpoint.name for checkpoint in ([] if is_remote(run) else named_in(run))]
     if names:
         message = f"the run has only unfinished checkpoints: {', '.join(names)}"
         raise Occupied(message, path=run, hint="move them away, or name another run")
 
 
-def first_readable(found: Sequence[Path]) -> Path:
-    """Return the first checkpoint whose metadata is undamaged. Raises the error of the first if there is none."""
+def first_readable(candidates: Sequence[Path]) -> Path:
+    """Return the first checkpoint with undamaged metadata. If all are damaged, raises the error of the first."""
     errors: list[Exception] = []
-    for path in found:
+    for path in candidates:
         try:
             _ = Checkpoint.open(path).layout
         except (Corrupt, Unsafe, Unsupported) as error:
@@ -95,28 +96,33 @@ def first_readable(found: Sequence[Path]) -> Path:
     raise errors[0]
 
 
-def load_newest(trainer: Trainer, run: Run, found: Sequence[Path], ranks: Ranks, warn: Callable[[str], None]) -> None:
-    """Load the first of `found` that is undamaged, on all ranks.
+def load_newest(
+    trainer: Trainer, run: Run, candidates: Sequence[Path], ranks: Ranks, warn: Callable[[str], None]
+) -> None:
+    """Load the first undamaged checkpoint of `candidates`, on all ranks.
 
-    The damaged ones before it get another name, since the run will save those steps again; in a store, which renames
-    nothing, they are replaced then. Raises the error of the first if none can be loaded.
+    The run will save the steps of the damaged checkpoints before it again. Local ones are therefore renamed; a store
+    cannot rename, so the run is allowed to overwrite them. Raises the error of the first candidate if all are damaged.
     """
     damaged: dict[Path, CkptError] = {}
-    for path in found:
+    for path in candidates:
         try:
             trainer.load(run, path)
         except (Corrupt, Unsafe, Unsupported) as error:
             damaged[path] = error
             continue
-        for other, why in damaged.items():
-            then = give_up(other, run, ranks)
-            warn(f"warning: {other} cannot be loaded: {why.message}; resuming from {path}, {then}")
+        for other, reason in damaged.items():
+            outcome = free_step_of(other, run, ranks)
+            warn(f"warning: {other} cannot be loaded: {reason.message}; resuming from {path}, {outcome}")
         return
     raise next(iter(damaged.values()))
 
 
-def give_up(path: Path, run: Run, ranks: Ranks) -> str:
-    """Let the run save the step of a damaged checkpoint again, on all ranks. Returns what becomes of it, in words."""
+def free_step_of(path: Path, run: Run, ranks: Ranks) -> str:
+    """Allow the run to save the step of a damaged checkpoint again, on all ranks.
+
+    Returns a phrase for the user: the checkpoint's new name, or that it will be replaced.
+    """
     if is_remote(path):
         run.replace(path)
         return f"{path.name} is replaced when its step is saved again"
@@ -125,7 +131,7 @@ def give_up(path: Path, run: Run, ranks: Ranks) -> str:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, and return its new path."""
-    place = path.with_name(_DAMAGED + path.name)
+    renamed = path.with_name(_DAMAGED + path.name)
     with translate_os_errors(path):
-        move_into_place(path, place, overwrite=False)
-    return place
+        move_into_place(path, renamed, overwrite=False)
+    return renamed

@@ -1,4 +1,4 @@
-"""Derive a seed for each thing that is drawn at random, so that no state of a generator need ever be saved."""
+"""Derive the seed of each random draw from its position, so that checkpoints need no random-number generator state."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def derive(*parts: int | str) -> int:
-    """Return a seed of 56 bits for these `parts`: the same on every machine, unrelated to that of any other parts."""
+    """Return a 56-bit seed: a hash of `parts`, the same on every machine."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "big")

@@ -1,4 +1,7 @@
-"""Start a run: everything between a configuration and the first step. Rank 0 does for all what one rank can do."""
+"""Start a run: everything between its configuration and the first step.
+
+Rank 0 alone finds checkpoints, downloads models and writes small files, and sends the results to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import TokenFile, prepare_tokens
-from ckptkit.training.metrics import forget_after
+from ckptkit.training.metrics import drop_steps_after
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.precision import param_dtype
@@ -46,18 +49,18 @@ from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapters
 from ckptkit.training.trainer import Trainer
 
-_COMPUTED = ".rotary_emb.inv_freq"  # buffers that older checkpoints hold, and every model computes
-_PRIME = 2**31 - 1
+_COMPUTED = ".rotary_emb.inv_freq"  # a buffer in checkpoints of older transformers; every model computes it itself
+_PRIME = 2**31 - 1  # so small that the product of two residues fits into int64
 
 
 def load_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | None = None) -> int:
-    """Load into a model the weights of the checkpoint, or of the latest one of the run, at `path`, whatever its dtype.
+    """Load the weights at `path`, a checkpoint or a run (its latest checkpoint), into a model; casts dtypes.
 
-    If they have the names of another family, the config.json beside them or else `config` says what they become.
-    Adapters of the model stay as they are; then a checksum of the base is returned, and else 0.
+    Names of another family are translated with the config.json next to the weights, or else with `config`. Adapters of
+    the model keep their values. Returns a checksum of the loaded base weights if the model has adapters, else 0.
 
-    Raises `Mismatch` where a tensor is missing or of another shape, where the checkpoint has one that the model has
-    not, and where two that the model ties differ.
+    Raises `Mismatch` if a tensor is missing or has another shape, if the checkpoint has a tensor that the model does
+    not have, or if two tied tensors differ in the checkpoint.
     """
     state: dict[str, Any] = get_model_state_dict(sharded.model)
     tied = {name: state[sharded.first_names[name]] for name in state if read_entry(name) is None}
@@ -68,22 +71,23 @@ def load_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | 
 
 
 def require_used(unused: Iterable[str], path: Path) -> None:
-    """Raise `Mismatch` if a tensor of the checkpoint has no place in the model."""
-    strangers = [name for name in unused if not name.endswith(_COMPUTED)]
-    if strangers:
+    """Raise `Mismatch` if the checkpoint has `unused` tensors, other than buffers that the model computes."""
+    unexpected = [name for name in unused if not name.endswith(_COMPUTED)]
+    if unexpected:
         raise Mismatch(
-            f"the model does not have {len(strangers)} of the checkpoint's tensors: {', '.join(strangers[:4])}",
+            f"the model does not have {len(unexpected)} of the checkpoint's tensors: {', '.join(unexpected[:4])}",
             path=path,
-            tensor=strangers[0],
+            tensor=unexpected[0],
             hint="check that the checkpoint is of the same model",
         )
 
 
 @torch.no_grad()
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """Return a checksum of tensors, rounded to bf16: the same on any ranks, and whatever dtype they are held in.
+    """Return a checksum of tensors that does not depend on their sharding or dtype; a collective.
 
-    It is of the sum of each row, times its number. A collective.
+    Each tensor is rounded to bf16 and reduced to the sum of its rows, each weighted by its row number; the checksum is
+    the CRC-32 of the names and sums.
     """
     names = sorted(tensors)
     sums = torch.stack([sum_of_rows(tensors[name]) for name in names])
@@ -92,31 +96,35 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def sum_of_rows(tensor: Tensor) -> Tensor:
-    """Return what this rank adds to the sum of a tensor's rows, as bits, each times its number, modulo a prime."""
-    local, is_mine = tensor, dist.get_rank() == 0
+    """Return this rank's summand of a tensor's checksum, modulo a prime.
+
+    The bf16 bits of each row are summed as integers and multiplied by the row number. Only one replica counts.
+    """
+    local, is_counted = tensor, dist.get_rank() == 0
     numbers = torch.arange(1, 1 + (tensor.shape or (1,))[0], device=tensor.device)
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
-        local, place = tensor.to_local(), mesh.get_coordinate() or ()
-        # src_data_rank=None: every rank cuts its own copy, nothing is sent
+        local, coordinate = tensor.to_local(), mesh.get_coordinate() or ()
+        # src_data_rank=None: every rank slices its own copy, without communication
         numbers = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
-        is_mine = not any(at for at, how in zip(place, placements, strict=True) if isinstance(how, Replicate))
+        # count only the first replica
+        is_counted = not any(at for at, kind in zip(coordinate, placements, strict=True) if isinstance(kind, Replicate))
     bits = local.reshape(local.shape or (1,)).to(torch.bfloat16).view(torch.int16)
     rows = bits.reshape(len(bits), math.prod(bits.shape[1:]))
     sums = rows.sum(1, dtype=torch.int64) % _PRIME * numbers % _PRIME
-    total: Tensor = sums.sum() * is_mine % _PRIME
+    total: Tensor = sums.sum() * is_counted % _PRIME
     return total
 
 
 CONFIG = "config.json"
-_LIMIT = 1 << 24  # bytes of it
+_LIMIT = 1 << 24  # bytes of a config.json
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The findings of rank 0 for all: the checkpoint to resume, the model's place, and its tokenizer.
+    """What rank 0 finds for all ranks: the checkpoint to resume, the path of the model, and the tokenizer.
 
-    `candidates` are all checkpoints that can be resumed, newest first; `resume` is the first with undamaged metadata.
+    `candidates` are the checkpoints to resume from, newest first; `resume` is the first with undamaged metadata.
     """
 
     candidates: Sequence[Path]
@@ -125,44 +133,46 @@ class Findings:
     tokenizer: str | None
     vocab_size: int
     tokenizer_files: Mapping[str, bytes]
-    needs_base: bool  # the checkpoint has adapters alone
+    needs_base: bool  # the checkpoint to resume has only adapters, so base weights must be loaded too
 
 
 def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = warnings.warn) -> tuple[Trainer, Run]:
-    """Make all that a run needs, on every rank, at its first step or at the one that it resumes.
+    """Build the trainer and the run on every rank, at step 0 or at the step of the resumed checkpoint.
 
-    `warn` hears of damaged checkpoints that were skipped.
+    Calls `warn` with a message for each damaged checkpoint that was skipped.
     """
     if config.batch_size < mesh.size():
         raise Usage(f"batch_size: expected at least {mesh.size()}, a sequence for each rank, found {config.batch_size}")
     ranks = Ranks()
-    found = ranks.on_first(partial(find, config))
-    blueprint = choose_blueprint(found.model, tied=not config.untied, vocab_size=found.vocab_size)
+    findings = ranks.on_first(partial(find_inputs, config))
+    blueprint = choose_blueprint(findings.model, tied=not config.untied, vocab_size=findings.vocab_size)
     weights = config.weights or blueprint.weights
     if config.lora_rank is not None:
-        require_base(config, weights, found)
+        require_base(config, weights, findings)
         blueprint = with_adapters(config, config.lora_rank, blueprint, mesh.device_type)
-    require_fit(config, blueprint, found)
-    run = make_run(config, {**found.tokenizer_files, **blueprint.files()})
-    tokens = share_tokens(config, found, ranks)
+    require_fit(config, blueprint, findings)
+    run = make_run(config, {**findings.tokenizer_files, **blueprint.files()})
+    tokens = share_tokens(config, findings, ranks)
     corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
-    trainer = Trainer(config, blueprint, corpus, mesh, None if found.resume or weights else config.seed)
-    if weights is not None and (found.resume is None or found.needs_base):
+    # no seed: the weights are loaded next, so initializing them would be wasted
+    trainer = Trainer(config, blueprint, corpus, mesh, None if findings.resume or weights else config.seed)
+    if weights is not None and (findings.resume is None or findings.needs_base):
         trainer.progress.base = load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
-    if found.resume is not None:
-        load_newest(trainer, run, found.candidates, ranks, warn)
-    ranks.on_first(partial(prepare, config, trainer.progress.step, blueprint.files()))
+    if findings.resume is not None:
+        load_newest(trainer, run, findings.candidates, ranks, warn)
+    # after the load: a run that cannot be resumed keeps its settings and metrics
+    ranks.on_first(partial(write_run_files, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 
 
-def find(config: TrainConfig) -> Findings:
-    """Find the checkpoint, the model and the tokenizer, before anything is built; and write to the run's store."""
+def find_inputs(config: TrainConfig) -> Findings:
+    """Find the checkpoint, the model and the tokenizer, and check that the run's directory is writable."""
     candidates = find_resume(config)
     require_writable(config.run)
     resume = first_readable(candidates) if candidates else None
     model = resolve_model(config.model)
-    own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
-    name = config.tokenizer or own
+    models_tokenizer = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
+    name = config.tokenizer or models_tokenizer
     tokenizer = choose_tokenizer(name)
     needs_base = config.lora_rank is not None and resume is not None and has_adapters_alone(resume)
     return Findings(candidates, resume, model, name, tokenizer.vocab_size, tokenizer.files(), needs_base)
@@ -172,18 +182,19 @@ def has_adapters_alone(path: Path) -> bool:
     return are_adapters(Checkpoint.open(path).weights.layout.tensors)
 
 
-def share_tokens(config: TrainConfig, found: Findings, ranks: Ranks) -> TokenFile:
-    """Return the tokens of the data, in a file that every rank opens: in the run, or one of this machine.
+def share_tokens(config: TrainConfig, findings: Findings, ranks: Ranks) -> TokenFile:
+    """Return the token file of the data: in a local run one file for all ranks, else one file per machine.
 
-    Raises `Mismatch` if machines have other data.
+    Raises `Mismatch` if the data differs between machines.
     """
-    tokens = ranks.on_first(partial(tokenize, config, found))
+    tokens = ranks.on_first(partial(tokenize, config, findings))
     if not is_remote(config.run):
         return tokens
     machines = ranks.gather(socket.gethostname())
     is_first_here = machines.index(socket.gethostname()) == ranks.rank
-    ranks.together(lambda: tokenize(config, found) if is_first_here else None)  # where rank 0's is not to be seen
-    tokens = ranks.together(partial(tokenize, config, found))
+    # One rank per machine writes the file of its machine, then the others find it there.
+    ranks.together(lambda: tokenize(config, findings) if is_first_here else None)
+    tokens = ranks.together(partial(tokenize, config, findings))
     for machine, checksum in zip(machines, ranks.gather(tokens.checksum), strict=True):
         if checksum != tokens.checksum:
             hint = "give all machines the same files"
@@ -193,30 +204,34 @@ def share_tokens(config: TrainConfig, found: Findings, ranks: Ranks) -> TokenFil
     return tokens
 
 
-def tokenize(config: TrainConfig, found: Findings) -> TokenFile:
-    """Return the tokens of the data, in a file in the run or, where that is in a store, of this machine."""
-    return prepare_tokens(config.data, choose_tokenizer(found.tokenizer), local_folder(config.run))
+def tokenize(config: TrainConfig, findings: Findings) -> TokenFile:
+    """Return the token file of the data, in the run or, for a run in a store, in a local directory."""
+    return prepare_tokens(config.data, choose_tokenizer(findings.tokenizer), local_folder(config.run))
 
 
-def require_fit(config: TrainConfig, blueprint: Blueprint, found: Findings) -> None:
-    """Raise an error unless model, data and the checkpoint to resume belong together."""
+def require_fit(config: TrainConfig, blueprint: Blueprint, findings: Findings) -> None:
+    """Raise `Usage` or `Mismatch` unless model, data, tokenizer and the checkpoint to resume fit together."""
     if config.sequence_length > blueprint.max_length:
         raise Usage(
             f"sequence_length: expected at most {blueprint.max_length} (positions of the model), found "
             f"{config.sequence_length}"
         )
-    if found.vocab_size > blueprint.vocab_size:
+    if findings.vocab_size > blueprint.vocab_size:
         raise Usage(
-            f"expected a tokenizer of at most {blueprint.vocab_size} tokens as in the model, found {found.vocab_size}",
+            f"expected a tokenizer of at most {blueprint.vocab_size} tokens as in the model, "
+            f"found {findings.vocab_size}",
             hint="give the model's own with `--tokenizer`",
         )
-    if found.resume is not None:
-        require_same(found.resume / CONFIG, blueprint.files()[CONFIG], "model")
-        require_same_adapters(found.resume / ADAPTER_CONFIG, blueprint.files().get(ADAPTER_CONFIG))
+    if findings.resume is not None:
+        require_same(findings.resume / CONFIG, blueprint.files()[CONFIG], "model")
+        require_same_adapters(findings.resume / ADAPTER_CONFIG, blueprint.files().get(ADAPTER_CONFIG))
 
 
 def require_same_adapters(path: Path, text: bytes | None) -> None:
-    """Raise `Mismatch` if a checkpoint's adapters, by their config at `path`, are not those that are to be trained."""
+    """Raise `Mismatch` if the adapter config at `path` differs from `text`, the config of the adapters to train.
+
+    Raises it too if only the checkpoint or only the model has adapters.
+    """
     if path.exists() and text is not None:
         require_same(path, text, "adapter", but=("base_model_name_or_path",))
     elif path.exists():
@@ -227,9 +242,12 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
 
 
 def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) -> None:
-    """Raise `Mismatch` if a checkpoint's config is of another model, or adapter: its weights may fit all the same."""
+    """Raise `Mismatch` if the checkpoint's config at `path` differs from `text` in a key that is not in `but`.
+
+    Equal tensor shapes are not enough: a model with another `rope_theta`, for example, would train on silently.
+    """
     with translate_os_errors(path):
-        path.stat()  # a missing file is said to be missing
+        path.stat()  # reports a missing file as missing
     theirs, ours = json.loads(read_small(path, _LIMIT)), json.loads(text)
     different = sorted(key for key in (theirs.keys() | ours.keys()) - {*but} if theirs.get(key) != ours.get(key))
     if different:
@@ -240,25 +258,25 @@ def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) 
         )
 
 
-def require_base(config: TrainConfig, weights: Path | None, found: Findings) -> None:
-    """Raise `Usage` where adapters are saved, or were, without a base that is anywhere else."""
-    if weights is None and (config.state_dict == ADAPTER or found.needs_base):
+def require_base(config: TrainConfig, weights: Path | None, findings: Findings) -> None:
+    """Raise `Usage` if checkpoints have only adapters and the base weights are not stored anywhere."""
+    if weights is None and (config.state_dict == ADAPTER or findings.needs_base):
         raise Usage(
             "adapters are useless without the weights that they were trained on",
-            path=found.resume,
+            path=findings.resume,
             hint="give these with `--weights`, or as a `--model` that has some; or save `--state-dict sharded`",
         )
 
 
 def with_adapters(config: TrainConfig, rank: int, model: Blueprint, device_type: str) -> Blueprint:
-    """Return the blueprint of a model with adapters as the configuration has them."""
+    """Return the blueprint of `model` with LoRA adapters of `rank` and the other LoRA settings of `config`."""
     base = config.weights or (config.model if model.weights else None)
     lora = Lora(rank, config.lora_alpha, config.lora_targets, config.seed)
     return LoraBlueprint(model, lora, param_dtype(config, device_type), None if base is None else str(base))
 
 
 def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
-    """Return the run, to save in as the configuration says."""
+    """Return the run with the format and retention rules of `config`. `files` are written into every checkpoint."""
     return Run(
         config.run,
         state_dict=config.state_dict,
@@ -270,9 +288,9 @@ def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
     )
 
 
-def prepare(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
-    """Prepare the run: its settings, the model's files, and the metrics of the steps that were taken."""
+def write_run_files(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
+    """Write the settings and model files into the run, and drop metrics of steps after `step`."""
     make_folder(config.run)
     for name, content in {SETTINGS: config.to_toml().encode(), **files}.items():
         replace_file(config.run / name, content)
-    forget_after(config.run, step)
+    drop_steps_after(config.run, step)

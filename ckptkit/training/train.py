@@ -1,4 +1,4 @@
-"""Train as the command line does: with settings from a file, or of the run that goes on, and on several processes."""
+"""Train from Python as `ckptkit train` does: settings from a file or the resumed run, on several processes."""
 
 from __future__ import annotations
 
@@ -28,42 +28,46 @@ def train(
     report: Callable[[StepMetrics | Note], None] | None = None,
     **settings: Any,
 ) -> Checkpoint | None:
-    """Train a causal language model with FSDP, and return the latest complete checkpoint of the run, if it has one.
+    """Train a causal language model with FSDP. Returns the latest complete checkpoint of the run, None without one.
 
     `run` is a local directory or `s3://bucket/prefix`. `settings` are fields of `TrainConfig`; `config` is a TOML file
-    of them. `resume` is "auto" or a checkpoint: the run then keeps the settings that it was started with, unless you
-    pass others. Starts `nproc` processes, by default one per GPU, or one; under torchrun this process is one of the
-    ranks. `report` gets each step of rank 0 and other events. Raises the `CkptError` of a rank, and after a Ctrl-C
-    `KeyboardInterrupt`, when the current step is saved; at the second one at once.
+    with such fields. `resume` is "auto" or a checkpoint: the run then keeps the settings that it was started with,
+    unless you pass others.
+
+    Starts `nproc` processes, by default one per GPU, or one without GPUs; under torchrun this process is one of the
+    ranks. `report` gets each step of rank 0 and other events.
+
+    Raises the `CkptError` of a rank. The first Ctrl-C raises `KeyboardInterrupt` once the current step is saved, the
+    second at once.
     """
     root = to_destination(run)
-    found = find_settings(root, resume) if config is None else settings_in(to_path(config), resume)
-    chosen = TrainConfig(run=root, resume=resume, **{**found, **check_settings(settings)})
-    heard = Heard(report or (lambda _: None))
-    launch(partial(loop.train, chosen), nproc, heard.report, heard.interrupt)
-    if heard.was_interrupted:
+    file_settings = find_settings(root, resume) if config is None else settings_in(to_path(config), resume)
+    chosen = TrainConfig(run=root, resume=resume, **{**file_settings, **check_settings(settings)})
+    relay = ReportRelay(report or (lambda _: None))
+    launch(partial(loop.train, chosen), nproc, relay.report, relay.interrupt)
+    if relay.was_interrupted:
         raise KeyboardInterrupt
     return RunFolder(refresh(root)).latest()
 
 
-class Heard:
-    """What was heard of the ranks, passed on to `tell`, and whether a Ctrl-C let them save first."""
+class ReportRelay:
+    """Passes messages of the ranks to a callback, and records whether a Ctrl-C asked them to save and stop."""
 
-    def __init__(self, tell: Callable[[StepMetrics | Note], None]) -> None:
-        self._tell = tell
+    def __init__(self, callback: Callable[[StepMetrics | Note], None]) -> None:
+        self._callback = callback
         self._has_begun = False
         self.was_interrupted = False
 
     def report(self, message: StepMetrics | Note) -> None:
         """Pass a message on."""
         self._has_begun = True
-        self._tell(message)
+        self._callback(message)
 
     def interrupt(self) -> bool:
-        """Return whether the ranks have anything to save, and say so."""
+        """Return True if the ranks have begun, so that there is a step to save, and report that they will save it."""
         if self._has_begun:
             self.was_interrupted = True
             text = "saving after this step; press Ctrl-C again to stop without a save"
-            # A signal may come while a line is printed: another thread waits for its end, this one could not.
-            threading.Thread(target=self._tell, args=(Note(text),)).start()
+            # The signal may interrupt this thread while it prints and holds a lock: print from another thread.
+            threading.Thread(target=self._callback, args=(Note(text),)).start()
         return self._has_begun

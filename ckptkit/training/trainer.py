@@ -1,4 +1,4 @@
-"""Do one rank's part of a training run. All ranks call the same methods in the same order. Prints nothing."""
+"""One rank's part of a training run. All ranks call the same methods in the same order."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from ckptkit.training.parallel.shard import ShardedModel, shard
 from ckptkit.training.saving.run import Run
 from ckptkit.training.seeds import derive
 
-LAST_LR = 0.1  # of the highest
+LAST_LR = 0.1  # learning rate at the last step, as a fraction of the highest
 
 
 @dataclass(slots=True)
 class Progress:
-    """The position of a run: optimizer steps, sequences seen (its place in the data), tokens that counted.
+    """The position of a run: optimizer steps, sequences seen, and tokens in the loss so far.
 
-    The place means something in one order of the data only: that of its seed, length of sequences and tokens (CRC-32).
-    `base` is the checksum of the weights under adapters, 0 where there are none or they come from the checkpoint.
+    `sequences` is a position in one order of the data. `seed`, `sequence_length` and `data`, the CRC-32 of the tokens,
+    identify this order. `base` is the checksum of the base weights of adapters; 0 without adapters, and if the base
+    weights are in the checkpoint.
     """
 
     seed: int
@@ -46,22 +47,22 @@ class Progress:
     tokens: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state that a checkpoint holds."""
+        """Return the state to save in a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take the position of a checkpoint."""
+        """Set the position to the one in a checkpoint."""
         for name in asdict(self):
-            setattr(self, name, {"base": 0, **state}[name])  # older checkpoints have no adapters
+            setattr(self, name, {"base": 0, **state}[name])  # checkpoints of older versions have no `base`
 
 
 class Trainer:
-    """A model, its optimizer and its place in the data; `step` takes one step with the other ranks."""
+    """A model, its optimizer and its position in the data; `step` takes one step together with the other ranks."""
 
     def __init__(
         self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus, mesh: DeviceMesh, seed: int | None
     ) -> None:
-        """Make it with weights of `seed`; None where they are loaded next."""
+        """Initialize the weights from `seed`; None leaves them uninitialized, to be loaded next."""
         self.config = config
         self.blueprint = blueprint
         self.corpus = corpus
@@ -84,10 +85,10 @@ class Trainer:
         )
 
     def step(self) -> StepMetrics:
-        """Take one step. Raises `CkptError`, and changes no weight, where the loss or the norm is not finite."""
+        """Take one step. Raises `CkptError`, with unchanged weights, if the loss or the gradient norm is not finite."""
         started = time.perf_counter()
         progress = self.progress
-        torch.manual_seed(derive(progress.seed, progress.step, self.rank))  # of dropout
+        torch.manual_seed(derive(progress.seed, progress.step, self.rank))  # for dropout
         loss, local_loss, tokens = self._learn(self.next_batches())
         norm = self.sharded.sharding.clip(self.model, self.config.clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -119,7 +120,7 @@ class Trainer:
         )
 
     def save(self, run: Run, **metrics: float) -> Path:
-        """Save the current state with the latest metrics, and return the checkpoint."""
+        """Save the current state with these metrics, and return the path of the checkpoint."""
         return run.save(
             self.progress.step,
             self.model,
@@ -130,11 +131,11 @@ class Trainer:
         )
 
     def load(self, run: Run, path: Path) -> None:
-        """Load the checkpoint at `path`. Raises `Mismatch` for one with another order of the data, or base."""
-        asked = replace(self.progress)
+        """Load the checkpoint at `path`. Raises `Mismatch` for another order of the data or other base weights."""
+        expected = replace(self.progress)
         run.load(self.model, self.optimizer, path=path, scheduler=self.scheduler, progress=self.progress)
         for name in ("seed", "sequence_length", "data"):
-            ours, theirs = getattr(asked, name), getattr(self.progress, name)
+            ours, theirs = getattr(expected, name), getattr(self.progress, name)
             if ours != theirs:
                 raise Mismatch(
                     f"expected {name} {theirs} as in the checkpoint, found {ours}: its position in the "
@@ -142,7 +143,7 @@ class Trainer:
                     path=path,
                     hint="continue with the same data, seed and length, or start anew from `--weights`",
                 )
-        if asked.base and asked.base != self.progress.base:
+        if expected.base and expected.base != self.progress.base:
             raise Mismatch(
                 "the checkpoint has adapters alone, which were trained on another base",
                 path=path,
@@ -151,7 +152,7 @@ class Trainer:
         self._set_rates()
 
     def _set_rates(self) -> None:
-        """Use the learning rate and weight decay of the configuration, which need not be the saved ones."""
+        """Set the learning rate and weight decay of the configuration, which may differ from the saved values."""
         self.scheduler.base_lrs = [self.config.lr] * len(self._decays)
         for group, decay, factor in zip(
             self.optimizer.param_groups, self._decays, self.scheduler.lr_lambdas, strict=True
@@ -161,7 +162,7 @@ class Trainer:
             group["weight_decay"] = decay
 
     def next_batches(self) -> list[Batch]:
-        """Return this rank's share of the next global batch, in as many parts as every other rank has."""
+        """Return this rank's share of the next global batch as micro-batches; every rank has equally many."""
         start, count = self.progress.sequences, self.config.batch_size
         mine = share(range(start, start + count), self.rank, self.world_size)
         largest = math.ceil(count / self.world_size)
@@ -169,11 +170,14 @@ class Trainer:
         return [self.corpus.batch(share(mine, part, parts)) for part in range(parts)]
 
     def _learn(self, batches: list[Batch]) -> tuple[float, float, int]:
-        """Add up the gradients of all batches on all ranks; return the mean losses per token, of all and of this."""
-        own = sum(batch.tokens for batch in batches)
-        tokens = torch.tensor(own, device=self.device)
+        """Accumulate the gradients of the batches.
+
+        Returns the mean loss per token over all ranks and on this rank, and the number of tokens on all ranks.
+        """
+        local_tokens = sum(batch.tokens for batch in batches)
+        tokens = torch.tensor(local_tokens, device=self.device)
         dist.all_reduce(tokens)
-        # A rank's mean would weigh the tokens of a short batch more. FSDP averages over ranks: undo that.
+        # A mean per rank would give tokens of a short batch more weight. FSDP averages over ranks: undo that.
         scale = self.world_size / tokens.clamp(min=1)
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -182,18 +186,18 @@ class Trainer:
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             losses += loss.detach()
         dist.all_reduce(losses[:1])
-        total, here = losses.tolist()
+        total, local = losses.tolist()
         count = int(tokens)
-        return total / max(1, count), here / max(1, own), count
+        return total / max(1, count), local / max(1, local_tokens), count
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a batch's targets, in fp32."""
+        """Return the sum of the losses over a batch's targets, in fp32."""
         logits = self.blueprint.logits(self.model, batch.inputs, batch.positions)
         return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
 
 def make_optimizer(config: TrainConfig, sharded: ShardedModel) -> AdamW:
-    """Return AdamW on the fp32 shards; matrices decay, norms and biases do not."""
+    """Return AdamW on the fp32 shards, with weight decay for matrices but not for norms and biases."""
     groups = [
         {"params": sharded.parameters(matrices=True), "weight_decay": config.weight_decay},
         {"params": sharded.parameters(matrices=False), "weight_decay": 0.0},
@@ -202,7 +206,7 @@ def make_optimizer(config: TrainConfig, sharded: ShardedModel) -> AdamW:
 
 
 def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LambdaLR:
-    """Return the learning rate's schedule: a line up over `warmup` steps, then half a cosine down to a tenth."""
+    """Return the learning-rate schedule: linear warmup over `warmup` steps, then cosine decay to a tenth."""
 
     def factor(step: int) -> float:
         if step < config.warmup:

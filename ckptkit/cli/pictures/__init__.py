@@ -1,1 +1,1 @@
-"""Draw layouts and numbers as text for a terminal, and as SVG."""
+"""Draw shard maps as text for a terminal, and as SVG."""

@@ -1,4 +1,4 @@
-"""Draw the shard map as SVG: bytes by owner on top, and below a row for each tensor, or for all that are alike."""
+"""Draw the shard map as SVG: bytes by owner at the top, then a row for each tensor or group of similar tensors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ckptkit.cli.pictures.shards import DrawnShard, Rectangle, Row, ShardMap
 from ckptkit.markup import Markup, element, picture
 from ckptkit.words import count, format_bytes
 
-# Eight that are told apart with any eyes, and dark letters on them, on either ground; next to each other where many
-# owners run from one end to the other.
+# Eight colors that color-blind readers can distinguish, readable under dark text on a light or dark page. Their order
+# makes a smooth gradient for many owners.
 OWNERS = ("#6aa9ec", "#4fb8b3", "#74bd7d", "#c9b84c", "#eba550", "#e58a76", "#dd8abf", "#a794e8")
 
 
 def read_style() -> str:
-    """Return the CSS of pictures, which fetches nothing."""
+    """Return the CSS of pictures, which loads nothing from the network."""
     return files("ckptkit.cli.pictures").joinpath("style.css").read_text()
 
 
 def color(position: int, count: int) -> str:
-    """Return the color of one of `count` owners: one each where they are few, else a blend along the whole row."""
+    """Return the color of owner `position` of `count`: one of eight colors, or for more owners a gradient of them."""
     if count <= len(OWNERS):
         return OWNERS[position]
-    place = position / (count - 1) * (len(OWNERS) - 1)
-    left = min(int(place), len(OWNERS) - 2)
+    at = position / (count - 1) * (len(OWNERS) - 1)
+    left = min(int(at), len(OWNERS) - 2)
     pairs = zip(channels(OWNERS[left]), channels(OWNERS[left + 1]), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * (place - left)):02x}" for a, b in pairs)
+    return "#" + "".join(f"{round(a + (b - a) * (at - left)):02x}" for a, b in pairs)
 
 
 def channels(color: str) -> tuple[int, int, int]:
@@ -36,20 +36,21 @@ def channels(color: str) -> tuple[int, int, int]:
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
 
 
-_BARS = 96  # height of the bars, with what is written below
-_HEIGHT = 22  # of a row; taller for a tensor that is cut along two axes
+# Sizes are in SVG units.
+_BARS = 96  # height of the bars with their labels
+_HEIGHT = 22  # height of a row; twice that for a tensor sharded along two axes
 _ABOVE = 16  # height of a name above its row
 _MOST_BARS = 128
-_MOST_IN_ROW = 96  # parts of a tensor; of more, several are one
-_MOST_PARTS = 1600  # in all rows, so that the file stays small
-_APART = 8  # between groups of rows
+_MOST_IN_ROW = 96  # rectangles in a row; a tensor with more shards has several per rectangle
+_MOST_PARTS = 1600  # rectangles in all rows, so that the file stays small
+_APART = 8  # space between groups of rows
 
 
 @dataclass(frozen=True, slots=True)
 class MapColumns:
-    """The columns of a map: the tensors' pictures from `left` to `right`, numbers after them, and names of `letters`.
+    """The columns of a map: pictures from `left` to `right`, numbers after them, names of at most `letters`.
 
-    Names stand before the pictures, or above them if the map `is_narrow`.
+    Names are left of the pictures, or above them if the map `is_narrow`.
     """
 
     width: int
@@ -64,7 +65,7 @@ _NARROW = MapColumns(360, 0, 290, 46, is_narrow=True)
 
 
 def draw_shards(shards: ShardMap, *, most_rows: int = 60, is_narrow: bool = False) -> Markup:
-    """Draw the picture, for a page that has the styles. Of more than `most_rows` rows the largest are shown."""
+    """Return the picture for a page that includes the CSS. Shows at most `most_rows` rows, the largest."""
     columns = _NARROW if is_narrow else _COLUMNS
     shown, left_out = shards.largest(most_rows)
     parts = min(max(12, _MOST_PARTS // max(1, len(shown))), _MOST_IN_ROW)
@@ -89,13 +90,13 @@ def draw_shards(shards: ShardMap, *, most_rows: int = 60, is_narrow: bool = Fals
 
 
 def standalone(drawn: Markup) -> Markup:
-    """Return a picture as a file of its own, with its style."""
+    """Return a picture as a complete SVG file, with its CSS."""
     style = element("style", Markup(read_style() + "svg { background: var(--ground) }"))
     return Markup(drawn.replace("</title>", f"</title>{style}", 1) + "\n")
 
 
 def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
-    """Draw the bytes of each owner, or the most of several consecutive ones; and the mean."""
+    """Draw a bar for the bytes of each owner, or for the largest of several consecutive owners, and the mean."""
     owners = shards.owners
     if not owners:
         return
@@ -105,11 +106,11 @@ def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
     step = min(columns.width / bars, 120)
     base, tall = _BARS - 18, _BARS - (54 if columns.is_narrow else 40)
     yield element("text", f"Bytes by {shards.by}", x=0, y=8, class_="title")
-    said = f"{len(owners)} x {format_bytes(shards.mean)} on average, {format_bytes(full)} at most"
+    caption = f"{len(owners)} x {format_bytes(shards.mean)} on average, {format_bytes(full)} at most"
     if columns.is_narrow:
-        yield element("text", said, x=0, y=25)
+        yield element("text", caption, x=0, y=25)
     else:
-        yield element("text", said, x=columns.width, y=8, text_anchor="end")
+        yield element("text", caption, x=columns.width, y=8, text_anchor="end")
     for i in range(bars):
         group = owners[i * together : (i + 1) * together]
         most = max(group, key=lambda owner: owner.nbytes)
@@ -130,17 +131,17 @@ def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
 def draw_row(
     row: Row, start: str, shards: ShardMap, columns: MapColumns, place: tuple[float, float], parts: int
 ) -> Markup:
-    """Draw the name of a tensor without the start that stands above, its parts, how it is cut, and its bytes.
+    """Draw a row: the tensor's name without the prefix `start`, its shards, how they are cut, and its bytes.
 
-    `place` is where the row begins, and the height of its parts.
+    `place` is the top of the row and the height of its rectangles. `parts` is the maximum number of rectangles.
     """
     top, height = place
     times = f" x{row.repeats}" if row.repeats > 1 else ""
     how = ", ".join(row.remarks)
-    written = top + height / 2 + 3.5
+    name_y = top + height / 2 + 3.5
     if columns.is_narrow:
         times, how = f"{times}  {how}".rstrip(), ""
-        written, top = top + 12, top + _ABOVE
+        name_y, top = top + 12, top + _ABOVE
     middle = top + height / 2 + 3.5
     name = shorten(row.label.removeprefix(start), max(12, columns.letters - len(times)))
     return element(
@@ -148,7 +149,7 @@ def draw_row(
         element(
             "title", f"{row.label}{times}: {row.spec}, {format_bytes(row.nbytes)}, {count(len(row.shards), 'part')}"
         ),
-        element("text", name + times, x=0, y=written, class_="name"),
+        element("text", name + times, x=0, y=name_y, class_="name"),
         draw_parts(row, shards, columns, (top, height), parts),
         element("text", how, x=columns.right + 8, y=middle) if how else None,
         element("text", format_bytes(row.nbytes), x=columns.width, y=middle, text_anchor="end"),
@@ -158,7 +159,7 @@ def draw_row(
 def draw_parts(
     row: Row, shards: ShardMap, columns: MapColumns, place: tuple[float, float], most: int
 ) -> Iterator[Markup]:
-    """Draw a rectangle for each part; where there are more than `most`, for several consecutive ones."""
+    """Draw a rectangle for each shard, or for several consecutive shards if there are more than `most`."""
     top, height = place
     pairs = list(zip(row.cut.rectangles, row.shards, strict=True))
     together = max(1, ceil(len(pairs) / most))
@@ -178,17 +179,17 @@ def draw_parts(
 
 
 def enclose(rectangles: Sequence[Rectangle]) -> Rectangle:
-    """Return the smallest rectangle around some."""
+    """Return the smallest rectangle that contains all rectangles."""
     return Rectangle(
-        min(one.left for one in rectangles),
-        max(one.right for one in rectangles),
-        min(one.top for one in rectangles),
-        max(one.bottom for one in rectangles),
+        min(rectangle.left for rectangle in rectangles),
+        max(rectangle.right for rectangle in rectangles),
+        min(rectangle.top for rectangle in rectangles),
+        max(rectangle.bottom for rectangle in rectangles),
     )
 
 
 def describe(row: Row, shards: ShardMap, group: Sequence[DrawnShard]) -> str:
-    """Describe a rectangle: name, owner, indices, bytes and file; of several parts their owners and bytes."""
+    """Return the tooltip of a rectangle: name, indices, owner, bytes and file; for several shards owners and bytes."""
     first, last = (shards.owners[group[i].owner] for i in (0, -1))
     nbytes = format_bytes(sum(shard.nbytes for shard in group))
     if len(group) > 1:
@@ -199,7 +200,7 @@ def describe(row: Row, shards: ShardMap, group: Sequence[DrawnShard]) -> str:
 
 
 def shorten(name: str, letters: int) -> str:
-    """Return a name cut to so many letters: its start and its end."""
+    """Return a name shortened to `letters` characters: its start, an ellipsis and its end."""
     if len(name) <= letters:
         return name
     return f"{name[: letters // 3]}…{name[-(letters - letters // 3 - 1) :]}"

@@ -1,4 +1,4 @@
-"""Draw the shard map as text: characters and who owns each, for a terminal to color."""
+"""Draw the shard map as lines of text. Each piece of text has its owner, so that a terminal can color it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from math import ceil
 
 from ckptkit.cli.pictures.shards import Owner, Rectangle, Row, ShardMap
 
-_FILLS = "░▒"  # by turns, so that cuts show without color
+_FILLS = "░▒"  # alternating, so that boundaries of shards are visible without color
 _BLOCKS = " ▏▎▍▌▋▊▉█"
-_TALLEST = 4  # lines of a tensor that is cut along two axes
-_NARROWEST = 3  # columns of a part that has its own place; thinner ones are only sampled
+_TALLEST = 4  # maximum number of lines of a tensor sharded along two axes
+_NARROWEST = 3  # minimum width of a drawn shard in characters; narrower shards are sampled
 
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """Characters of a line that one owner has, by its position; None where several share them."""
+    """A piece of a line, and the position of its owner; None if it has no single owner."""
 
     text: str
     owner: int | None
@@ -27,7 +27,7 @@ Line = tuple[TextSpan, ...]
 
 
 def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
-    """Draw a tensor as lines of `width` characters: one, or several where it is cut along two axes."""
+    """Return a tensor as lines of `width` characters: one line, or several if it is sharded along two axes."""
     rectangles = row.cut.rectangles
     if not rectangles:
         return [(TextSpan("(empty)".ljust(width), None),)]
@@ -36,11 +36,11 @@ def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
     levels = [(a + b) / 2 for a, b in zip(heights, bounds[1:], strict=True)]
     if len(levels) > _TALLEST:
         levels = [(i + 0.5) / _TALLEST for i in range(_TALLEST)]
-    return [draw_line(at_level(row, level), owners, width) for level in levels]
+    return [draw_line(rectangles_at(row, level), owners, width) for level in levels]
 
 
-def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
-    """Return the rectangles that a level line crosses, left to right, with their owners; neighbors of one joined."""
+def rectangles_at(row: Row, level: float) -> list[tuple[Rectangle, int]]:
+    """Return the rectangles at height `level`, left to right, with their owners. Joins neighbors of the same owner."""
     crossed = [
         (rectangle, shard.owner)
         for rectangle, shard in zip(row.cut.rectangles, row.shards, strict=True)
@@ -52,9 +52,9 @@ def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
 
 
 def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
-    """Draw parts side by side, each with its owner's mark; of too many the first, the last and their number."""
+    """Return a line with the shards side by side, each with its owner's mark; see `draw_samples` for many shards."""
     if len(parts) * _NARROWEST > width:
-        return crowd(parts, owners, width)
+        return draw_samples(parts, owners, width)
     ends = share_columns([part.right for part, _ in parts], width)
     runs = []
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -65,7 +65,7 @@ def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], w
 
 
 def share_columns(fractions: Sequence[float], width: int) -> list[int]:
-    """Return the columns where parts that end at these fractions of the width end; each has one at least."""
+    """Return the end columns of parts that end at these fractions of the width. Each part gets at least one column."""
     ends: list[int] = []
     for i, fraction in enumerate(fractions):
         least, most = (ends[-1] if ends else 0) + 1, width - (len(fractions) - 1 - i)
@@ -73,8 +73,11 @@ def share_columns(fractions: Sequence[float], width: int) -> list[int]:
     return ends
 
 
-def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
-    """Draw a column per sample, in its owner's color, with the first mark, the number of parts, and the last mark."""
+def draw_samples(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
+    """Return a line for too many shards: each column has the owner of the shard at its center.
+
+    The text shows the first owner's mark, the number of shards, and the last owner's mark.
+    """
     first, last = (owners[parts[i][1]].mark for i in (0, -1))
     middle = f" {len(parts)} parts ".center(width - len(first) - len(last), _FILLS[0])
     shown = f"{first}{middle}{last}"[:width]
@@ -88,7 +91,7 @@ def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The bytes of one owner, or the least and the most of several consecutive ones, and a bar of the most."""
+    """The minimum and maximum bytes of one owner or several consecutive owners, and a bar for the maximum."""
 
     first: Owner
     last: Owner
@@ -98,13 +101,16 @@ class Bar:
 
 
 def bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
-    """Draw a bar for each owner, at most `most_bars`, each for several then. The longest has `width` characters."""
+    """Yield a bar for each owner, or for several owners each if there are more than `most_bars`.
+
+    The longest bar has `width` characters.
+    """
     full = max((owner.nbytes for owner in shards.owners), default=0) or 1
     together = ceil(len(shards.owners) / most_bars)
     for at in range(0, len(shards.owners), max(1, together)):
         group = shards.owners[at : at + together]
-        held = [owner.nbytes for owner in group]
-        yield Bar(group[0], group[-1], min(held), max(held), bar(max(held) / full, width))
+        sizes = [owner.nbytes for owner in group]
+        yield Bar(group[0], group[-1], min(sizes), max(sizes), bar(max(sizes) / full, width))
 
 
 def bar(share: float, width: int) -> str:

@@ -1,4 +1,4 @@
-"""Find who holds which part of a checkpoint, as rectangles, folded so that a thousand tensors fit a picture."""
+"""Compute which rank or file has which shard of each tensor, as rectangles. Similar tensors share a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.layout.box import Box, Shape
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A part of the unit square; by default the whole of it."""
+    """A rectangle in the unit square; by default the full square."""
 
     left: float = 0.0
     right: float = 1.0
@@ -27,7 +27,10 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The rectangle of each box, in their order, and the axes that are cut. Flat ones are drawn by their bytes."""
+    """The rectangles of a tensor's boxes, in the same order, and the sharded axes.
+
+    `is_flat` means that the boxes are runs of elements in row-major order, drawn along one axis.
+    """
 
     rectangles: tuple[Rectangle, ...]
     axes: tuple[int, ...] = ()
@@ -35,14 +38,14 @@ class Cut:
 
     @property
     def is_grid(self) -> bool:
-        """Return True if it is drawn along two axes."""
+        """Return True if the rectangles are laid out along two axes."""
         return len(self.axes) == 2 and not self.is_flat
 
 
 def cut(shape: Shape, boxes: Sequence[Box]) -> Cut:
-    """Draw boxes that tile a tensor: along the axis that is cut, in the order of its bytes, or along two axes.
+    """Return the rectangles of boxes that tile a tensor: along one axis, by byte order, or along two axes.
 
-    Boxes cut along more axes than two lie side by side, each as wide as its share.
+    Boxes cut along more than two axes are side by side, with widths in proportion to their sizes.
     """
     axes = tuple(axis for axis, extent in enumerate(shape) if any(box.size[axis] != extent for box in boxes))
     if not axes:
@@ -65,20 +68,20 @@ def span(box: Box, shape: Shape, axis: int) -> tuple[float, float]:
 
 
 def is_run(box: Box, shape: Shape) -> bool:
-    """Return True if the elements of a box follow one another in row-major order, as those of a flat shard do."""
+    """Return True if the elements of a box are contiguous in row-major order, as in a flat shard."""
     first = next((axis for axis, extent in enumerate(box.size) if extent != 1), len(shape))
     return box.size[first + 1 :] == shape[first + 1 :]
 
 
 def run(box: Box, shape: Shape) -> tuple[float, float]:
-    """Return the start and the end of a run's elements among all, in row-major order, as fractions."""
+    """Return the start and end of a contiguous box in row-major order, as fractions of all elements."""
     start = sum(index * prod(shape[axis + 1 :]) for axis, index in enumerate(box.start))
     return start / prod(shape), (start + box.numel) / prod(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A holder of parts of a checkpoint: a rank, or a file where ranks do not show. `mark` is its number."""
+    """A rank, or a file if file names do not show ranks. `mark` is its number."""
 
     mark: str
     name: str
@@ -87,7 +90,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class DrawnShard:
-    """A part of a tensor: the position of its owner, its box, its file, and its bytes."""
+    """A shard of a tensor: the position of its owner in `ShardMap.owners`, its box, its file, and its bytes."""
 
     owner: int
     box: Box
@@ -97,7 +100,7 @@ class DrawnShard:
 
 @dataclass(frozen=True)
 class Row:
-    """Tensors that are alike, of numbered modules that are alike, and cut in the same way; one of them is drawn."""
+    """Tensors with the same spec and shards, in modules that differ only in their numbers; drawn once."""
 
     label: str
     repeats: int
@@ -106,17 +109,17 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all of them."""
+        """Return the bytes of all tensors of the row."""
         return self.repeats * self.spec.nbytes
 
     @property
     def is_even(self) -> bool:
-        """Return True if all parts have the same size."""
+        """Return True if all shards have the same size."""
         return len({shard.nbytes for shard in self.shards}) < 2
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return words on how its parts differ from equal parts of its rows."""
+        """Return remarks for the reader if the shards are not equal slices along axis 0."""
         axes = self.cut.axes
         along = f"by {'axis' if len(axes) == 1 else 'axes'} {' and '.join(map(str, axes))}"
         by_rows = axes in ((), (0,))
@@ -125,13 +128,13 @@ class Row:
 
     @cached_property
     def cut(self) -> Cut:
-        """Return how to draw the shards."""
+        """Return the rectangles of the shards."""
         return cut(self.spec.shape, [shard.box for shard in self.shards])
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """The owners of a checkpoint's parts, and its tensors in the order of their names. `by` is "rank" or "file"."""
+    """The owners of a checkpoint's shards, and its tensors in the order of their names. `by` is "rank" or "file"."""
 
     by: str
     owners: tuple[Owner, ...]
@@ -139,40 +142,41 @@ class ShardMap:
 
     @property
     def mean(self) -> float:
-        """Return the bytes that each owner would hold if all held the same."""
+        """Return the mean number of bytes per owner."""
         return sum(owner.nbytes for owner in self.owners) / max(1, len(self.owners))
 
     @staticmethod
     def headed(rows: Sequence[Row]) -> list[tuple[str, tuple[Row, ...]]]:
-        """Return rows grouped by the first step of their names, each group with the start that all its names share."""
+        """Return the rows grouped by the first component of their names, each group with its common prefix."""
         groups = [tuple(group) for _, group in groupby(rows, key=lambda row: row.label.partition(".")[0])]
         return [(shared_start([row.label for row in group]), group) for group in groups]
 
     def largest(self, count: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-        """Return the `count` rows with the most bytes, in the order of all, and the rows left out."""
+        """Return the `count` rows with the most bytes, in their original order, and the other rows."""
         kept = {id(row) for row in sorted(self.rows, key=lambda row: -row.nbytes)[:count]}
         shown = tuple(row for row in self.rows if id(row) in kept)
         return shown, tuple(row for row in self.rows if id(row) not in kept)
 
 
 def map_shards(layout: Layout) -> ShardMap:
-    """Return who holds which part of each tensor of a layout."""
+    """Return the shard map of a layout."""
     files = files_of(layout)
     ranks = {path: get_format(layout.format).rank_of(PurePath(path).name) for path in files}
     by_rank = bool(files) and None not in ranks.values()
     numbers = {path: rank for path, rank in ranks.items() if rank is not None} if by_rank else number(files)
-    held = bytes_by(layout, numbers.__getitem__)
-    if by_rank and layout.world_size is not None and len(held) < layout.world_size > max(held):
-        held.update(dict.fromkeys(range(layout.world_size), 0))
-    names = {} if by_rank else {at: path for path, at in numbers.items()}
-    owners = [Owner(str(at), names.get(at, f"rank {at}"), held[at]) for at in sorted(held)]
-    positions = {at: position for position, at in enumerate(sorted(held))}
-    positioned = {path: positions[at] for path, at in numbers.items()}
+    sizes = bytes_by(layout, numbers.__getitem__)
+    # show ranks that have no data too
+    if by_rank and layout.world_size is not None and len(sizes) < layout.world_size > max(sizes):
+        sizes.update(dict.fromkeys(range(layout.world_size), 0))
+    names = {} if by_rank else {number: path for path, number in numbers.items()}
+    owners = [Owner(str(number), names.get(number, f"rank {number}"), sizes[number]) for number in sorted(sizes)]
+    positions = {number: position for position, number in enumerate(sorted(sizes))}
+    positioned = {path: positions[number] for path, number in numbers.items()}
     return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold(layout, positioned.__getitem__)))
 
 
 def files_of(layout: Layout) -> list[str]:
-    """Return the files with data, by name."""
+    """Return the paths of files with data, sorted."""
     used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.box.numel}
     return sorted(used | {blob.path for blob in layout.blobs.values()})
 
@@ -183,22 +187,22 @@ def number(files: Sequence[str]) -> dict[str, int]:
 
 
 def bytes_by(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
-    """Return the bytes of tensors and blobs by owner. Parts that several names share count once."""
-    places: dict[tuple[str, int], int] = {}
+    """Return the bytes of tensors and non-tensor entries by owner. Data that several names share counts once."""
+    lengths: dict[tuple[str, int], int] = {}  # by file and offset
     for tensor in layout.tensors.values():
         for chunk in tensor.chunks:
             if chunk.box.numel:
                 nbytes = chunk.box.numel * chunk.dtype.itemsize
-                places[chunk.path, chunk.offset] = max(nbytes, places.get((chunk.path, chunk.offset), 0))
-    places.update({(blob.path, blob.offset): blob.length for blob in layout.blobs.values()})
-    held: Counter[int] = Counter()
-    for (path, _), nbytes in places.items():
-        held[owner_of(path)] += nbytes
-    return held
+                lengths[chunk.path, chunk.offset] = max(nbytes, lengths.get((chunk.path, chunk.offset), 0))
+    lengths.update({(blob.path, blob.offset): blob.length for blob in layout.blobs.values()})
+    sizes: Counter[int] = Counter()
+    for (path, _), nbytes in lengths.items():
+        sizes[owner_of(path)] += nbytes
+    return sizes
 
 
 def fold(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
-    """Yield the tensors as rows: tensors of modules that differ in numbers only are one row if cut alike."""
+    """Yield the rows of a layout. Tensors share a row if spec and shards are equal and only numbers in names differ."""
     alike: dict[object, list[str]] = {}
     shards: dict[object, tuple[DrawnShard, ...]] = {}
     for name, tensor in layout.tensors.items():
@@ -211,38 +215,38 @@ def fold(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
 
 
 def module_of(name: str) -> tuple[str, int]:
-    """Return the numbered module that a tensor is in, with 0 for its number, or else its module; and its depth."""
+    """Return the innermost numbered module of a tensor with numbers replaced by 0, or its module; and its depth."""
     *steps, _ = name.split(".")
     last = max((i for i, step in enumerate(steps) if is_number(step)), default=len(steps) - 1)
     return ".".join("0" if is_number(step) else step for step in steps[: last + 1]), len(steps)
 
 
 def is_number(step: str) -> bool:
-    """Return True for a step of a name that is a number, like a layer's."""
+    """Return True for a component of a name that is a number, such as a layer's."""
     return step.isascii() and step.isdecimal() and len(step) < 10
 
 
 def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[DrawnShard]:
-    """Yield the parts of a tensor that hold anything, in the order of their elements."""
+    """Yield the non-empty shards of a tensor, in the order of their elements."""
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
         if chunk.box.numel:
             yield DrawnShard(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
 
 
 def label(names: Sequence[str]) -> str:
-    """Return one name for several of as many steps: `layers.0-31.self_attn.{q_proj,o_proj}.weight`."""
+    """Return one label for names with equally many components: `layers.0-31.self_attn.{q_proj,o_proj}.weight`."""
     return ".".join(map(merge, zip(*(name.split(".") for name in names), strict=True)))
 
 
 def shared_start(labels: Sequence[str]) -> str:
-    """Return the steps that several names begin with, with a dot at the end; nothing for one name alone."""
+    """Return the common prefix of several names, up to a dot; "" for a single name."""
     if len(labels) == 1:
         return ""
     return "".join(f"{step}." for step in shared_words([label.split(".")[:-1] for label in labels]))
 
 
 def merge(steps: Sequence[str]) -> str:
-    """Return one step for the steps of several names at one place: ranges of numbers, or up to three words."""
+    """Return one component for the same component of several names: ranges of numbers, or up to three words."""
     words = list(dict.fromkeys(steps))
     if len(words) == 1:
         return words[0]
@@ -252,7 +256,7 @@ def merge(steps: Sequence[str]) -> str:
 
 
 def brace(words: Sequence[list[str]]) -> str:
-    """Return several words as one, with shared parts written once: `{gate,up}_proj`, `exp_avg{,_sq}`."""
+    """Return several words as one, with common parts written once: `{gate,up}_proj`, `exp_avg{,_sq}`."""
     head = shared_words(words)
     rests = [word[len(head) :] for word in words]
     tail = shared_words([rest[::-1] for rest in rests])[::-1]
@@ -271,7 +275,7 @@ def shared_words(sequences: Sequence[Sequence[str]]) -> list[str]:
 
 
 def ranges(numbers: set[int]) -> str:
-    """Return numbers as `0-3,5,8-9`; of very many the first and the last."""
+    """Return numbers as `0-3,5,8-9`; with more than four ranges as `first..last`."""
     ordered = sorted(numbers)
     starts = [n for n in ordered if n - 1 not in numbers]
     ends = [n for n in ordered if n + 1 not in numbers]

@@ -1,1 +1,1 @@
-"""Turn text into batches of token ids in one global order."""
+"""Read text and tokenize it into batches of token ids, in one global order for all ranks."""

@@ -1,8 +1,8 @@
-"""Pack token ids into sequences of one length. A sequence's place is global; ranks take shares of a batch.
+"""Pack token ids into sequences of equal length, in one global order. Each rank takes a share of every batch.
 
-Documents follow each other, and a sequence begins and ends where its length falls. Each document's part of a sequence
-stands alone: positions count from 0 in it, attention sees nothing else, and no loss asks at its end for the next
-document's first token. That takes a model that is told the positions.
+Documents are concatenated and cut every `length` tokens. Documents in one sequence are independent: positions count
+from 0 in each, attention is limited to the document, and no loss predicts the first token of the next document. The
+model must accept positions for this.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from ckptkit.training.data.tokens import TokenFile
 from ckptkit.training.seeds import derive
 
-IGNORED = -100  # a target that no loss counts: what cross_entropy skips by default
+IGNORED = -100  # a target without a loss: the default `ignore_index` of cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids and the ids that follow them, both int64 [sequences, length]; targets may be `IGNORED`.
+    """Token ids and the next token ids (targets), both int64 [sequences, length]; a target may be `IGNORED`.
 
-    `positions`, int64 [sequences, length], count from 0 in each document; None if no sequence has parts of two.
+    `positions`, int64 [sequences, length], count from 0 in each document; None if each sequence has one document.
     """
 
     inputs: Tensor
@@ -34,26 +34,26 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Return the number of targets that count."""
+        """Return the number of targets with a loss."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """Return the same batch on `device`; to a GPU without waiting for it."""
+        """Return the same batch on `device`; a copy to a GPU is asynchronous."""
         positions = None if self.positions is None else move(self.positions, device)
         return Batch(move(self.inputs, device), move(self.targets, device), positions)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`, by way of memory that the GPU reads itself."""
+    """Return the tensor on `device`, copied to a GPU asynchronously through pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Token ids, [n] with n > 1, cut into sequences of `length`, in an order that each epoch shuffles anew.
+    """Token ids, [n] with n > 1, cut into sequences of `length`, in an order that is shuffled in each epoch.
 
-    An epoch asks once for every token that follows another in its document: the last token of a sequence predicts
-    the first of the next. The id `end` ends a document.
+    In an epoch every token after the first of a document is a target once: the last token of a sequence predicts the
+    first token of the next sequence. The id `end` ends a document.
     """
 
     ids: NDArray[np.integer]
@@ -64,25 +64,25 @@ class Corpus:
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences of one epoch; the last may be short, and is filled up."""
+        """Return the number of sequences in one epoch; the last may be padded."""
         return (len(self.ids) - 2) // self.length + 1
 
-    def batch(self, places: range) -> Batch:
-        """Return the sequences at `places` of the endless global order, the same ones on every rank.
+    def batch(self, indices: range) -> Batch:
+        """Return the sequences at these indices of the endless global order, which is the same on every rank.
 
-        Of no places there is one sequence without a target: a rank without a share still takes part in the forward
-        pass, for the others gather the weights with it.
+        An empty range gives one sequence without targets: a rank without data must still run the forward pass, because
+        the other ranks gather weights together with it.
         """
-        windows = np.full((max(1, len(places)), self.length + 1), self.end, dtype=np.int64)
+        windows = np.full((max(1, len(indices)), self.length + 1), self.end, dtype=np.int64)
         sizes = np.zeros((len(windows), 1), dtype=np.int64)
-        for row, place in enumerate(places):
-            ids = self._window(place)
+        for row, index in enumerate(indices):
+            ids = self._window(index)
             windows[row, : len(ids)] = ids
             sizes[row] = len(ids)
         inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
         columns = np.arange(self.length)
         targets[(inputs == self.end) | (columns >= sizes - 1)] = IGNORED
-        begins = columns == sizes  # what fills a short sequence up is like one more document
+        begins = columns == sizes  # the padding of a short sequence counts as one more document
         begins[:, 1:] |= (inputs[:, :-1] == self.end) & (columns[1:] < sizes)
         positions = None
         if begins[:, 1:].any():
@@ -90,25 +90,25 @@ class Corpus:
             positions = torch.from_numpy(columns - starts)
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), positions)
 
-    def _window(self, place: int) -> NDArray[np.integer]:
-        epoch, index = divmod(place, self.sequences)
-        start = int(epoch_order(self.sequences, self.seed, epoch)[index]) * self.length
+    def _window(self, index: int) -> NDArray[np.integer]:
+        epoch, index_in_epoch = divmod(index, self.sequences)
+        start = int(epoch_order(self.sequences, self.seed, epoch)[index_in_epoch]) * self.length
         return self.ids[start : start + self.length + 1]
 
 
 @lru_cache(maxsize=2)
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """Return the order, int64 [count], in which an epoch visits its sequences."""
+    """Return the order of the sequences in an epoch: a permutation, int64 [count]."""
     generator = torch.Generator().manual_seed(derive("order", seed, epoch))
     return torch.randperm(count, generator=generator)
 
 
-def share(places: range, rank: int, world_size: int) -> range:
-    """Return the part of a batch that a rank takes: parts are disjoint, make up the whole, differ by one at most."""
-    count = len(places)
-    return places[count * rank // world_size : count * (rank + 1) // world_size]
+def share(indices: range, rank: int, world_size: int) -> range:
+    """Return the share of a rank. Shares are disjoint, cover all indices, and differ in size by at most one."""
+    count = len(indices)
+    return indices[count * rank // world_size : count * (rank + 1) // world_size]
 
 
 def open_corpus(tokens: TokenFile, *, length: int, seed: int) -> Corpus:
-    """Open the corpus of a token file in sequences of `length`."""
+    """Return the corpus of a token file, cut into sequences of `length`."""
     return Corpus(tokens.open(), tokens.end, length, seed, tokens.checksum)

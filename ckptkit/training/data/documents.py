@@ -1,8 +1,8 @@
-"""Read the documents of text, JSONL files and directories, part by part.
+"""Read documents from text files, JSONL files and directories, in parts.
 
-A text file is one document, or several with a NUL byte between them. A line of a JSONL file is one document: its
-`text`, or its token ids under `input_ids` or `tokens`. A directory holds the documents of its files, hidden ones left
-out, in the order of their names.
+A text file is one document, or several separated by NUL bytes. A line of a JSONL file is one document: its `text`, or
+its token ids under `input_ids` or `tokens`. A directory is read recursively in the order of file names, without hidden
+files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Usage, translate_os_errors
 
-PART_BYTES = 2**16  # of a long text: so much that cuts are rare, so little that a tokenizer's threads share the work
+PART_BYTES = 2**16  # size of parts of long texts: large enough for few cuts, small enough to spread over threads
 STDLIB_BYTES = 4 * 2**20
 SEPARATOR = b"\0"
 TOKEN_FILES = (".npy", ".bin")
@@ -23,7 +23,10 @@ TOKEN_FILES = (".npy", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A part of a document: all, unless it does not begin or end there. `place` is its first byte in a text file."""
+    """A document or a part of one. `begins` and `ends` say whether it includes the document's start and end.
+
+    `place` is the byte offset of the part in a text file, or the line number in a JSONL file.
+    """
 
     path: Path
     place: int
@@ -32,7 +35,7 @@ class Text:
     ends: bool = True
 
     def decode(self) -> str:
-        """Decode the bytes as UTF-8. Raises `Corrupt` with the place of the first that is not."""
+        """Return the text, decoded as UTF-8. Raises `Corrupt` with the byte offset of the first invalid byte."""
         try:
             return self.content.decode()
         except UnicodeDecodeError as error:
@@ -42,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """A document that is token ids already, on a line of a JSONL file."""
+    """A document of token ids, from a line of a JSONL file."""
 
     path: Path
     line: int
@@ -51,12 +54,15 @@ class Ids:
 
 
 def find_files(data: Path | None) -> list[Path]:
-    """Return the files that `data` means, in order: itself, the ones below a directory, or of the standard library."""
+    """Return the files of `data` in order: the file itself, or the files in a directory; for None the default data.
+
+    The default data are modules of Python's standard library. Raises `Usage` for a directory with token files.
+    """
     if data is None:
         return stdlib_modules()
     with translate_os_errors(data):
         if not data.is_dir():
-            data.stat()  # a missing file is said to be missing
+            data.stat()  # reports a missing file as missing
             return [data]
         files = sorted(path for path in data.rglob("*") if path.is_file())
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(data).parts)]
@@ -69,7 +75,7 @@ def find_files(data: Path | None) -> list[Path]:
 
 
 def stdlib_modules() -> list[Path]:
-    """Return the first top-level modules of the standard library, which every machine has; 4 MiB of them."""
+    """Return the first 4 MiB of top-level modules of Python's standard library, which every machine has."""
     root = Path(sysconfig.get_path("stdlib"))
     files, size = [], 0
     with translate_os_errors(root):
@@ -81,40 +87,41 @@ def stdlib_modules() -> list[Path]:
 
 
 def read(path: Path) -> Iterator[Text | Ids]:
-    """Read the documents of a file one after the other, no more of it in memory than a line or two parts."""
+    """Yield the documents of a file in order. Keeps at most one line or two parts in memory."""
     return read_lines(path) if path.suffix == ".jsonl" else read_text(path)
 
 
 def read_text(path: Path) -> Iterator[Text]:
-    """Read the documents of a text file; long ones in parts."""
-    place, rest, begins = 0, b"", True
+    """Yield the documents of a text file, long documents in parts."""
+    offset, rest, begins = 0, b"", True
     with translate_os_errors(path), path.open("rb") as file:
         while block := file.read(PART_BYTES):
-            *ended, rest = (rest + block).split(SEPARATOR)
-            for text in ended:
-                yield Text(path, place, text, begins)
-                place, begins = place + len(text) + len(SEPARATOR), True
+            *finished, rest = (rest + block).split(SEPARATOR)
+            for text in finished:
+                yield Text(path, offset, text, begins)
+                offset, begins = offset + len(text) + len(SEPARATOR), True
             if len(rest) > PART_BYTES:
                 cut = find_cut(rest)
-                yield Text(path, place, rest[:cut], begins, ends=False)
-                place, rest, begins = place + cut, rest[cut:], False
-        yield Text(path, place, rest, begins)
+                yield Text(path, offset, rest[:cut], begins, ends=False)
+                offset, rest, begins = offset + cut, rest[cut:], False
+        yield Text(path, offset, rest, begins)
 
 
 def find_cut(text: bytes) -> int:
-    """Return where to cut a text so that its parts make the same tokens: before a space, after a line, or anywhere.
+    """Return the offset at which to cut a text: before the last space or newline, else at a character boundary.
 
-    Most tokenizers split before a space anyhow. Those that put one before every text make one token more at a cut.
+    A cut before a space rarely changes the tokens, because most tokenizers split there. A tokenizer that adds a space
+    before every text yields one more token per cut.
     """
-    for sign in (b" ", b"\n"):
-        if (found := text.rfind(sign)) > 0:
-            return found
+    for separator in (b" ", b"\n"):
+        if (offset := text.rfind(separator)) > 0:
+            return offset
     last = range(len(text) - 1, len(text) - 5, -1)
-    return next((cut for cut in last if text[cut] & 0xC0 != 0x80), len(text))  # where a character of UTF-8 begins
+    return next((cut for cut in last if text[cut] & 0xC0 != 0x80), len(text))  # skip UTF-8 continuation bytes
 
 
 def read_lines(path: Path) -> Iterator[Text | Ids]:
-    """Read the documents of a JSONL file, one a line; empty lines hold none."""
+    """Yield the documents of a JSONL file, one per line; skips empty lines."""
     with translate_os_errors(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -122,7 +129,7 @@ def read_lines(path: Path) -> Iterator[Text | Ids]:
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Text | Ids:
-    """Return the document of a line. Raises `Corrupt` with its number if it holds none."""
+    """Return the document of a line. Raises `Corrupt` with the line number if it is invalid."""
     try:
         match json.loads(line):
             case {"text": str(text)}:

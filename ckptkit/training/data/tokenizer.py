@@ -1,4 +1,4 @@
-"""Turn text into token ids, by bytes or with a Hugging Face tokenizer."""
+"""Tokenize text into bytes or with a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ckptkit.training.models.config import BYTES, END_OF_TEXT
 
 
 class Tokenizer(Protocol):
-    """A tokenizer. A document becomes `start`, the ids of its texts, and `end`."""
+    """A tokenizer. The ids of a document are `start`, the ids of its texts, and `end`."""
 
     name: str
-    vocab_size: int  # every id is less
+    vocab_size: int  # exclusive upper bound of the ids
     start: tuple[int, ...]
     end: int
 
     def encode(self, texts: Sequence[Text]) -> Sequence[NDArray[np.integer]]:
-        """Return the ids of each text, int [n], without `start` and `end`. Raises `Corrupt` if it cannot read one."""
+        """Return the ids of each text, int [n], without `start` and `end`. Raises `Corrupt` for invalid text."""
 
     def files(self) -> Mapping[str, bytes]:
-        """Return the files, by name, with which others open it; they differ between two that make different ids."""
+        """Return the tokenizer's files by name. Tokenizers that produce different ids have different files."""
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes; NUL ends a document. Takes any file, text or not."""
+    """A tokenizer whose tokens are the bytes of any file; NUL ends a document."""
 
     name = "bytes"
     vocab_size = BYTES
@@ -44,14 +44,14 @@ class Bytes:
         return [np.frombuffer(text.content, dtype=np.uint8) for text in texts]
 
     def files(self) -> dict[str, bytes]:
-        """Return {}: it needs no files."""
+        """Return {}: there are no files."""
         return {}
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers. Its end-of-text token ends a document, one spelled out within the text too.
+    """A tokenizer of transformers. Its end-of-text token ends a document, also where the text spells it out.
 
-    A document starts with a token if the tokenizer itself starts a text with it, and ends no document with it.
+    `start` is the token that the tokenizer adds before a text, unless it is the end-of-text token.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -60,29 +60,32 @@ class HuggingFaceTokenizer:
             raise Usage(f"the tokenizer `{name}` does not have an end-of-text token", hint=hint)
         self.name = name
         self.end = int(tokenizer.eos_token_id)
-        # Not len(tokenizer): where added tokens leave ids unused, the highest is more than that.
+        # Not len(tokenizer): if added tokens leave gaps in the ids, the highest id is larger.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.start = tuple(token for token in tokenizer("")["input_ids"][:1] if token != self.end)
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[Text]) -> list[NDArray[np.integer]]:
-        """Return the ids of all texts, found at once by a thread per core."""
+        """Return the ids of all texts. Uses one thread per core. Raises `Corrupt` for text that is not UTF-8."""
         if not texts:
             return []
         decoded = [text.decode() for text in texts]
-        # It would warn of texts longer than the model's context: they are cut into sequences later.
-        found = self._tokenizer(decoded, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [np.array(ids, dtype=np.int64) for ids in found["input_ids"]]
+        # verbose=False: no warning for texts longer than the model's context, since they are cut into sequences later
+        encoding = self._tokenizer(decoded, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [np.array(ids, dtype=np.int64) for ids in encoding["input_ids"]]
 
     def files(self) -> dict[str, bytes]:
-        """Return tokenizer.json and its companions, as transformers saves them."""
-        with tempfile.TemporaryDirectory() as room:
-            self._tokenizer.save_pretrained(room)
-            return {path.name: path.read_bytes() for path in sorted(Path(room).iterdir()) if path.is_file()}
+        """Return tokenizer.json and the other files that transformers saves."""
+        with tempfile.TemporaryDirectory() as directory:
+            self._tokenizer.save_pretrained(directory)
+            return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
 
 
 def choose_tokenizer(name: str | None) -> Tokenizer:
-    """Return `Bytes`, or the Hugging Face tokenizer of a directory, a tokenizer.json in one, or a model of the Hub."""
+    """Return the Hugging Face tokenizer `name`: a directory, a tokenizer.json, or a Hub id; `Bytes` for None.
+
+    Raises `Usage` if transformers is not installed or the tokenizer cannot be loaded.
+    """
     if name is None:
         return Bytes()
     try:

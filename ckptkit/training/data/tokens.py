@@ -1,10 +1,10 @@
-"""Write a corpus as one file of token ids, made once for all ranks and then mapped.
+"""Write a corpus as one file of token ids, once for all ranks, and mmap it.
 
     run/
-    ├── tokens.bin   the ids of all documents, each ended by the tokenizer's `end`; raw, no wider than needed
-    └── tokens.json  the fields of `TokenFile`, and a hash of its sources: when that changes, it is made again
+    ├── tokens.bin   the ids of all documents, each followed by the tokenizer's `end`; raw integers of minimal width
+    └── tokens.json  the fields of `TokenFile`, and a hash of the sources: if it changes, tokens.bin is written again
 
-Token files that others made stay where they are: `.npy` (integers, one dimension), `.u32.bin` (raw little-endian
+Token files of other tools are used where they are: `.npy` (integers, one dimension), `.u32.bin` (raw little-endian
 uint32) and any other `.bin` (raw little-endian uint16). The id `end` of the tokenizer ends a document in them too.
 """
 
@@ -26,15 +26,15 @@ from ckptkit.training.data.documents import TOKEN_FILES, Ids, Text, find_files, 
 from ckptkit.training.data.tokenizer import Tokenizer
 
 TOKENS, ABOUT = "tokens.bin", "tokens.json"
-BATCH_BYTES = 4 * 2**20  # of text, given to a tokenizer at once
-BLOCK_TOKENS = 2**20  # checked at once
+BATCH_BYTES = 4 * 2**20  # bytes of text in one call of a tokenizer
+BLOCK_TOKENS = 2**20  # tokens that `check` compares at once; bounds its memory
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
     """`count` token ids of numpy's `dtype` from byte `offset` of `path`, all < `vocab_size`; `end` ends a document.
 
-    `checksum` is the CRC-32 of their bytes: a place in the order of one corpus means nothing in another.
+    `checksum` is the CRC-32 of their bytes. It identifies the data when a run is resumed at a position in it.
     """
 
     path: Path
@@ -46,7 +46,10 @@ class TokenFile:
     checksum: int = 0
 
     def open(self) -> NDArray[np.integer]:
-        """Return the ids, [count], read as they are used, into memory that the processes of a machine share."""
+        """Return the ids, [count], as an mmap, so that the processes of a machine share the memory.
+
+        Raises `Corrupt` if the file is too short.
+        """
         try:
             with translate_os_errors(self.path):
                 return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
@@ -55,38 +58,41 @@ class TokenFile:
 
 
 def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> TokenFile:
-    """Return the token file of `data`, by default the standard library's sources, made in `room` unless it is there.
+    """Return the token file of `data`, by default Python's standard library. Writes it into `room` if needed.
 
-    One rank's work for all. Raises `Usage` for ids that are not of the tokenizer and where there is nothing to learn,
-    `Corrupt` for data that cannot be read, and `IOFailure`.
+    Call it on one rank per shared disk. Raises `Usage` for ids outside the tokenizer's vocabulary and for data without
+    a target, `Corrupt` for data that cannot be read, and `IOFailure`.
     """
     files = find_files(data)
-    given = data in files and files[0].suffix in TOKEN_FILES  # not a directory of such a name
-    path = files[0] if given else room / TOKENS
+    is_token_file = data in files and files[0].suffix in TOKEN_FILES  # a directory may have such a suffix
+    path = files[0] if is_token_file else room / TOKENS
     made_of = fingerprint(files, tokenizer)
-    if (known := recall(room / ABOUT, made_of, path)) is not None:
+    if (known := read_token_file(room / ABOUT, made_of, path)) is not None:
         return known
     with translate_os_errors(room):
-        (room / ABOUT).unlink(missing_ok=True)  # it is not about what is written from here on
-    tokens = describe(path, tokenizer) if given else write(files, tokenizer, path)
+        (room / ABOUT).unlink(missing_ok=True)  # first, because it does not describe the file written next
+    tokens = describe(path, tokenizer) if is_token_file else write(files, tokenizer, path)
     tokens = check(tokens, data, tokenizer.name)
-    remember(room / ABOUT, made_of, tokens)
+    write_token_file(room / ABOUT, made_of, tokens)
     return tokens
 
 
 def fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """Return a hash of all that token ids depend on, but of the files only names, sizes and times of change."""
+    """Return a hash of the inputs of the token ids: the tokenizer, and path, size and mtime of each file."""
     parts: list[object] = [tokenizer.vocab_size, tokenizer.start, tokenizer.end]
     parts += [(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(tokenizer.files().items())]
     for path in files:
         with translate_os_errors(path):
-            now = path.stat()
-        parts.append((str(path.resolve()), now.st_size, now.st_mtime_ns))
+            status = path.stat()
+        parts.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def recall(about: Path, made_of: str, path: Path) -> TokenFile | None:
-    """Return the token file at `path`, if `about` says that it was made of the same, and it is whole."""
+def read_token_file(about: Path, made_of: str, path: Path) -> TokenFile | None:
+    """Return the description of the token file `path` in `about`.
+
+    Returns None if `about` is missing or invalid, has another hash of the sources, or `path` has another size.
+    """
     try:
         written = json.loads(about.read_text())
         tokens = TokenFile(path, **written["tokens"])
@@ -97,15 +103,17 @@ def recall(about: Path, made_of: str, path: Path) -> TokenFile | None:
     return tokens if same else None
 
 
-def remember(about: Path, made_of: str, tokens: TokenFile) -> None:
-    """Write the file that `recall` reads."""
+def write_token_file(about: Path, made_of: str, tokens: TokenFile) -> None:
     fields = asdict(tokens)
-    del fields["path"]  # a run may be moved
+    del fields["path"]  # the run may be moved
     publish(about, json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n", overwrite=True)
 
 
 def describe(path: Path, tokenizer: Tokenizer) -> TokenFile:
-    """Describe a token file that others made, as far as its name and size tell."""
+    """Return the description of another tool's token file, from its name, header and size.
+
+    Raises `Corrupt` for a damaged file, and `Unsupported` for an array that is not one-dimensional integers.
+    """
     if path.suffix == ".npy":
         try:
             with translate_os_errors(path):
@@ -129,7 +137,7 @@ def describe(path: Path, tokenizer: Tokenizer) -> TokenFile:
 
 
 def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
-    """Write the token ids of all documents in `files` to `path`."""
+    """Write the token ids of all documents in `files` to `path`; atomic."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
     count = 0
     stage = Stage(path, overwrite=True, is_file=True)
@@ -146,7 +154,7 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
 
 
 def tokenize(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
-    """Yield the ids of documents as they follow each other, each ended once; a document without any is left out."""
+    """Yield the ids of the documents in order, with exactly one `end` after each; skips empty documents."""
     end = np.array([tokenizer.end])
     last = tokenizer.end
     for batch in batches(part for path in files for part in read(path)):
@@ -164,7 +172,7 @@ def tokenize(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np
 
 
 def batches(parts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
-    """Yield lists of parts, long enough to be worth a tokenizer's call and short enough to be held."""
+    """Yield lists of parts with about `BATCH_BYTES` each."""
     batch: list[Text | Ids] = []
     size = 0
     for part in parts:
@@ -177,33 +185,37 @@ def batches(parts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
 
 
 def given_ids(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
-    """Return the ids of a document that came with them, int64. Raises `Usage` for one that is not the tokenizer's."""
+    """Return the ids of a document of token ids, int64. Raises `Usage` for an id outside the vocabulary."""
     for number, token in enumerate(document.content):
         if not 0 <= token < tokenizer.vocab_size:
             where = f"id {token} at place {number} of line {document.line}"
-            raise stray(where, tokenizer.vocab_size, tokenizer.name, document.path)
+            raise unknown_id(where, tokenizer.vocab_size, tokenizer.name, document.path)
     return np.array(document.content, dtype=np.int64)
 
 
 def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
-    """Return `tokens` with its checksum, after looking at every id. Raises `Usage` unless they are fit to train on."""
+    """Return `tokens` with its checksum, after a check of every id.
+
+    Raises `Usage` for an id outside the vocabulary, and if no document has two tokens.
+    """
     ids = tokens.open() if tokens.count else np.zeros(0, dtype=np.uint8)
-    checksum, followed = 0, False
+    checksum, has_target = 0, False
     for start in range(0, tokens.count, BLOCK_TOKENS):
         block = ids[start : start + BLOCK_TOKENS]
         wrong = (block < 0) | (block >= tokens.vocab_size)
         if wrong.any():
             first = int(wrong.argmax())
-            raise stray(f"id {block[first]} at place {start + first}", tokens.vocab_size, name, tokens.path)
-        followed = followed or bool((block[: tokens.count - 1 - start] != tokens.end).any())
+            raise unknown_id(f"id {block[first]} at place {start + first}", tokens.vocab_size, name, tokens.path)
+        # a token other than `end` that is not the last of the file is followed by a target
+        has_target = has_target or bool((block[: tokens.count - 1 - start] != tokens.end).any())
         checksum = zlib.crc32(block.data, checksum)
-    if not followed:
+    if not has_target:
         hint = "pass text with `--data`"
         raise Usage("there is no text to train on: every document has fewer than two tokens", path=data, hint=hint)
     return replace(tokens, checksum=checksum)
 
 
-def stray(where: str, vocab_size: int, name: str, path: Path) -> Usage:
+def unknown_id(where: str, vocab_size: int, name: str, path: Path) -> Usage:
     hint = "name the tokenizer that made the ids with `--tokenizer`"
     return Usage(
         f"expected ids below {vocab_size}, the tokens of tokenizer `{name}`; found {where}", path=path, hint=hint

@@ -1,1 +1,1 @@
-"""Build the models to train: the built-in Llama, and those of transformers."""
+"""Build the models to train: the built-in Llama and models of transformers."""

@@ -1,4 +1,4 @@
-"""Describe a model that is not built yet, as the loop needs to know it; chosen by name."""
+"""The interface of models to the training loop, and the choice of a model by name."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from ckptkit.training.models.llama import LlamaBlueprint
 
 
 class Blueprint(Protocol):
-    """A model that is not built yet; the built-in Llama and transformers' models each have one."""
+    """A description of a model that is not built yet: the built-in Llama, or a model of transformers."""
 
     vocab_size: int
-    max_length: int  # tokens that a sequence may have
+    max_length: int  # tokens per sequence at most
     layers: int  # transformer blocks
-    attention_width: int  # query heads times the size of one
-    weights: Path | None  # a directory with the weights it was trained to, if it has any
+    attention_width: int  # number of query heads times head_dim
+    weights: Path | None  # a directory with pretrained weights, if there are any
 
     def build(self) -> nn.Module:
-        """Build the model, tied where it should be, on torch's default device: `meta`, when the loop asks."""
+        """Build the model with tied weights on torch's default device; the training loop sets it to `meta`."""
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return its transformer blocks in the order of the forward pass: the units that FSDP gathers and frees."""
+        """Return the transformer blocks, which become FSDP units, in the order of the forward pass."""
 
     def initialize(self, name: str, module: nn.Module) -> None:
-        """Give the parameters and buffers of `module` itself, not of its children, their first values.
+        """Initialize the direct parameters and buffers of `module`, not those of its children.
 
-        They are whole and on a real device, and hold garbage; torch's random numbers are seeded for this module.
-        `name` is the module's in the model.
+        They are unsharded, uninitialized and not on `meta`. The caller has seeded torch for this module. `name` is the
+        name of the module in the model.
         """
 
     def tie(self, model: nn.Module) -> None:
-        """Tie again what was tied: moving a model off `meta` undoes it."""
+        """Tie the weights again, because moving a model off `meta` unties them."""
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Return logits [batch, length, vocabulary] of int64 token ids [batch, length].
 
-        `positions` int64 [batch, length] count from 0 in each document, and no token sees another document's; None
-        is one document per sequence.
+        `positions`, int64 [batch, length], count from 0 in each document, and a token attends only to its own document.
+        None means one document per sequence.
         """
 
     def files(self) -> Mapping[str, bytes]:
-        """Return the small files with which others open its weights: config.json and its companions."""
+        """Return the model files, by name, that other tools need to load the weights: config.json and others."""
 
 
 def resolve_model(model: str) -> str:
-    """Return `model` for `choose_blueprint`: the same, or the directory that a Hub id was downloaded to.
+    """Return `model` unchanged, or for a Hub id the directory that it was downloaded to.
 
-    One rank does it for all that share a disk. Raises `Usage` where there is no such model.
+    Call it on one rank per shared disk. Raises `Usage` for an unknown model, and `Unsupported` without safetensors.
     """
     require_known(model)
     if model in SIZES or Path(model).exists():
@@ -62,18 +62,20 @@ def resolve_model(model: str) -> str:
     from huggingface_hub import snapshot_download
 
     with downloading(model):
-        found = Path(snapshot_download(model, allow_patterns=[*FILES, "model*.safetensors*"], ignore_patterns="*/*"))
-    if weights_in(found) is None:
+        directory = Path(
+            snapshot_download(model, allow_patterns=[*FILES, "model*.safetensors*"], ignore_patterns="*/*")
+        )
+    if weights_in(directory) is None:
         hint = "download it and `ckptkit convert` its weights, or give a directory with its config.json to start anew"
         raise Unsupported(f"`{model}` does not have safetensors files on the Hub", hint=hint)
-    return str(found)
+    return str(directory)
 
 
 def choose_blueprint(model: str, *, tied: bool = True, vocab_size: int | None = None) -> Blueprint:
-    """Return the blueprint of a size name, a Llama's config.json, or a directory with any causal model's config.json.
+    """Return the blueprint for a size name, a Llama's config.json, or a directory with a causal model's config.json.
 
-    `tied` and `vocab_size` (None: bytes) are for a size alone; the others bring their own. A Hub id goes through
-    `resolve_model` first. Raises `Usage` where there is no such model and `Unsupported` where it is beyond us.
+    `tied` and `vocab_size` (None: 256, for bytes) apply only to a size name. Pass a Hub id through `resolve_model`
+    first. Raises `Usage` for an unknown model, and `Unsupported` for a model that cannot be trained.
     """
     if model in SIZES:
         return LlamaBlueprint(ModelConfig.sized(model, tied=tied, vocab_size=vocab_size))
@@ -88,7 +90,7 @@ def choose_blueprint(model: str, *, tied: bool = True, vocab_size: int | None = 
 
 
 def choose_pretrained(directory: Path) -> Blueprint:
-    """Return the blueprint of a model of transformers, which is imported only here: it is an extra."""
+    """Return the blueprint of a model of transformers. Raises `Usage` without transformers, an optional dependency."""
     try:
         from ckptkit.training.models.pretrained import Pretrained
     except ImportError as error:
@@ -98,7 +100,7 @@ def choose_pretrained(directory: Path) -> Blueprint:
 
 
 def weights_in(directory: Path) -> Path | None:
-    """Return the directory if it holds weights in safetensors, else None. Raises `Unsupported` for pickled ones."""
+    """Return the directory if it has safetensors files, else None. Raises `Unsupported` for pickled weights."""
     if any(directory.glob("*.safetensors")):
         return directory
     pickled = next(iter(sorted(directory.glob("pytorch_model*.bin"))), None)

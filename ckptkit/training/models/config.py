@@ -1,4 +1,4 @@
-"""Configure the shape of the built-in Llama, by size name or config.json."""
+"""The shape of the built-in Llama, from a size name or config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptkit.io.path import is_model_id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """The lowering of RoPE's frequencies for a longer context. All but `factor` belong to `llama3` alone."""
+    """RoPE scaling for a longer context. All fields but `factor` apply only to the type `llama3`."""
 
     rope_type: str  # "linear" or "llama3"
     factor: float
@@ -33,7 +33,7 @@ class RopeScaling:
 
     @classmethod
     def from_keys(cls, rope: Mapping[str, Any]) -> RopeScaling | None:
-        """Return the scaling that a config.json asks for; None for plain RoPE."""
+        """Return the scaling in the RoPE keys of a config.json, None for plain RoPE. Raises `Unsupported`."""
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return None
@@ -52,14 +52,14 @@ class RopeScaling:
         )
 
     def to_keys(self) -> dict[str, Any]:
-        """Return the keys of config.json that say it."""
+        """Return the RoPE keys of config.json for this scaling."""
         keys = asdict(self)
         return keys if self.rope_type == "llama3" else {name: keys[name] for name in ("rope_type", "factor")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a Llama, by the names of Hugging Face's config.json. The defaults are the size `tiny`."""
+    """The shape of a Llama, with the names of Hugging Face's config.json. The defaults are the size `tiny`."""
 
     vocab_size: int = 256
     hidden_size: int = 64
@@ -97,10 +97,10 @@ class ModelConfig:
 
     @classmethod
     def sized(cls, size: str, *, tied: bool = True, vocab_size: int | None = None) -> ModelConfig:
-        """Return the model of a size name, for a vocabulary: by default the bytes of text.
+        """Return the model of a size name; `vocab_size` is 256 by default, for bytes. Raises `Usage`.
 
-        A name counts parameters loosely, as models are called: `1b` to `70b` have the shapes of Llama 3, and as many
-        parameters only with its vocabulary of 128256.
+        `1b` to `70b` have the shapes of Llama 3. The parameter counts in their names hold only with its vocabulary of
+        128256 tokens.
         """
         if size not in SIZES:
             raise Usage(f"unknown model size `{size}`", hint=f"use one of {', '.join(SIZES)}, or a config.json")
@@ -108,7 +108,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
-        """Read the model that a config.json describes. Raises `Unsupported` for one that is no plain Llama."""
+        """Return the model of a config.json. Raises `Unsupported` unless it is a plain Llama, and `NotACheckpoint`."""
         try:
             with translate_os_errors(path):
                 keys = json.loads(path.read_text())
@@ -145,7 +145,7 @@ class ModelConfig:
         )
 
     def to_json(self) -> str:
-        """Return the text of the config.json with which transformers opens this model as `LlamaForCausalLM`."""
+        """Return the text of a config.json with which transformers loads this model as `LlamaForCausalLM`."""
         keys: dict[str, Any] = {
             **PLAIN_LLAMA,
             "architectures": ["LlamaForCausalLM"],
@@ -163,7 +163,7 @@ class ModelConfig:
 
 
 def require_at_least(least: int, name: str, value: float) -> None:
-    """Raise `Usage` unless `value` is a number of at least `least` (NaN is not)."""
+    """Raise `Usage` unless `value` is at least `least`; NaN raises too."""
     if not value >= least:
         raise Usage(f"{name}: expected {least} or more, found {value}")
 

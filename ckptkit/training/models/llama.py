@@ -1,6 +1,7 @@
-"""Build Llama in plain torch.
+"""Llama in plain torch.
 
-Hugging Face's tensor names, its logits bit for bit, and documents kept apart in a sequence.
+It has the tensor names of Hugging Face's Llama and the same logits bit for bit. Documents packed into one sequence do
+not attend to each other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ckptkit.training.models.config import ModelConfig, RopeScaling
 
 
 def own_document(positions: Tensor) -> Tensor:
-    """Return which keys a query may see, bool [batch, 1, query, key]: its own document's, up to itself.
+    """Return an attention mask, bool [batch, 1, query, key]: True for earlier keys of the query's document.
 
     `positions` int64 [batch, length] count from 0 in each document.
     """
@@ -31,17 +32,18 @@ def own_document(positions: Tensor) -> Tensor:
 
 
 @contextmanager
-def apart(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
-    """Check inside the block that a model keeps documents apart: by its masks, and with nothing else that mixes.
+def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
+    """Raise `Unsupported` if a block runs inside the context and may mix documents of one sequence.
 
-    This is asked of a model that is not ours: not every family does with a mask what it is for. Raises `Unsupported`.
+    Checks the attention mask that each block gets, and that no block has a convolution. For models of transformers,
+    because not every family applies the mask that it gets.
     """
-    beyond = ~own_document(positions)
+    hidden = ~own_document(positions)
 
     def check(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
         mask = bound.get("attention_mask", kwargs.get("attention_mask"))
-        masked = isinstance(mask, Tensor) and mask.ndim == 4 and not (visible(mask) & beyond).any()
+        masked = isinstance(mask, Tensor) and mask.ndim == 4 and not (visible(mask) & hidden).any()
         if not masked or any(isinstance(module, nn.Conv1d) for module in block.modules()):
             raise Unsupported(
                 f"a `{type(block).__name__}` lets documents that share a sequence see each other",
@@ -57,12 +59,12 @@ def apart(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
 
 
 def visible(mask: Tensor) -> Tensor:
-    """Return a mask as bools, True where a query sees a key; a mask of floats hides by huge negatives."""
+    """Return a mask as bool, True where a query attends to a key. Float masks have huge negative values elsewhere."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 class RMSNorm(nn.Module):
-    """A norm that divides by the root mean square of the last dimension, in fp32, and scales by a weight."""
+    """RMS normalization over the last dimension, computed in fp32, with a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class RMSNorm(nn.Module):
 
 
 class Rope(nn.Module):
-    """The angles of rotary position embedding. `inv_freq` stays fp32: bf16 would ruin far positions."""
+    """Rotary position embedding. `inv_freq` stays fp32, because bf16 is too coarse for distant positions."""
 
     inv_freq: Tensor
 
@@ -88,12 +90,12 @@ class Rope(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Compute the frequencies again: needed after `to_empty`, since no checkpoint holds them."""
-        # On the CPU whatever the device, as Hugging Face does: another device's `pow` may differ in the last bit.
+        """Compute the frequencies again. Needed after `to_empty`, because checkpoints do not contain them."""
+        # Always on the CPU, as Hugging Face does: `pow` of another device may differ in the last bit.
         channels = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device="cpu")
         inv_freq = 1.0 / self.config.rope_theta ** (channels / self.config.head_dim)
         if self.config.rope_scaling is not None:
-            inv_freq = stretch(inv_freq, self.config.rope_scaling)
+            inv_freq = scale_frequencies(inv_freq, self.config.rope_scaling)
         self.inv_freq.copy_(inv_freq)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -103,8 +105,11 @@ class Rope(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def stretch(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies of a longer context: all lowered by the factor, or by `llama3` the slow ones only."""
+def scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the frequencies divided by the factor; with `llama3` only the low ones, with a smooth transition.
+
+    Source: `_compute_llama3_parameters` in transformers/modeling_rope_utils.py.
+    """
     if scaling.rope_type == "linear":
         return inv_freq / scaling.factor
     wavelength = 2 * math.pi / inv_freq
@@ -116,7 +121,7 @@ def stretch(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (i, i + head_dim/2) of [..., length, head_dim] by the angles of their positions."""
+    """Rotate the channel pairs (i, i + head_dim/2) of [..., length, head_dim] by the angles of their positions."""
     first, second = x.tensor_split(2, dim=-1)
     return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
 
@@ -135,11 +140,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """Map [batch, length, hidden] to the same shape. Without a mask every query sees all keys up to itself."""
+        """Map [batch, length, hidden] to the same shape. Without a mask attention is causal."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.queries_per_key > 1
-        if mask is not None and grouped:  # CUDA's fused kernels that take a mask want no grouped heads
+        if mask is not None and grouped:  # CUDA's fused kernels support a mask only without grouped heads
             k, v = (heads.repeat_interleave(self.queries_per_key, dim=1) for heads in (k, v))
             grouped = False
         mixed = F.scaled_dot_product_attention(
@@ -154,7 +159,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated feed-forward half of a block (SwiGLU)."""
+    """The gated feed-forward layer of a block (SwiGLU)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -169,7 +174,7 @@ class MLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One transformer block: the unit that FSDP gathers and frees."""
+    """One transformer block; an FSDP unit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -186,7 +191,7 @@ class LlamaBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the last norm: the part that Hugging Face calls `model`."""
+    """Embedding, blocks and the last norm: the module `model` of Hugging Face's Llama."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -209,7 +214,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama language model whose state dict is that of Hugging Face's `LlamaForCausalLM`."""
+    """A Llama language model with the state-dict names of Hugging Face's `LlamaForCausalLM`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -219,21 +224,21 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Tie the output to the embeddings' weight, if the config says so: `to_empty` undoes it."""
+        """Tie `lm_head` to the embedding if the config says so. Needed again after `to_empty`."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map int64 token ids [batch, length] to logits [batch, length, vocab_size].
 
-        `positions`, int64 of the same shape, count from 0 in each document that is packed into a sequence.
+        `positions`, int64 of the same shape, count from 0 in each document of a packed sequence.
         """
         logits: Tensor = self.lm_head(self.model(tokens, positions))
         return logits
 
 
 class LlamaBlueprint:
-    """The built-in Llama as the loop knows a model: see `ckptkit.training.models.blueprint`."""
+    """The `Blueprint` of the built-in Llama; see `ckptkit.training.models.blueprint`."""
 
     weights: Path | None = None
 
@@ -249,14 +254,14 @@ class LlamaBlueprint:
         return Llama(self.config)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return its blocks in the order of the forward pass."""
+        """Return the transformer blocks in the order of the forward pass."""
         return list(cast(Llama, model).model.layers)
 
     def initialize(self, name: str, module: nn.Module) -> None:
-        """Initialize `module` itself: normal matrices, norms of ones, RoPE's frequencies."""
+        """Initialize `module` without its children: normal matrices, norms of ones, RoPE frequencies."""
         match module:
             case nn.Linear() | nn.Embedding():
-                # The projections that end a block add up over the depth: smaller ones keep the sum's size (GPT-2).
+                # Output projections add up over the depth of the residual stream: scale them down, as GPT-2 does.
                 depth = 2 * self.layers if name.endswith(("o_proj", "down_proj")) else 1
                 nn.init.normal_(module.weight, std=self.config.initializer_range * depth**-0.5)
             case RMSNorm():
@@ -265,14 +270,14 @@ class LlamaBlueprint:
                 module.reset()
 
     def tie(self, model: nn.Module) -> None:
-        """Tie the output to the embeddings' weight again, if the config says so."""
+        """Tie `lm_head` to the embedding again if the config says so."""
         cast(Llama, model).tie()
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own."""
+        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length]; see `Blueprint.logits`."""
         logits: Tensor = model(tokens, positions)
         return logits
 
     def files(self) -> Mapping[str, bytes]:
-        """Return the config.json with which transformers opens the weights."""
+        """Return the config.json with which transformers loads the weights."""
         return {"config.json": self.config.to_json().encode()}

@@ -1,6 +1,6 @@
-"""Put adapters beside a model's linear layers: two small matrices each, that are trained while the model stays.
+"""Add LoRA adapters to the linear layers of a model: two small trainable matrices each, with the model frozen.
 
-Names, first values and arithmetic are those of PEFT, so that what is saved is its adapter. Source:
+Names, initial values and arithmetic are the same as in PEFT, so PEFT can load the saved adapter. Source:
 peft/tuners/lora/layer.py, and `check_target_module_exists` in peft/tuners/tuners_utils.py.
 """
 
@@ -25,9 +25,10 @@ from ckptkit.training.seeds import derive
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapters that are asked for: their rank, alpha, and the layers that have one; by default all in the blocks.
+    """Settings of LoRA adapters: rank, alpha and target layers, by default all linear layers in the blocks.
 
-    A layer is a target if its name is one of `targets`, or ends in one. `seed` gives the first values.
+    A layer is a target if its name equals one of `targets` or ends in `.` and one of them. `seed` initializes the
+    adapters.
     """
 
     rank: int
@@ -37,14 +38,17 @@ class Lora:
 
 
 class LoraMatrix(nn.Linear):
-    """A matrix of an adapter. A class by itself, since FSDP1 makes a unit of it: of another dtype than its block's."""
+    """A matrix of an adapter.
+
+    A class of its own, so that FSDP1 can wrap it as a unit: its dtype differs from the dtype of its block.
+    """
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. It gives `x W' + scaling * (x A') B'`; its own weight keeps its name."""
+    """A linear layer with an adapter: `x Wᵀ + scaling * (x Aᵀ) Bᵀ`. The base weight keeps its name."""
 
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
-        nn.Module.__init__(self)  # not Linear's, which would make another weight
+        nn.Module.__init__(self)  # `nn.Linear.__init__` would allocate another weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(linear, name))
@@ -54,14 +58,14 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        change: Tensor = self.lora_B[DEFAULT](self.lora_A[DEFAULT](x))
-        return super().forward(x) + change * self.scaling
+        update: Tensor = self.lora_B[DEFAULT](self.lora_A[DEFAULT](x))
+        return super().forward(x) + update * self.scaling
 
 
 class LoraBlueprint:
-    """A model with adapters as the loop knows a model: see `ckptkit.training.models.blueprint`.
+    """The `Blueprint` of a model with LoRA adapters; see `ckptkit.training.models.blueprint`.
 
-    The model's own parameters are frozen and held in `dtype`, that of their use: no update needs more digits of them.
+    The base parameters are frozen and stored in `dtype`, the dtype to compute in: without updates they need no fp32.
     """
 
     def __init__(self, base: Blueprint, lora: Lora, dtype: torch.dtype, base_name: str | None) -> None:
@@ -86,40 +90,43 @@ class LoraBlueprint:
         return self._base.blocks(model)
 
     def initialize(self, name: str, module: nn.Module) -> None:
-        """Initialize `module` as the model would; of an adapter, A as torch initializes a linear layer, and B to 0."""
+        """Initialize `module` like the base model; in adapters A like `nn.Linear`, and B to 0."""
         if not isinstance(module, LoraMatrix):
             self._base.initialize(name, module)
         elif name.endswith(f"lora_B.{DEFAULT}"):
             nn.init.zeros_(module.weight)
         else:
-            torch.manual_seed(derive(self._lora.seed, name))  # the caller has no seed where a model is to be loaded
+            torch.manual_seed(derive(self._lora.seed, name))  # the caller has no seed if the base weights are loaded
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
 
     def tie(self, model: nn.Module) -> None:
-        """Tie again what was tied."""
+        """Tie the weights of the base model again."""
         self._base.tie(model)
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own."""
+        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length]; see `Blueprint.logits`."""
         return self._base.logits(model, tokens, positions)
 
     def files(self) -> Mapping[str, bytes]:
-        """Return the model's files, and the config with which PEFT opens the adapter."""
+        """Return the model's files, and the adapter_config.json with which PEFT loads the adapter."""
         return {**self._base.files(), ADAPTER_CONFIG: (json.dumps(self._config(), indent=2) + "\n").encode()}
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """Return the names of the layers that have an adapter, or the ends of their names."""
+        """Return the names of the target layers, or the last components of their names.
+
+        Raises `Usage` for a target that matches no module, and `Unsupported` if the blocks have no linear layers.
+        """
         with torch.device("meta"):
             model = self._base.build()
-        found = self._lora.targets or last_parts(self._base.blocks(model))
-        for target in found:
+        targets = self._lora.targets or linear_names(self._base.blocks(model))
+        for target in targets:
             if not any(is_called(name, target) for name, _ in model.named_modules()):
-                known = ", ".join(last_parts([model]))
+                known = ", ".join(linear_names([model]))
                 raise Usage(f"no module is called `{target}`", hint=f"use one of {known}" if known else None)
-        if not found:
+        if not targets:
             raise Unsupported(f"found no linear layers to adapt in the blocks of a `{type(model).__name__}`")
-        return found
+        return targets
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -140,7 +147,7 @@ class LoraBlueprint:
 
 
 def find_linear(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the modules that are targets, by name. Raises `Unsupported` for one that is no plain linear layer."""
+    """Yield the target modules with their names. Raises `Unsupported` for a target that is not a plain `nn.Linear`."""
     for name, module in model.named_modules():
         if not any(is_called(name, target) for target in targets):
             continue
@@ -154,6 +161,7 @@ def is_called(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def last_parts(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+def linear_names(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the last components of the names of all linear layers in `modules`, such as `q_proj`, without repeats."""
     named = [item for module in modules for item in module.named_modules()]
     return tuple(dict.fromkeys(name.rpartition(".")[2] for name, module in named if type(module) is nn.Linear))

@@ -1,4 +1,4 @@
-"""Build any causal language model of transformers from a directory's config.json. Runs no code of the directory."""
+"""Build a causal language model of transformers from a directory's config.json, without running code in it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.models.companions import read_companions
-from ckptkit.training.models.llama import apart
+from ckptkit.training.models.llama import documents_checked
 
 
 class Pretrained:
-    """A model of transformers as the loop knows one: see `models.blueprint`. Built in fp32, however stored.
+    """The `Blueprint` of a model of transformers, built in fp32; see `ckptkit.training.models.blueprint`.
 
-    `directory` has its config.json; `weights`, most often the same, those that it shall start from, if any.
+    `directory` has the config.json. `weights`, usually the same directory, has the weights to start from, if any.
     """
 
     def __init__(self, directory: Path, weights: Path | None = None) -> None:
-        companions = read_companions(directory, follow_links=True)  # the Hub's cache is made of links
+        companions = read_companions(directory, follow_links=True)  # the Hub's cache consists of symbolic links
         if companions is None:
             raise NotACheckpoint("no config.json of a model in the directory", path=directory)
         self.directory = directory
@@ -44,16 +44,16 @@ class Pretrained:
             hint = "give a directory with the weights dequantized, and no `quantization_config` in its config.json"
             raise Unsupported("the model is quantized: such weights cannot be trained", path=directory, hint=hint)
         self._files = companions.files
-        self._seen_apart = False
+        self._is_checked = False  # True once `documents_checked` has passed for a batch
 
     def build(self) -> nn.Module:
-        """Build the model as transformers makes it, in training mode, with the dropout of its config."""
+        """Build the model with transformers, in training mode, with the dropout of its config."""
         with translating(self.directory):
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         return model
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the modules that transformers keeps on one device: its blocks, in the order of the forward pass."""
+        """Return the transformer blocks (`_no_split_modules`) in the order of the forward pass."""
         kinds = set(getattr(model, "_no_split_modules", None) or ())
         blocks = list(outermost(model, kinds))
         if not blocks:
@@ -62,13 +62,16 @@ class Pretrained:
 
     @torch.no_grad()
     def initialize(self, name: str, module: nn.Module) -> None:
-        """Initialize as transformers would: by the rules of the models that `module` is in, buffers as when built."""
+        """Initialize `module` with `_init_weights` of the models that contain it, and its buffers as in a new model.
+
+        Raises `Unsupported` if no weights are loaded later and transformers leaves a parameter uninitialized.
+        """
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
-            parameter.fill_(torch.nan)
-        # A rule may reach into the module's children, and the one of its parent into the module: what stands around
-        # it must be there, but need not have memory.
-        with put_into(self._skeleton.get_submodule(name), own):
+            parameter.fill_(torch.nan)  # to detect parameters that no rule initializes
+        # `_init_weights` of a model may access children of the module it gets, and a parent's call may initialize this
+        # module. So put the module's parameters into a full model, whose other parameters are on `meta`.
+        with replaced_parameters(self._skeleton.get_submodule(name), own):
             for ancestor, owner in ancestry(self._skeleton, name):
                 owner._init_weights(ancestor)
         for key, buffer in module.named_buffers(recurse=False):
@@ -80,34 +83,38 @@ class Pretrained:
         model.tie_weights()  # type: ignore[operator]
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own.
+        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length]; see `Blueprint.logits`.
 
-        Raises `Unsupported` for a family that does not keep documents apart that are packed into a sequence.
+        Raises `Unsupported` for a family in which documents of a packed sequence attend to each other.
         """
         if positions is None:
             logits: Tensor = model(input_ids=tokens, use_cache=False).logits
             return logits
         self._require_positions()
-        unseen = not self._seen_apart and bool((positions[:, 1:] == 0).any())
-        with apart(self.blocks(model), positions) if unseen else nullcontext():
+        # check once, with the first batch that has a sequence of several documents
+        must_check = not self._is_checked and bool((positions[:, 1:] == 0).any())
+        with documents_checked(self.blocks(model), positions) if must_check else nullcontext():
             masks = self._masks(positions)
             logits = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False).logits
-        self._seen_apart |= unseen
+        self._is_checked |= must_check
         return logits
 
     def files(self) -> Mapping[str, bytes]:
-        """Return the directory's config.json, and its generation config and tokenizer if it has them."""
+        """Return the config.json of the directory, with its generation config and tokenizer if present."""
         return self._files
 
     @cached_property
     def _skeleton(self) -> Any:
-        """Return the model with real buffers and, on `meta`, its parameters: only it knows how to make its buffers."""
+        """Return the model with real buffers on the CPU and parameters on `meta`.
+
+        The buffers come from here, because transformers computes them only when it builds a model.
+        """
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), parameters_on_meta():
-            torch.manual_seed(0)  # for a buffer of random numbers, alike on all ranks
+            torch.manual_seed(0)  # makes random buffers equal on all ranks
             return self.build()
 
     def _masks(self, positions: Tensor) -> Any:
-        """Return the attention masks that the family's config asks for: many make none of their own from positions."""
+        """Return the attention masks for the family's config: many families do not derive them from positions."""
         shape = torch.empty(*positions.shape, 0, device=positions.device)
         return create_masks_for_generate(
             config=self._skeleton.config,
@@ -135,25 +142,25 @@ class Pretrained:
 
 @contextmanager
 def translating(directory: Path) -> Iterator[None]:
-    """Raise `Unsupported` for what transformers raises about a config inside the block."""
+    """Raise `Unsupported` for any error of transformers inside the block."""
     try:
         yield
-    except Exception as error:  # each family has its own
-        said = str(error).strip() or type(error).__name__
-        raise Unsupported(f"transformers cannot build it: {said.splitlines()[0]}", path=directory) from error
+    except Exception as error:  # each family raises its own types
+        text = str(error).strip() or type(error).__name__
+        raise Unsupported(f"transformers cannot build it: {text.splitlines()[0]}", path=directory) from error
 
 
 def attention_width(text: Any) -> int:
-    """Return the query heads times the size of one, of the first layer; 0 for a model without attention."""
+    """Return the number of query heads times head_dim of the first layer; 0 for a model without attention."""
     layer = getattr(text, "per_layer_config", [text])[0]
     heads = getattr(layer, "num_attention_heads", None)
     return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)) if heads else 0
 
 
 def outermost(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
-    """Yield the outermost modules below `module` whose class, or a class it derives from, is called one of `kinds`."""
+    """Yield the outermost modules inside `module` whose class or base class has one of the names `kinds`."""
     for child in module.children():
-        if kinds.isdisjoint(kind.__name__ for kind in type(child).__mro__):  # FSDP2 derives classes of its own
+        if kinds.isdisjoint(kind.__name__ for kind in type(child).__mro__):  # FSDP2 replaces classes by subclasses
             yield from outermost(child, kinds)
         else:
             yield child
@@ -161,7 +168,7 @@ def outermost(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to `meta` as a module gets it, inside the block: it never has memory, while buffers do."""
+    """Move each parameter to `meta` when a module registers it, inside the block, so that only buffers use memory."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # noqa: ARG001
         if parameter is None or parameter.is_meta:
@@ -176,8 +183,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def put_into(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put `parameters` in the place of the module's own of these names, inside the block."""
+def replaced_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace the module's parameters of these names by `parameters` inside the block."""
     own = {key: module.get_parameter(key) for key in parameters}
     for key, parameter in parameters.items():
         setattr(module, key, parameter)
@@ -189,11 +196,11 @@ def put_into(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
 
 
 def ancestry(model: nn.Module, name: str) -> list[tuple[nn.Module, PreTrainedModel]]:
-    """Return the module called `name` and all that it is in, inside out, each with the nearest model around it."""
+    """Return the module called `name` and its ancestors, innermost first, each with its nearest `PreTrainedModel`."""
     names = name.split(".") if name else []
-    found: list[tuple[nn.Module, PreTrainedModel]] = []
+    ancestors: list[tuple[nn.Module, PreTrainedModel]] = []
     for depth in range(len(names) + 1):
         module = model.get_submodule(".".join(names[:depth]))
-        owner = module if isinstance(module, PreTrainedModel) else found[-1][1]
-        found.append((module, owner))
-    return found[::-1]
+        owner = module if isinstance(module, PreTrainedModel) else ancestors[-1][1]
+        ancestors.append((module, owner))
+    return ancestors[::-1]

@@ -1,1 +1,1 @@
-"""Spread a model over ranks by either FSDP."""
+"""Shard a model over ranks with FSDP1 or FSDP2."""

@@ -1,6 +1,7 @@
-"""Shard with `FullyShardedDataParallel`, for who still runs it. Units are flat buffers; names get a prefix inside.
+"""Shard with `FullyShardedDataParallel` (FSDP1).
 
-On the CPU torch 2.13 trains it when told `device_id`; its sharded state dict is right there, its gathered one is not.
+FSDP1 flattens each unit into one buffer and adds the prefix `_fsdp_wrapped_module.` to parameter names. On the CPU
+torch 2.13 trains it if `device_id` is passed. Its sharded state dict is correct there, its full state dict is not.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Fsdp1:
     seed: int | None
 
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
-        """Materialize one unit after the other, each sharded before the next."""
+        """Shard `model`. Units are materialized one at a time, and each is sharded before the next."""
         if self.mesh.shape[-1] == 1 or self.config.strategy == "ddp":
             require_trained(blueprint, model)
         device = (
@@ -60,7 +61,7 @@ class Fsdp1:
             if not any(
                 tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
             ):
-                return  # tied, and done with its partner
+                return  # its weight is tied to a module that is already materialized
             module.to_empty(device=device, recurse=False)
             if self.seed is not None or has_own_values(module):
                 whole = initialize_module(blueprint, names[module], module, self.seed or 0)
@@ -69,9 +70,9 @@ class Fsdp1:
             blueprint.tie(model)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated, and still asked for
-            warnings.filterwarnings("ignore", ".* has both parameters with requires_grad")  # some are frozen, as asked
-            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # on one rank there is no other
+            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated, but `--strategy ddp` needs it
+            warnings.filterwarnings("ignore", ".* has both parameters with requires_grad")  # expected with `--freeze`
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # the only strategy on one rank
             return FullyShardedDataParallel(
                 model,
                 device_mesh=self.mesh,
@@ -99,25 +100,33 @@ class Fsdp1:
         return MixedPrecision(param_dtype(self.config, self.mesh.device_type), reduce_dtype(self.config))
 
     def clip(self, model: nn.Module, limit: float) -> float:
-        """Clip to a norm by FSDP1's method, and return the one before: torch's function would take a rank's for all."""
+        """Clip gradients to a norm, and return the norm before clipping.
+
+        Uses FSDP1's method: `torch.nn.utils.clip_grad_norm_` would see only the shards of this rank.
+        """
         return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(limit))
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients on each rank where nothing is sharded; else reduce them: whole, they might not fit."""
-        whole = self.config.strategy == "ddp"
-        return cast(FullyShardedDataParallel, model).no_sync() if whole else nullcontext()
+        """Return a context for all micro-batches but the last.
+
+        With "ddp" gradients stay local until the last. Otherwise each micro-batch reduces them to shards, because
+        unsharded gradients may not fit into memory.
+        """
+        is_replicated = self.config.strategy == "ddp"
+        return cast(FullyShardedDataParallel, model).no_sync() if is_replicated else nullcontext()
 
 
 def require_trained(blueprint: Blueprint, model: nn.Module) -> None:
-    """Raise `Usage` if a unit is frozen whole, where none is sharded: torch 2.13 forgets to reshard such a unit.
+    """Raise `Usage` if all parameters of an FSDP unit are frozen. For unsharded models only.
 
-    Its parameters are mere tensors then, and the second step fails.
+    torch 2.13 does not reshard such a unit: its parameters become plain tensors, and the second step fails.
     """
-    apart = {
+    adapters = {
         parameter for module in model.modules() if isinstance(module, LoraMatrix) for parameter in module.parameters()
     }
-    blocks = [set(block.parameters()) - apart for block in blueprint.blocks(model)]
-    units = [*blocks, set(model.parameters()).difference(apart, *blocks)]
+    # adapters are FSDP units of their own
+    blocks = [set(block.parameters()) - adapters for block in blueprint.blocks(model)]
+    units = [*blocks, set(model.parameters()).difference(adapters, *blocks)]
     if not all(any(parameter.requires_grad for parameter in unit) for unit in units):
         message = "FSDP1 loses units that are both frozen and whole on every rank"
         raise Usage(message, hint="use `--fsdp 2`, or shard over more ranks")

@@ -1,4 +1,7 @@
-"""Shard with `fully_shard`, a unit per block and the root for the rest. Parameters become DTensors, same names."""
+"""Shard with `fully_shard` (FSDP2): one unit per block, and the root for the other parameters.
+
+Parameters become DTensors and keep their names.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ class Fsdp2:
     seed: int | None
 
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
-        """Shard on `meta`, then take memory for the shards alone, then fill them."""
+        """Shard `model` on `meta`, then allocate only the shards, then initialize them."""
         device = self.mesh.device_type
         policy = MixedPrecisionPolicy(param_dtype(self.config, device), reduce_dtype(self.config))
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
-        # None: blocks are freed after forward, and the root is not, for backward begins with it
+        # None: FSDP2 reshards blocks after forward but not the root, because backward starts with the root
         reshard = False if self.config.strategy == "shard_grad_op" else None
         blocks = blueprint.blocks(model)
         for unit in (*blocks, model):
@@ -47,13 +50,16 @@ class Fsdp2:
         return model
 
     def clip(self, model: nn.Module, limit: float) -> float:
-        """Clip to a norm by torch's function, which knows DTensors; return the one before, read by all ranks."""
+        """Clip gradients to a norm, and return the norm before clipping; a collective."""
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @contextmanager
     def accumulating(self, model: nn.Module) -> Iterator[None]:
-        """Reduce gradients to shards each time, which keeps them small, and across replicas once, at the end."""
+        """Return a context for all micro-batches but the last.
+
+        Each micro-batch reduces gradients to shards, which saves memory. Replicas are reduced only in the last.
+        """
         root = cast(FSDPModule, model)
         root.set_requires_all_reduce(False)
         yield
@@ -61,7 +67,7 @@ class Fsdp2:
 
 
 def prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
-    """Let each block ask for the `ahead` next ones as it begins, forward and backward."""
+    """Make each block prefetch the next `ahead` blocks, in forward and in backward."""
     if not ahead:
         return
     for i, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Initialize each module from the seed and its name, however sharded."""
+"""Initialize each module from the seed and its name, so that the result does not depend on the sharding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ckptkit.training.seeds import derive
 
 @torch.no_grad()
 def initialize(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None:
-    """Give a model that has memory, sharded or not, its first weights and its buffers.
+    """Initialize the weights and buffers of a materialized model, sharded or not.
 
-    The same at any world size: each rank makes the whole parameters of one module at a time, and keeps its shards.
-    Without a seed there are buffers and adapters only, and the parameters hold garbage until they are loaded.
+    The values are the same at any world size: each rank creates the full parameters of one module at a time, and keeps
+    its shards. Without a seed only buffers and adapters are initialized, and the other parameters must be loaded.
     """
     done: set[Tensor] = set()
     for name, module in model.named_modules():
@@ -33,7 +33,7 @@ def initialize(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None
 
 
 def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Initialize a module's own buffers in place, and give the first values of its parameters, whole, on the CPU."""
+    """Initialize a module's direct buffers in place, and return its initial parameters as full CPU tensors."""
     with whole_parameters(module) as whole, torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, name))
         blueprint.initialize(name, module)
@@ -42,24 +42,24 @@ def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: 
 
 @contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Give the module plain parameters on the CPU, in fp32, in place of its own, inside the block."""
+    """Replace the module's direct parameters by full fp32 parameters on the CPU inside the block."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     whole = {
         key: nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu"), requires_grad=False)
         for key, parameter in own.items()
     }
-    put(module, whole)
+    set_parameters(module, whole)
     try:
         yield dict(whole)
     finally:
-        put(module, own)
+        set_parameters(module, own)
 
 
-def put(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         setattr(module, name, parameter)
 
 
 def has_own_values(module: nn.Module) -> bool:
-    """Return True if the module itself has what no model's weights bring: buffers, or an adapter's matrix."""
+    """Return True if the module has values that loading weights does not set: buffers or an adapter's matrix."""
     return isinstance(module, LoraMatrix) or any(True for _ in module.buffers(recurse=False))

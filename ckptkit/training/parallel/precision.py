@@ -1,4 +1,4 @@
-"""Choose the dtypes that a rank computes and reduces in. Shards and optimizer are fp32, and buffers are never cast."""
+"""Choose the dtypes to compute and to reduce in. Shards and optimizer state are fp32, and buffers are never cast."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ckptkit.errors import Usage
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's number among all, its number on this machine, and the URL at which they meet (torch's `init_method`)."""
+    """A rank, its local rank on this machine, and the URL of the rendezvous (torch's `init_method`)."""
 
     rank: int
     world_size: int
@@ -27,9 +27,10 @@ class RankPlace:
 
 @contextmanager
 def process_group(place: RankPlace, device: str, *, deterministic: bool = False) -> Iterator[DeviceMesh]:
-    """Join the other ranks; yield a mesh of one dimension on the device of choice, and leave the group at the end.
+    """Initialize the process group, yield a one-dimensional mesh, and destroy the group at the end.
 
-    `deterministic` asks a GPU for the same bits each time: its attention else adds up gradients in any order.
+    `deterministic` makes results on a GPU repeatable bit for bit where torch can: attention otherwise adds up gradients
+    in varying order.
     """
     chosen = choose_device(device, place)
     backend = "gloo"
@@ -42,18 +43,18 @@ def process_group(place: RankPlace, device: str, *, deterministic: bool = False)
     dist.init_process_group(backend, init_method=place.rendezvous, rank=place.rank, world_size=place.world_size)
     done = False
     try:
-        # A rank may have joined while another still connects: should it fail and leave at once, so would that one.
+        # Wait until all ranks are connected: if a rank fails and exits while another still connects, both fail.
         dist.all_reduce(torch.zeros(1))
         yield init_device_mesh(chosen.type, (place.world_size,))
         done = True
     finally:
-        # After an error NCCL would wait here for ranks that wait for this one: there the process's end is the end.
+        # After an error NCCL would deadlock here, because other ranks wait for this rank: the process exit ends it.
         if done or chosen.type == "cpu":
             dist.destroy_process_group()
 
 
 def choose_device(device: str, place: RankPlace) -> torch.device:
-    """Return the device of a rank: by `auto` a GPU of its own if this machine has one for each rank, else the CPU."""
+    """Return the device of a rank. "auto" is a GPU if this machine has one for each rank, else the CPU."""
     gpus = torch.cuda.device_count()
     enough = gpus >= place.local_world_size
     if device == "cuda" and not enough:

@@ -1,4 +1,4 @@
-"""Build a model from a blueprint, spread over the ranks and never whole on any."""
+"""Build a sharded model from a blueprint. No rank ever has the full model in memory."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from ckptkit.training.parallel.fsdp2 import Fsdp2
 
 
 def recompute(blocks: Sequence[nn.Module], every: int) -> None:
-    """Let every `every`-th block keep its inputs only, and compute the rest again in backward; 0: none.
+    """Checkpoint the activations of every `every`-th block: backward recomputes them from its inputs; 0: none.
 
-    Wraps their `forward`, so no tensor changes name. What FSDP does to a block happens around its `forward`: it gathers
-    before and frees after, in backward too. So a checkpoint inside recomputes with parameters that are there already,
-    under FSDP1 and FSDP2 alike.
+    Wraps `forward`, so no tensor changes its name. FSDP1 and FSDP2 gather parameters before a block's `forward` and
+    free them after it, also in backward, so the recomputation inside it finds the parameters gathered.
     """
     for block in blocks[every - 1 :: every] if every else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile each block, once for all that are alike; after `recompute`, so that the compiler sees it."""
+    """Compile each block; blocks of the same class share the compilation. Call it after `recompute`."""
     for block in blocks:
         block.forward = torch.compile(block.forward)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model spread over the ranks, and facts from before: which parameters were matrices, which tied.
+    """A sharded model, and facts about the model before sharding.
 
-    `first_names` gives for each name of the state dict the first one of the same tensor.
-    `multiplied` counts the parameters that every token is multiplied with, and `frozen` those of them that are not
-    trained: an embedding is only looked up.
+    `first_names` maps each name in the state dict to the first name of the same (tied) tensor. `matrices` are the names
+    of parameters with two dimensions or more. `multiplied` counts the parameters that every token is multiplied with,
+    which excludes embeddings, and `frozen` counts the frozen parameters among them.
     """
 
     model: nn.Module
@@ -53,7 +52,7 @@ class ShardedModel:
     frozen: int
 
     def parameters(self, *, matrices: bool) -> list[nn.Parameter]:
-        """Return the parameters to train that have two dimensions or more before sharding, or the others."""
+        """Return the trainable parameters with two dimensions or more before sharding, or the other ones."""
         return [
             parameter
             for name, parameter in self.model.named_parameters()
@@ -62,9 +61,9 @@ class ShardedModel:
 
 
 def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> ShardedModel:
-    """Build a model of `blueprint` on the mesh of all ranks, as `config` says, with the weights of `seed`.
+    """Build the model of `blueprint`, sharded on the mesh of all ranks, with weights initialized from `seed`.
 
-    None: its weights will be loaded; until then they are garbage.
+    With `seed` None the weights are uninitialized and must be loaded.
     """
     with torch.device("meta"):
         model = blueprint.build()
@@ -75,14 +74,14 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int
     if config.compile:
         compile_blocks(blocks)
     first_names = find_first_names(model)
-    arranged = arrange(config, mesh)
-    sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, arranged, seed)
+    strategy_mesh = mesh_for_strategy(config, mesh)
+    sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, strategy_mesh, seed)
     multiplied, frozen = count_multiplied(model)
     return ShardedModel(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
 
 
-def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a strategy needs: of one dimension, or [replicas, shards]."""
+def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that the strategy needs: [shards] or [replicas, shards]."""
     world_size = mesh.size()
     if config.cpu_offload and mesh.device_type == "cpu":
         raise Usage("there is nothing to offload from: the device is the CPU", hint="drop `--cpu-offload`")
@@ -94,14 +93,14 @@ def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
             )
         shape = (config.replicas, world_size // config.replicas)
     elif config.strategy == "ddp" and config.fsdp == "2":
-        shape = (world_size, 1)  # a replica of one shard each: FSDP2's way to replicate
+        shape = (world_size, 1)  # FSDP2 replicates if each replica has one shard
     else:
         return mesh
     return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def freeze(model: nn.Module, globs: Iterable[str]) -> None:
-    """Freeze the parameters whose name one of `globs` matches; a glob that matches none is a mistake."""
+    """Freeze the parameters that match one of `globs`. Raises `Usage` for a glob without a match."""
     parameters = dict(model.named_parameters())
     for glob in globs:
         matching = [name for name in parameters if fnmatchcase(name, glob)]
@@ -119,7 +118,7 @@ def find_first_names(model: nn.Module) -> dict[str, str]:
 
 
 def count_multiplied(model: nn.Module) -> tuple[int, int]:
-    """Count the elements of the parameters of all modules but embeddings, each once, and those of frozen ones."""
+    """Return the number of elements of all parameters outside embeddings, and of the frozen ones among them."""
     owners = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
@@ -127,5 +126,5 @@ def count_multiplied(model: nn.Module) -> tuple[int, int]:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the words that FSDP1 puts into it."""
+    """Return a parameter's name without the prefixes of FSDP1."""
     return name.replace("_fsdp_wrapped_module.", "")

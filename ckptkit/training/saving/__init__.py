@@ -1,1 +1,1 @@
-"""Save and load a training under way, for anybody's loop."""
+"""Save and load the state of a running training, from any training loop."""

@@ -1,7 +1,7 @@
-"""Load a state of any form on all ranks: first its outline, then the wanted entries.
+"""Load a state of any `state_dict` format on all ranks: first its outline, then the requested entries.
 
-Tensors are read shard by shard, through `ckptkit.storage`. What else is in a file of torch.save is read by rank 0 for
-all, with torch: only there is what is nested in it exactly what it was.
+Each rank reads its shards of the tensors through `ckptkit.storage`. Rank 0 reads the non-tensor entries of a torch.save
+file with torch and sends them to all ranks, because only torch restores nested Python objects exactly.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
-from ckptkit.training.saving.state import Tree, flatten, map_tensors, outlined, unflatten
+from ckptkit.training.saving.state import Tree, flatten, map_tensors, to_meta, unflatten
 
 FILE = "state.pt"
 
 
 class Stored:
-    """The state in the checkpoint at `path`, whatever its form."""
+    """The state in the checkpoint at `path`, in any format that `Run` writes."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path = path
@@ -38,27 +38,31 @@ class Stored:
         self._in_file: set[str] = set()
 
     def outline(self) -> Tree:
-        """Return the state without its data: tensors have a shape and a dtype, all else of a directory is None.
+        """Return the state with meta tensors (shape and dtype, no data) in place of the stored tensors.
 
-        What a file of torch.save has besides model and optimizer is there already.
+        Non-tensor entries of a checkpoint directory are None. Entries of a torch.save file other than model and
+        optimizer are already loaded.
         """
         in_file, outline = self._ranks.on_first(self._outline)
         self._in_file = set(in_file)
         return outline | in_file
 
     def _outline(self) -> tuple[Tree, Tree]:
-        # a sharded checkpoint that was made into one file has its dicts wrapped still
-        state = {name: unwrap(part) for name, part in read_file(self._file).items()} if self._file else {}
-        found = {name: outlined(part) if name in IN_PARTS else map_tensors(clone, part) for name, part in state.items()}
-        return found, {} if self._file == self.path / FILE else read_outline(self._reader)
+        # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
+        state = {name: unwrap(entry) for name, entry in read_file(self._file).items()} if self._file else {}
+        outline = {
+            name: to_meta(entry) if name in IN_PARTS else map_tensors(clone, entry) for name, entry in state.items()
+        }
+        return outline, {} if self._file == self.path / FILE else read_outline(self._reader)
 
     def read(self, wanted: Tree) -> None:
-        """Read into `wanted`, which is all or some of the outline, every rank its own shards."""
-        state = {name: part for name, part in wanted.items() if name not in self._in_file}
-        inside = {name: part for name, part in wanted.items() if name in self._in_file and name in IN_PARTS}
-        # Otherwise a rank without a shard of one of FSDP1's tensors takes the checkpoint for one of torch 2.3 (2.13).
+        """Fill `wanted`, a subset of the outline's entries, in place. Each rank reads its own shards."""
+        state = {name: entry for name, entry in wanted.items() if name not in self._in_file}
+        from_file = {name: entry for name, entry in wanted.items() if name in self._in_file and name in IN_PARTS}
+        # With the default, torch 2.13 mistakes the checkpoint for one of torch 2.3 on a rank that has no shard of an
+        # FSDP1 tensor.
         planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-        every = dict(flatten(inside)) | state
+        every = dict(flatten(from_file)) | state
         try:
             state_dict_loader.load(every, storage_reader=self._reader, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
@@ -67,15 +71,16 @@ class Stored:
 
 
 def find_form(path: Path) -> tuple[bool, Path | None]:
-    """Return whether `path` is a model with the rest of its training beside it, and the file of torch.save in it."""
+    """Return whether `path` is a model with a directory for its training state, and the path of its torch.save file."""
     files = (path / TRAINING / FILE, path / FILE)
     return (path / TRAINING).exists(), next((file for file in files if file.exists()), None)
 
 
 def read_outline(reader: Reader) -> Tree:
-    """Return the nested dicts that a checkpoint holds: tensors without data in them, and None for all else.
+    """Return the nested dicts of a checkpoint, with meta tensors for its tensors and None for non-tensor entries.
 
-    Read by us and not by torch, which would run whatever code its metadata brings along.
+    ckptkit parses the metadata itself, because torch would unpickle it and run any code in it. Raises `Unsupported` if
+    the metadata does not list the keys of nested entries.
     """
     leaves: dict[str, Tensor | None] = {}
     keys: dict[str, Any] = {}
@@ -92,9 +97,9 @@ def without_data(spec: Spec) -> Tensor:
 
 
 def read_file(path: Path) -> Tree:
-    """Return the state in a file of torch.save: its tensors stay on the disk until they are used, no code of it runs.
+    """Return the state in a torch.save file. Tensors are mmapped, and no code in the file runs.
 
-    torch compares no checksums, so that is done before.
+    torch does not verify checksums, so they are verified first. Raises `Corrupt` for a damaged file.
     """
     problem = next(iter(verify_part(path).problems), None)
     if problem is not None:

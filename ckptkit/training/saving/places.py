@@ -1,4 +1,4 @@
-"""Where a checkpoint of a run appears: in a local directory, or in a store."""
+"""Destinations of a run's checkpoints: a local directory or an object store."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from ckptkit.storage.store_writer import StoreWriter, require_free
 
 
 class SavePlace(Protocol):
-    """A place at `path` for one checkpoint, on every rank: `open` it, write to `room`, then `show` or `discard`."""
+    """The destination of one checkpoint, on every rank: call `open`, write to `room`, then call `show` or `discard`."""
 
     @property
     def path(self) -> Path:
-        """Return where the checkpoint appears."""
+        """Return the final path of the checkpoint."""
 
     @property
     def room(self) -> Path:
-        """Return where the checkpoint is written."""
+        """Return the path that the ranks write to until `show`."""
 
     def open(self) -> None:
-        """Take the place, on all ranks together. Raises `Occupied` on all if a checkpoint is there."""
+        """Reserve the destination; a collective. Raises `Occupied` on all ranks if it has a checkpoint."""
 
     def writer(self, to: str, files: Mapping[str, bytes], tied: Mapping[KeyPath, str]) -> StorageWriter:
-        """Return what writes a state in format `to`, with small files beside it; see `RoomWriter`."""
+        """Return a writer of a state in format `to`, which also writes the small `files`; see `RoomWriter`."""
 
     def show(self) -> None:
-        """Make what was written visible, on all ranks together."""
+        """Make the written checkpoint visible under its final path; a collective."""
 
     def discard(self) -> None:
-        """Let go of the place."""
+        """Release the destination without a checkpoint."""
 
 
 class StagedPlace:
-    """A local directory, which is made under a hidden name."""
+    """A local directory. The ranks write it under a hidden name, and `show` renames it."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._stage = Stage(path)
@@ -50,7 +50,7 @@ class StagedPlace:
         self.room = self._stage.path
 
     def open(self) -> None:
-        """Make the hidden directory."""
+        """Create the hidden directory."""
         self.room = self._ranks.on_first(lambda: self._stage.open().path)
 
     def writer(self, to: str, files: Mapping[str, bytes], tied: Mapping[KeyPath, str]) -> StorageWriter:
@@ -58,7 +58,7 @@ class StagedPlace:
         return RoomWriter(self.room, to, files=files, tied=tied)
 
     def show(self) -> None:
-        """Give the directory its name."""
+        """Rename the hidden directory to its final path."""
         self._ranks.on_first(self._stage.commit)
 
     def discard(self) -> None:
@@ -67,10 +67,10 @@ class StagedPlace:
 
 
 class StorePlace:
-    """A prefix in a store, in a run that only this training saves to.
+    """A prefix in an object store, in a run that only this training saves to.
 
-    What a save that died has left there is replaced; with `overwrite` a checkpoint is, too. A failed save leaves its
-    claim and what it sent: no reader takes it for a checkpoint, and the next save of the same step replaces it.
+    The save replaces files of an earlier, interrupted save, and with `overwrite` also a complete checkpoint. A failed
+    save leaves its claim and the uploaded objects: readers ignore them, and the next save of the step replaces them.
     """
 
     def __init__(self, path: RemotePath, ranks: Ranks, *, overwrite: bool = False) -> None:
@@ -79,16 +79,16 @@ class StorePlace:
         self._overwrite = overwrite
 
     def open(self) -> None:
-        """Look whether the place is free."""
+        """Raise `Occupied` if the prefix has a checkpoint, unless it may be overwritten."""
         if not self._overwrite:
             self._ranks.on_first(lambda: require_free(self.path))
 
     def writer(self, to: str, files: Mapping[str, bytes], tied: Mapping[KeyPath, str]) -> StorageWriter:  # noqa: ARG002
-        """Return a writer to the store, which has one format and no ties."""
+        """Return a writer to the store. It ignores `to` and `tied`: a store has only the sharded format."""
         return StoreWriter(self.path, files=files, overwrite=self._overwrite, takes_over=True)
 
     def show(self) -> None:
-        """Do nothing: the writer shows what it has finished."""
+        """Do nothing: the writer itself makes a finished checkpoint visible."""
 
     def discard(self) -> None:
-        """Do nothing."""
+        """Do nothing: the next save of this step replaces the uploaded objects."""

@@ -1,4 +1,4 @@
-"""Save to a run and load from it: three lines in anybody's loop. Says what is visible and when; looks into no tensor.
+"""Save checkpoints to a run and load them, in any training loop.
 
 run = Run("run", keep_last=3)
 step = run.load(model, optimizer) if run.latest() else 0
@@ -40,43 +40,53 @@ from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
 from ckptkit.training.saving.save import ADAPTER, FORMATS, PendingState, Saver
 from ckptkit.training.saving.state import Training
 
-_INSIDES = (
-    "torch.distributed is disabled, unavailable or uninitialized",  # one process is what is meant
+_TORCH_WARNINGS = (
+    "torch.distributed is disabled, unavailable or uninitialized",  # a single process is a supported use
     "`_get_pg_default_device` will be deprecated",  # FSDP1 without a device mesh
     "Multiple backends are registered with this ProcessGroup",
     "When using ``NO_SHARD`` for ``ShardingStrategy``",
     "Please use DTensor instead",
-    "TypedStorage is deprecated",  # torch 2.10 saves by it
+    "TypedStorage is deprecated",  # torch 2.10 itself uses it to save
 )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let torch save and load without a word about how it does."""
+    """Suppress torch's warnings about its own internals inside the block."""
     with warnings.catch_warnings():
         silence()
         yield
 
 
 def silence() -> None:
-    """Silence them for the rest of the process: for a thread, whose warnings no block can catch without others'."""
-    for message in _INSIDES:
+    """Ignore torch's warnings about its own internals from now on.
+
+    Needed for a background thread: `catch_warnings` is not thread-safe, so a block there would affect other threads.
+    """
+    for message in _TORCH_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 
 
 class Run:
-    """A training directory with its checkpoints, to save to and to load from, by all ranks alike.
+    """A training directory with its checkpoints. Every rank makes the same calls to save and to load.
 
-    `root` is local, or a prefix in a store, to which only one training saves at a time: a save there replaces what a
-    save of the same step left that died, and takes only "sharded" and "adapter".
+    `root` is a local directory or a prefix in an object store. Only one training may save to a store prefix at a time:
+    a save there replaces the files of an interrupted save of the same step. A store supports only the formats
+    "sharded" and "adapter".
 
-    `state_dict` is "sharded", a directory of DCP's; "full", one file of torch.save; "hf", a Hugging Face model with the
-    rest in a directory of DCP's inside it; or "adapter", which is "sharded" without the weights that adapters are on:
-    it is loaded into a model that has these. All ranks write their shards to their place in it. With `background`,
-    `save` returns when the state is copied, and a thread writes it: end with `wait`, or use the run as a context
-    manager. Checkpoints stay that are among the `keep_last` newest, of a step that is a multiple of `keep_every`, or
-    the best by `keep_best`, METRIC[:min|max][:N]; all do where none of these is given. `files` are put into every
-    checkpoint, as config.json should be.
+    `state_dict` is the format of the checkpoints:
+
+    - "sharded": a DCP directory.
+    - "full": one torch.save file.
+    - "hf": a Hugging Face model, with the training state in a DCP directory inside it.
+    - "adapter": like "sharded", but without the base weights. Load it into a model that already has them.
+
+    In every format each rank writes its own shards. With `background`, `save` returns when the state is copied, and a
+    thread writes it: call `wait` at the end, or use the run as a context manager.
+
+    Retention keeps the `keep_last` newest checkpoints, checkpoints whose step is a multiple of `keep_every`, and the
+    best by `keep_best`, which is METRIC[:min|max][:N]. Without any of these, all checkpoints stay. `files` are written
+    into every checkpoint; pass config.json as one of them.
     """
 
     @checked
@@ -111,7 +121,7 @@ class Run:
         rules = {"keep_last": self._policy.last, "keep_every": self._policy.every, "keep_best": best and str(best)}
         return as_call(self, self.root, state_dict=self.state_dict, background=self._thread is not None, **rules)
 
-    # Both are made when first needed: the process group may be younger than the run.
+    # Both are created on first use, because a script may create the run before the process group.
 
     @cached_property
     def _ranks(self) -> Ranks:
@@ -122,7 +132,7 @@ class Run:
         return Saver(self._ranks, self.state_dict, self._files)
 
     def checkpoint(self, step: int) -> Path:
-        """Return where the checkpoint of `step` lies or will lie."""
+        """Return the path of the checkpoint of `step`, which need not exist yet."""
         return RunFolder(self.root).checkpoint(step)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -134,11 +144,11 @@ class Run:
         return self._look().latest()
 
     def replace(self, checkpoint: Path) -> None:
-        """Let a checkpoint in a store be replaced, on all ranks, when the run saves its step."""
+        """Allow the next save of this step to overwrite `checkpoint` in a store. Call it on all ranks."""
         self._replaced.add(checkpoint)
 
     def _look(self) -> RunFolder:
-        """Return the run as it is now."""
+        """Return the run's directory without cached listings."""
         return RunFolder(refresh(self.root))
 
     @checked
@@ -152,11 +162,12 @@ class Run:
         metrics: Mapping[str, float] | None = None,
         **state: Stateful | dict[Any, Any],
     ) -> Path:
-        """Save a checkpoint and give its directory, which is visible from the moment that all ranks have finished.
+        """Save a checkpoint and return its directory. It becomes visible once all ranks have written it.
 
-        Each of `state` is a dict, or has `state_dict()` and `load_state_dict()`; what rank 0 has of it is saved. A
-        failure on any rank is raised on all, and leaves nothing to see: `Occupied` where there is a checkpoint of
-        this step, `IOFailure` where a disk refuses, `Usage` for a state that could not be loaded again. One in the
+        Each value of `state` is a dict, or has `state_dict()` and `load_state_dict()`; only rank 0's copy is saved.
+
+        A failure on any rank raises on all ranks and leaves no visible checkpoint: `Occupied` if this step already has
+        a checkpoint, `IOFailure` if a write fails, `Usage` if the state could not be loaded again. A failure in the
         background is raised by the next `save`, `load` or `wait`.
         """
         self.wait()
@@ -164,16 +175,16 @@ class Run:
             raise Usage(f"`step`: expected at least 0, found {step}")
         training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
-        place = self._place(step)
+        destination = self._place(step)
         try:
-            place.open()
-            held = self._saver.hold({"step": step, **training.take()}, copy=self._thread is not None)
+            destination.open()
+            pending = self._saver.prepare({"step": step, **training.take()}, copy=self._thread is not None)
         except BaseException as error:
-            place.discard()
+            destination.discard()
             if isinstance(error, Occupied):
                 error.path, error.hint = self.checkpoint(step), "save another step, or delete this checkpoint first"
             raise
-        finish = partial(self._finish, place, held, files)
+        finish = partial(self._finish, destination, pending, files)
         if self._thread is None:
             finish()
         else:
@@ -186,17 +197,17 @@ class Run:
             return StorePlace(path, self._ranks, overwrite=path in self._replaced)
         return StagedPlace(path, self._ranks)
 
-    def _finish(self, place: SavePlace, held: PendingState, files: Mapping[str, bytes]) -> None:
-        """Write what is held, show it, and delete what need not stay beside it; perhaps in a thread."""
+    def _finish(self, destination: SavePlace, pending: PendingState, files: Mapping[str, bytes]) -> None:
+        """Write the state, make it visible, and apply the retention rules. Runs in a thread with `background`."""
         try:
-            writer = place.writer(self._saver.format, files, held.tied)
-            self._saver.write(writer, held, place.room)
-            place.show()
+            writer = destination.writer(self._saver.format, files, pending.tied)
+            self._saver.write(writer, pending, destination.room)
+            destination.show()
         except BaseException:
-            place.discard()
+            destination.discard()
             raise
-        self._replaced.discard(place.path)
-        self._ranks.on_first(lambda: self._retain(place.path))
+        self._replaced.discard(destination.path)
+        self._ranks.on_first(lambda: self._retain(destination.path))
 
     def _retain(self, saved: Path) -> None:
         if self._policy.keeps_all and is_remote(self.root):
@@ -204,16 +215,16 @@ class Run:
         try:
             keeper = keeper_of(self.root)
             with translate_os_errors(self.root), keeper.pruning():
-                for left in keeper.unfinished():
-                    keeper.delete(left)
-                found = [] if self._policy.keeps_all else find_saved(self._look())
-                check_metric(self.root, found, self._policy)
-                for verdict in decide(found, self._policy):
+                for leftover in keeper.unfinished():
+                    keeper.delete(leftover)
+                checkpoints = [] if self._policy.keeps_all else find_saved(self._look())
+                check_metric(self.root, checkpoints, self._policy)
+                for verdict in decide(checkpoints, self._policy):
                     path = verdict.saved.path
-                    # what was saved just now is not the newest where a run was resumed from an older checkpoint
+                    # The checkpoint just saved is not the newest if the run was resumed from an older one: keep it.
                     if not verdict.is_kept and path.absolute() != saved:
                         keeper.delete(path)
-        except CkptError as error:  # the new checkpoint is there: no reason to end a training
+        except CkptError as error:  # the new checkpoint is complete, so a failed deletion must not end the training
             warn(f"an old checkpoint was not deleted: {error}")
 
     @checked
@@ -226,11 +237,11 @@ class Run:
         path: str | Path | None = None,
         **state: Stateful | dict[Any, Any],
     ) -> int:
-        """Load the latest checkpoint, or the one at `path`, saved by any number of ranks, and give its step.
+        """Load the latest checkpoint, or the checkpoint at `path`, and return its step. Any world size can load it.
 
-        Raises, on all ranks, `NotACheckpoint` if there is none, `Mismatch` where it lacks something that is asked for
-        or a tensor has another shape or dtype, `Corrupt` and `IOFailure` where its files cannot be read. After an
-        error the model and the optimizer may hold parts of both, and are to be made anew.
+        Raises, on all ranks, `NotACheckpoint` if there is no checkpoint, `Mismatch` if it lacks a requested entry or a
+        tensor has another shape or dtype, and `Corrupt` or `IOFailure` if its files cannot be read. After an error
+        the model and the optimizer may be partly overwritten: build them again.
         """
         self.wait()
         self._look()
@@ -257,7 +268,7 @@ class Run:
         return checkpoint.path
 
     def wait(self) -> None:
-        """Wait until a save in the background is visible. Raises on all ranks what went wrong on any."""
+        """Wait until a save in the background is visible. Raises the error of any rank on all ranks."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()

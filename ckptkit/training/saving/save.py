@@ -1,7 +1,7 @@
-"""Save a state through `ckptkit.storage`: hold it as it will be written, and write it by all ranks. Chooses no place.
+"""Save a state through `ckptkit.storage`: prepare the entries to write, then write them from all ranks.
 
-Model and optimizer lie in a checkpoint tensor by tensor, as torch's own recipe has them. Any other state is one entry,
-as rank 0 has it: taken apart, its numbers for keys would come back as strings and its empty dicts not at all.
+Model and optimizer are stored with one entry per tensor, as in torch's DCP recipe. Every other state is one entry of
+rank 0: DCP flattens nested dicts, which would turn integer keys into strings and drop empty dicts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMATS = {
     "full": "pt",
     "hf": "hf",
     ADAPTER: "dcp",
-}  # of a checkpoint, by the word for its state dict
+}  # checkpoint format by the `state_dict` option
 CONFIG = "config.json"
 MODEL = "model"
 IN_PARTS = (MODEL, "optim")
@@ -41,16 +41,16 @@ IN_PARTS = (MODEL, "optim")
 
 @dataclass(frozen=True, slots=True)
 class PendingState:
-    """A state as it will be written; `tied` has tensors left out of it, and the names of others that are the same."""
+    """A state ready to be written. `tied` maps each omitted tensor to the name of the stored tensor that it shares."""
 
     state: Tree
     tied: Mapping[KeyPath, str] = field(default_factory=dict)
 
 
 class Saver:
-    """A saver of states in the form `state_dict`, each with `files` beside it.
+    """Writes states in the format `state_dict`.
 
-    Where a config.json among these ties the head to the embedding, a Hugging Face model has the two once.
+    A Hugging Face model is saved without `lm_head` if a config.json in `files` ties it to the embedding.
     """
 
     def __init__(self, ranks: Ranks, state_dict: str, files: Mapping[str, bytes]) -> None:
@@ -59,29 +59,34 @@ class Saver:
         config = files.get(CONFIG) if state_dict == "hf" else None
         self._drops_head = config is not None and is_tied(json.loads(config))
 
-    def hold(self, state: Tree, *, copy: bool) -> PendingState:
-        """Return the state as it will be written; with `copy` in memory on the CPU that the training never touches."""
+    def prepare(self, state: Tree, *, copy: bool) -> PendingState:
+        """Return the entries to write; with `copy`, a CPU copy of them that the training does not change."""
         tied: dict[KeyPath, str] = {}
         if self._drops_head:
             state = {**state, MODEL: self._ranks.together(lambda: drop_head(state[MODEL]))}
         if self.format == "pt":
             shared = find_shared(state[MODEL], self._ranks)
-            tied = {(MODEL, name): f"{MODEL}.{one}" for name, one in shared.items()}
+            tied = {(MODEL, name): f"{MODEL}.{first}" for name, first in shared.items()}
             state = {**state, MODEL: {name: t for name, t in state[MODEL].items() if name not in shared}}
-        parts = {name: part for name, part in state.items() if name in IN_PARTS}
+        entries = {name: entry for name, entry in state.items() if name in IN_PARTS}
         if self.format == "pt":
-            parts = keep_empty(parts)
+            entries = keep_empty(entries)
         if copy:
-            parts = copy_to_cpu(parts)
+            entries = copy_to_cpu(entries)
         if self._ranks.rank == 0:
-            parts |= {name: wrap(part) for name, part in state.items() if name not in IN_PARTS}
-        return PendingState(parts, tied)
+            entries |= {name: wrap(entry) for name, entry in state.items() if name not in IN_PARTS}
+        return PendingState(entries, tied)
 
-    def write(self, writer: StorageWriter, held: PendingState, path: Path) -> None:
-        """Write what `hold` gave to `path`, every rank its own shards; an error on any is raised on all."""
+    def write(self, writer: StorageWriter, pending: PendingState, path: Path) -> None:
+        """Write a state returned by `prepare`, each rank its own shards. Raises an error of any rank on all ranks.
+
+        `path` is for error messages only.
+        """
         planner = PlainPlanner() if self.format == "pt" else None
         try:
-            state_dict_saver.save(held.state, storage_writer=writer, planner=planner, process_group=self._ranks.group)
+            state_dict_saver.save(
+                pending.state, storage_writer=writer, planner=planner, process_group=self._ranks.group
+            )
         except CheckpointException as error:
             raise translate(error, path, "save") from error
 
@@ -90,8 +95,8 @@ class Saver:
 def copy_to_cpu(state: Tree) -> Tree:
     """Return a copy of a state in CPU memory. Tensors that share memory share it in the copy.
 
-    Tensors of a GPU are copied to pinned memory and waited for once. Pinning is slow, but torch keeps freed pinned
-    memory, so the next copy finds it pinned.
+    GPU tensors are copied to pinned memory asynchronously, with one synchronization at the end. Pinning is slow, but
+    torch caches freed pinned memory, so the next copy reuses it.
     """
     copies: dict[object, Tensor] = {}
     streams: set[torch.cuda.Stream] = set()
@@ -102,7 +107,7 @@ def copy_to_cpu(state: Tree) -> Tree:
             return on_cpu if on_cpu is not tensor else tensor.clone()
         key = identify(tensor) if local_part(tensor).numel() else object()  # an empty shard has no address
         if key not in copies:
-            # Not DTensor.from_local, which would move a copy on the CPU back to the GPU of its mesh.
+            # DTensor.from_local would move the CPU copy back to the GPU of its mesh.
             copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             local_part(copies[key]).copy_(local_part(tensor), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
@@ -116,32 +121,34 @@ def copy_to_cpu(state: Tree) -> Tree:
 
 
 class PlainPlanner(DefaultSavePlanner):
-    """A planner for a file that nobody takes for DCP's: a dict lies in it as it is."""
+    """A planner for a plain torch.save file, which stores dicts without the tuples that DCP needs."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name for it
-        """Return an entry as it will be written."""
+        """Return an entry without the tuple of `wrap`."""
         return super().transform_object(write_item, unwrap(object))
 
 
-def wrap(part: Any) -> Any:
-    """Return a dict as DCP stores it whole: in a tuple, which it does not take apart."""
-    return (part,) if isinstance(part, dict) else part
+def wrap(entry: Any) -> Any:
+    """Return a dict in a tuple, which DCP stores as one entry instead of flattening it."""
+    return (entry,) if isinstance(entry, dict) else entry
 
 
-def unwrap(part: Any) -> Any:
-    """Return what `wrap` was given. A dict in no tuple, as in a checkpoint that was converted, is left as it is."""
-    return part[0] if isinstance(part, tuple) and len(part) == 1 and isinstance(part[0], dict) else part
+def unwrap(entry: Any) -> Any:
+    """Undo `wrap`. Returns a dict without a tuple, as in a converted checkpoint, unchanged."""
+    return entry[0] if isinstance(entry, tuple) and len(entry) == 1 and isinstance(entry[0], dict) else entry
 
 
 def keep_empty(tree: Tree) -> Tree:
-    """Return a tree with its empty dicts wrapped: DCP would leave them out."""
-    inner = {name: keep_empty(part) if part else wrap(part) for name, part in tree.items() if isinstance(part, dict)}
+    """Return a state with its empty dicts wrapped, because DCP drops empty dicts."""
+    inner = {
+        name: keep_empty(entry) if entry else wrap(entry) for name, entry in tree.items() if isinstance(entry, dict)
+    }
     return {**tree, **inner}
 
 
 @torch.no_grad()
 def drop_head(model: Tree) -> Tree:
-    """Return the model without the head that is tied to its embedding. Raises `Mismatch` if they are not equal."""
+    """Return the model's state without `lm_head`. Raises `Mismatch` if it differs from the embedding tied to it."""
     embedding = find_embedding(model)
     if embedding is None or HEAD not in model:
         return model
@@ -153,14 +160,17 @@ def drop_head(model: Tree) -> Tree:
 
 
 def find_shared(model: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
-    """Return each name that is not the first of its tensor, with the first: by the memory of every rank's shards."""
+    """Map each further name of a shared tensor to its first name; a collective.
+
+    Two names share a tensor if every rank that has a non-empty shard of it sees the same memory under both.
+    """
     first: dict[object, str] = {}
-    mine = {}
+    first_names = {}
     for name, tensor in model.items():
         if not isinstance(tensor, ShardedTensor) and local_part(tensor).numel():
-            mine[name] = first.setdefault(identify(tensor), name)
+            first_names[name] = first.setdefault(identify(tensor), name)
     votes: dict[str, set[str]] = {}
-    for theirs in ranks.gather(mine):
-        for name, one in theirs.items():
-            votes.setdefault(name, set()).add(one)
-    return {name: one for name, (one, *others) in votes.items() if name != one and not others}
+    for votes_of_rank in ranks.gather(first_names):
+        for name, first_name in votes_of_rank.items():
+            votes.setdefault(name, set()).add(first_name)
+    return {name: agreed for name, (agreed, *others) in votes.items() if name != agreed and not others}

@@ -1,4 +1,4 @@
-"""Cut tensors that are whole into shards, on every rank its own."""
+"""Copy full tensors into the shards of each rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @torch.no_grad()
 def scatter(whole: Tensor, tensor: Tensor) -> None:
-    """Copy a whole tensor, which each rank has on its CPU, into a rank's shard of it, of any dtype."""
+    """Copy the full tensor `whole`, present on the CPU of every rank, into this rank's shard `tensor`.
+
+    The copy casts to the dtype of the shard.
+    """
     if isinstance(tensor, DTensor):
-        # src_data_rank=None: every rank cuts its own copy, nothing is sent
+        # src_data_rank=None: every rank slices its own copy, without communication
         tensor.copy_(
             distribute_tensor(whole.to(tensor.dtype), tensor.device_mesh, tensor.placements, src_data_rank=None)
         )

@@ -1,15 +1,15 @@
-"""Take the state of a model, its optimizer and the rest for a checkpoint, and give it back.
+"""Collect the state of a model, its optimizer and other objects for a checkpoint, and restore it.
 
 A state is nested dicts and lists, with tensors as leaves.
 
 model           {name: tensor}
 optim
-├── state       {name: {"step": tensor, "exp_avg": tensor, ...}}, of the parameters that have any
+├── state       {name: {"step": tensor, "exp_avg": tensor, ...}}, for parameters that have optimizer state
 └── param_groups  [{"lr": ..., "params": [name, ...]}, ...]
 step            optimizer steps
 <other names>   the state of a scheduler, a loader, ...
 
-Names are the model's own, whatever wraps it; tensors are sharded as the model is.
+Names are those of the unwrapped model, without prefixes of FSDP; tensors are sharded as in the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Tree = dict[str, Any]
 
 
 def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return the tree with every tensor changed, in the order of the tree; anything else as it is."""
+    """Return the tree with `change` applied to every tensor, in order; other leaves are unchanged."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -52,31 +52,31 @@ def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def flatten(tree: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a tree, each with the keys that lead to it, joined by points as torch joins them."""
+    """Yield each tensor of a tree with its keys joined by dots, as DCP joins them."""
     if isinstance(tree, Tensor):
         yield key, tree
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for step, value in inside:
-        yield from flatten(value, f"{key}.{step}" if key else str(step))
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for child_key, value in children:
+        yield from flatten(value, f"{key}.{child_key}" if key else str(child_key))
 
 
 def unflatten(leaves: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> Tree:
-    """Return the leaves in the nested dicts and lists that their `keys` lead through; a number leads into a list.
+    """Return nested dicts and lists with the leaves at the paths in `keys`; an integer key is an index of a list.
 
-    Raises `Unsupported` for a list that lacks members.
+    Raises `Unsupported` for a list with missing indices.
     """
     tree: Tree = {}
     for name, leaf in leaves.items():
-        *above, last = keys[name]
+        *parents, last = keys[name]
         node: dict[Any, Any] = tree
-        for step in above:
-            node = node.setdefault(step, {})
+        for key in parents:
+            node = node.setdefault(key, {})
         node[last] = leaf
     return {name: with_lists(part) for name, part in tree.items()}
 
 
 def with_lists(tree: Any) -> Any:
-    """Return a tree of dicts with a list in the place of each that has numbers for keys."""
+    """Return a tree of dicts with each dict that has only integer keys turned into a list."""
     if not isinstance(tree, dict):
         return tree
     inside = {key: with_lists(value) for key, value in tree.items()}
@@ -87,24 +87,25 @@ def with_lists(tree: Any) -> Any:
     return [inside[key] for key in range(len(inside))]
 
 
-def outlined(tree: Any) -> Any:
-    """Return the tree with tensors that have a shape and a dtype, but no data."""
+def to_meta(tree: Any) -> Any:
+    """Return the tree with a meta tensor of the same shape and dtype in place of each tensor."""
     return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree)
 
 
-def blank(tree: Any) -> Any:
-    """Return the tree with new tensors on the CPU in the place of those without data."""
+def replace_meta(tree: Any) -> Any:
+    """Return the tree with an uninitialized CPU tensor in place of each meta tensor."""
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype) if each.is_meta else each, tree)
 
 
-def fit(stored: Any, ours: Any, name: str) -> Any:
-    """Return our tensors in the place of the stored ones, to be read into; what is no tensor is the stored one's.
+def match_to_model(stored: Any, ours: Any, name: str) -> Any:
+    """Return the `stored` tree with the tensors of the model (`ours`) as buffers to read into.
 
-    Both have the same keys, shapes and dtypes, or `Mismatch` is raised; `name` is where in the state they are.
+    Non-tensor leaves are the stored values. Raises `Mismatch`, with a tensor name that starts with `name`, if keys,
+    shapes or dtypes differ.
     """
     if isinstance(stored, dict) and isinstance(ours, dict):
         require_same_names(stored, ours, name)
-        return {key: fit(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
+        return {key: match_to_model(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
     if isinstance(stored, Tensor) and isinstance(ours, Tensor):
         if stored.shape != ours.shape:
             message = f"expected shape {list(ours.shape)} as in the model, found {list(stored.shape)} in the checkpoint"
@@ -119,7 +120,7 @@ def fit(stored: Any, ours: Any, name: str) -> Any:
 
 
 def require_same_names(stored: Tree, ours: Tree, name: str) -> None:
-    """Raise `Mismatch` where one side has a name that the other has not."""
+    """Raise `Mismatch` if a name is missing on one side."""
     hint = "check that the checkpoint is of the same model"
     for some, others, who in ((ours, stored, "the checkpoint lacks"), (stored, ours, "the model lacks")):
         missing = [key for key in some if key not in others]
@@ -129,19 +130,18 @@ def require_same_names(stored: Tree, ours: Tree, name: str) -> None:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the dtype as users type it: `float32`."""
+    """Return the dtype as `float32`, without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-OURS = ("model", "optim", "optimizer", "step", "metrics", "path")  # names that other state cannot have
+OURS = ("model", "optim", "optimizer", "step", "metrics", "path")  # reserved names, not allowed for other states
 
 
 @dataclass
 class Training:
-    """A training as a checkpoint sees it: a model, perhaps its optimizer, and whatever else has a state.
+    """The objects whose state a checkpoint stores: a model, optionally its optimizer, and others with a state.
 
-    With `is_adapter` what is saved of the model is its adapters alone. A checkpoint that has no more is put into a
-    model that keeps its other weights.
+    With `is_adapter` only the model's adapters are saved. Loading such a checkpoint keeps the model's other weights.
     """
 
     model: nn.Module
@@ -149,15 +149,15 @@ class Training:
     others: Mapping[str, Stateful | dict[Any, Any]]
     ranks: Ranks
     is_adapter: bool = False
-    groups: list[set[str]] = field(default_factory=list)  # the parameters' names in each of the optimizer's groups
-    kept: Tree = field(default_factory=dict)  # what the model keeps of its own
+    groups: list[set[str]] = field(default_factory=list)  # parameter names of each parameter group of the optimizer
+    kept: Tree = field(default_factory=dict)  # weights of the model that are not loaded from an adapter checkpoint
 
     def __post_init__(self) -> None:
         for name, thing in self.others.items():
             require_state(name, thing)
 
     def take(self) -> Tree:
-        """Return the state now. Its tensors are the model's and the optimizer's: to be written at once, or copied."""
+        """Return the current state. Its tensors alias model and optimizer: write or copy them before the next step."""
         others = self.ranks.together(lambda: {name: snapshot(name, thing) for name, thing in self.others.items()})
         model = get_model_state_dict(self.model)
         state: Tree = {"model": adapters_in(model) if self.is_adapter else model}
@@ -166,30 +166,32 @@ class Training:
         return {**state, **others}
 
     def prepare(self, stored: Tree) -> Tree:
-        """Return the part of a `stored` state that is asked for, with tensors to read it into.
+        """Return the entries to load, with tensors to read them into.
 
-        `stored` is an outline: its tensors have no data. Raises `Mismatch` unless the two agree in everything.
+        `stored` is the outline of a checkpoint: its tensors have no data. Raises `Mismatch` if an entry is missing, or
+        if names, shapes or dtypes differ.
         """
-        asked = ["step", "model", *(["optim"] if self.optimizer is not None else []), *self.others]
-        for name in asked:
+        requested = ["step", "model", *(["optim"] if self.optimizer is not None else []), *self.others]
+        for name in requested:
             if name not in stored:
-                there = ", ".join(f"`{name}`" for name in stored)
+                available = ", ".join(f"`{name}`" for name in stored)
                 raise Mismatch(
-                    f"expected `{name}` in the checkpoint, found only {there}",
+                    f"expected `{name}` in the checkpoint, found only {available}",
                     hint=f"load without `{name}` if that is intended",
                 )
-        wanted = {name: blank(stored[name]) for name in ("step", *self.others)}
+        wanted = {name: replace_meta(stored[name]) for name in ("step", *self.others)}
         ours = get_model_state_dict(self.model)
         if are_adapters(stored["model"]):
             self.kept = {name: tensor for name, tensor in ours.items() if read_entry(name) is None}
             ours = {name: tensor for name, tensor in ours.items() if name not in self.kept}
-        wanted["model"] = fit(stored["model"], ours, "model")
+        wanted["model"] = match_to_model(stored["model"], ours, "model")
         if self.optimizer is not None:
             wanted["optim"] = self._prepare_optimizer(stored["optim"], self.optimizer)
         return wanted
 
     def _prepare_optimizer(self, stored: Tree, optimizer: Optimizer) -> Tree:
-        optimizer.zero_grad(set_to_none=True)  # else torch makes no state to read into
+        # torch initializes an empty optimizer only if no parameter has a gradient
+        optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
         ours: Tree = dict(get_optimizer_state_dict(self.model, optimizer))
         self.groups = [set(group["params"]) for group in ours["param_groups"]]
@@ -199,18 +201,18 @@ class Training:
                 hint = "build the same optimizer over the same parameters"
                 raise Mismatch("the optimizer has no state for this parameter", tensor=f"optim.state.{name}", hint=hint)
         return {
-            # a parameter that never had a gradient has no state, in the checkpoint and then here
-            "state": {name: fit(state[name], ours["state"][name], f"optim.state.{name}") for name in state},
-            "param_groups": blank(stored["param_groups"]),
+            # the checkpoint has no state for a parameter that never had a gradient: do not load any for it
+            "state": {name: match_to_model(state[name], ours["state"][name], f"optim.state.{name}") for name in state},
+            "param_groups": replace_meta(stored["param_groups"]),
         }
 
     def restore(self, state: Tree) -> None:
-        """Set everything to a state that `prepare` made and that has been read since."""
+        """Load `state` into the model, optimizer and others: it comes from `prepare`, filled by `Stored.read`."""
         if self.optimizer is not None:
             require_same_groups(state["optim"]["param_groups"], self.groups)
         set_model_state_dict(self.model, self.kept | state["model"])
         if self.optimizer is not None:
-            # strict would be to demand a state of every parameter
+            # with strict=True torch requires optimizer state for every parameter
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(self.model, self.optimizer, state["optim"], options=options)
         for name, thing in self.others.items():
@@ -222,20 +224,20 @@ class Training:
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """Return whether there are adapters of these names, and nothing else."""
+    """Return True if all of these tensor names, at least one, are names of adapters."""
     return {read_entry(name) is not None for name in names} == {True}
 
 
 def adapters_in(model: Tree) -> Tree:
     """Return the adapters in a model's state. Raises `Usage` if there are none."""
-    found = {name: tensor for name, tensor in model.items() if read_entry(name) is not None}
-    if not found:
+    adapters = {name: tensor for name, tensor in model.items() if read_entry(name) is not None}
+    if not adapters:
         raise Usage("expected adapters to save, found none in the model", hint="save it as `sharded`")
-    return found
+    return adapters
 
 
 def require_state(name: str, thing: object) -> None:
-    """Raise `Usage` for what has no state, or a name that means something else."""
+    """Raise `Usage` for a reserved name, and for an object that is not a dict and has no state_dict()."""
     if name in OURS:
         raise Usage(f"`{name}` is a name that ckptkit uses itself", hint="choose another name")
     if not isinstance(thing, (dict, Stateful)):
@@ -244,14 +246,17 @@ def require_state(name: str, thing: object) -> None:
 
 
 def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:
-    """Return a copy of the state of one thing. Raises `Usage` unless it is of plain values and whole tensors."""
+    """Return a copy of the state of one object. Raises `Usage` unless it has only plain values and full tensors."""
     state = thing if isinstance(thing, dict) else thing.state_dict()
     map_tensors(lambda tensor: require_whole(name, tensor), state)
-    return copied(name, state)
+    return copy_by_saving(name, state)
 
 
-def copied(name: str, state: Any) -> Any:
-    """Return a copy on the CPU, made as a checkpoint makes it: what comes through here will come out of there."""
+def copy_by_saving(name: str, state: Any) -> Any:
+    """Return a copy on the CPU, made with torch.save and a safe torch.load.
+
+    A state that cannot be loaded again thus fails at the save. Raises `Usage`.
+    """
     written = io.BytesIO()
     try:
         torch.save(state, written)
@@ -263,16 +268,17 @@ def copied(name: str, state: Any) -> Any:
 
 
 def require_whole(name: str, tensor: Tensor) -> None:
-    """Raise `Usage` for a tensor that is sharded: of these there are the model's and the optimizer's only."""
+    """Raise `Usage` for a sharded tensor: only model and optimizer may have them."""
     if isinstance(tensor, (DTensor, ShardedTensor)):
         raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")
 
 
 def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree:
-    """Return the optimizer's state by the names of the parameters.
+    """Return the optimizer state by parameter name; a collective.
 
-    torch fills an optimizer that has none with zeros and `step` 1, as though it had taken a step: neither the
-    checkpoint nor the optimizer keeps those. That of a rank may be empty only because its shards of FSDP1 are.
+    torch initializes an empty optimizer with zeros and `step` 1, as if it had taken a step. Such a state is neither
+    saved nor left in the optimizer. With FSDP1 a rank's optimizer may be empty only because its shards are, so the
+    state is dropped only if it is empty on all ranks.
     """
     is_empty = not optimizer.state
     state = dict(get_optimizer_state_dict(model, optimizer))
@@ -280,12 +286,12 @@ def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree
         optimizer.state.clear()
     if all(ranks.gather(is_empty)):
         state["state"] = {}
-    state["param_groups"] = copied("optimizer", state["param_groups"])
+    state["param_groups"] = copy_by_saving("optimizer", state["param_groups"])
     return state
 
 
 def require_same_groups(stored: list[Tree], ours: list[set[str]]) -> None:
-    """Raise `Mismatch` unless the stored groups are of the same parameters as the optimizer's."""
+    """Raise `Mismatch` unless the stored parameter groups have the same parameters as the optimizer's groups."""
     if [set(group["params"]) for group in stored] != ours:
         raise Mismatch(
             f"expected the {len(ours)} parameter groups of the optimizer, found {len(stored)} others in the checkpoint",

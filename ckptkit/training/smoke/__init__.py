@@ -1,1 +1,1 @@
-"""Train a tiny model in a short run, and check it and all that is made of it."""
+"""The smoke test: a short training of a tiny model, with checks of the run and of its conversions."""

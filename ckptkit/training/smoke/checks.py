@@ -1,4 +1,4 @@
-"""Check a smoke run and all that is made of it. Each check says what it compared, or raises."""
+"""The checks of a smoke test. Each returns a description of what it compared, or raises `Failed` or `Skipped`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from ckptkit.training.smoke.runs import (
     read_tensors,
 )
 
-_ROUNDING = 1e-4  # of logits of a few units, in fp32
+_ROUNDING = 1e-4  # tolerance for fp32 logits, which are of the order of 1
 
 
 def saves_adapters_alone(runs: SmokeRuns) -> str:
-    """Check that a training of adapters ends, and that its checkpoint holds them and nothing else of the model."""
+    """Check that a LoRA training finishes, and that its checkpoint contains the adapters and no base weights."""
     taken = len(of_rank_0(runs.adapted))
     names = [name.removeprefix("model.") for name in read_tensors(runs.adapters) if name.startswith("model.")]
     others = [name for name in names if read_entry(name) is None]
@@ -48,7 +48,7 @@ def saves_adapters_alone(runs: SmokeRuns) -> str:
 
 
 def resumes_adapters(runs: SmokeRuns) -> str:
-    """Check that a resumed training of adapters takes the same steps, and ends with the same tensors."""
+    """Check that a resumed LoRA training takes the same steps, and ends with the same tensors."""
     expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.adapted) if step.step > ADAPTED // 2]
     found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.adapted_again)]
     if found != expected or not found:
@@ -57,16 +57,16 @@ def resumes_adapters(runs: SmokeRuns) -> str:
 
 
 def merges_adapters(runs: SmokeRuns) -> str:
-    """Check that the merged model gives the logits of the model with adapters, but for rounding."""
+    """Check that the merged model has the logits of the model with adapters, up to rounding."""
     expected, found, before = (logits(runs, model) for model in (runs.with_adapters, merged(runs), runs.trained))
-    apart, changed = (float((expected - other).abs().max()) for other in (found, before))
-    if not apart < min(_ROUNDING, changed):
-        raise Failed(f"logits differ by up to {apart:.3g}; the adapters have changed them by up to {changed:.3g}")
-    return f"adapters change logits by up to {changed:.2g}; merged, they differ by {apart:.1g}"
+    error, changed = (float((expected - other).abs().max()) for other in (found, before))
+    if not error < min(_ROUNDING, changed):
+        raise Failed(f"logits differ by up to {error:.3g}; the adapters have changed them by up to {changed:.3g}")
+    return f"adapters change logits by up to {changed:.2g}; merged, they differ by {error:.1g}"
 
 
 def opens_in_peft(runs: SmokeRuns) -> str:
-    """Check that PEFT opens the adapter, and gives the same logits with it and merged."""
+    """Check that PEFT loads the adapter, and computes the same logits with the adapter attached and merged."""
     adapter, ours = exported(runs), merged(runs)
     try:
         from peft import PeftModel
@@ -75,27 +75,27 @@ def opens_in_peft(runs: SmokeRuns) -> str:
     except ImportError as error:
         raise Skipped(f"{error.name} is not installed") from None
     disable_progress_bar()
-    with warnings.catch_warnings(action="ignore"):  # its own, of transformers' next version
+    with warnings.catch_warnings(action="ignore"):  # PEFT warns about the next version of transformers
         base = AutoModelForCausalLM.from_pretrained(runs.out, local_files_only=True)
         theirs: Any = PeftModel.from_pretrained(base, adapter)
-        there = [logits(runs, lambda tokens: theirs(tokens).logits)]
-        whole = theirs.merge_and_unload()
-        there.append(logits(runs, lambda tokens: whole(tokens).logits))
-    here = [logits(runs, model) for model in (runs.with_adapters, ours)]
-    for what, one, other in zip(("with the adapter", "merged"), here, there, strict=True):
-        if not torch.equal(one, other):
-            raise Failed(f"{what}: logits differ by up to {float((one - other).abs().max()):.3g}")
-    return f"{here[0].numel():,} logits equal with the adapter attached and merged, bit for bit"
+        found = [logits(runs, lambda tokens: theirs(tokens).logits)]
+        peft_merged = theirs.merge_and_unload()
+        found.append(logits(runs, lambda tokens: peft_merged(tokens).logits))
+    expected = [logits(runs, model) for model in (runs.with_adapters, ours)]
+    for what, a, b in zip(("with the adapter", "merged"), expected, found, strict=True):
+        if not torch.equal(a, b):
+            raise Failed(f"{what}: logits differ by up to {float((a - b).abs().max()):.3g}")
+    return f"{expected[0].numel():,} logits equal with the adapter attached and merged, bit for bit"
 
 
 def exported(runs: SmokeRuns) -> Path:
-    """Return the adapter as PEFT saves it, made of the last checkpoint."""
+    """Return the path of a PEFT adapter converted from the last checkpoint."""
     out = runs.scratch / "adapter"
     return out if out.exists() else consolidate(runs.adapters, out).output
 
 
 def merged(runs: SmokeRuns) -> Llama:
-    """Return the built-in model with the weights of the merged one."""
+    """Return the built-in model with the merged weights."""
     out = runs.scratch / "merged"
     if not out.exists():
         merge(runs.out, [exported(runs)], out)
@@ -118,7 +118,7 @@ ADAPTER_CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
 
 
 def trains(runs: SmokeRuns) -> str:
-    """Check that the run ends with both of its checkpoints complete."""
+    """Check that the run ends with two complete checkpoints."""
     taken = sum(len(account.steps) for account in runs.first)
     steps = [checkpoint.step for checkpoint in RunFolder(runs.config.run).checkpoints()]
     if steps != [SAVED, STEPS]:
@@ -127,24 +127,24 @@ def trains(runs: SmokeRuns) -> str:
 
 
 def is_finite(runs: SmokeRuns) -> str:
-    """Check that every loss is a number."""
-    found = [step.loss for step in of_rank_0(runs.first)]
-    if len(found) != STEPS or not all(map(math.isfinite, found)):
-        raise Failed(f"losses {found}")
+    """Check that every loss is finite."""
+    losses = [step.loss for step in of_rank_0(runs.first)]
+    if len(losses) != STEPS or not all(map(math.isfinite, losses)):
+        raise Failed(f"losses {losses}")
     return f"{STEPS} losses"
 
 
 def falls(runs: SmokeRuns) -> str:
-    """Check that the second half of the run has the lower losses."""
-    found = [step.loss for step in of_rank_0(runs.first)]
-    first, second = sum(found[:SAVED]) / SAVED, sum(found[SAVED:]) / (STEPS - SAVED)
+    """Check that the mean loss is lower in the second half of the run."""
+    losses = [step.loss for step in of_rank_0(runs.first)]
+    first, second = sum(losses[:SAVED]) / SAVED, sum(losses[SAVED:]) / (STEPS - SAVED)
     if not second < first:
         raise Failed(f"mean {first:.4f}, then {second:.4f}")
     return f"mean {first:.4f}, then {second:.4f}"
 
 
 def differs_between_ranks(runs: SmokeRuns) -> str:
-    """Check that each rank has a loss of its own, for its own data, and that all ranks have the same reduced values."""
+    """Check that local losses differ between ranks (each has its own data), and that reduced values are equal."""
     for number in range(1, STEPS + 1):
         steps = [step for account in runs.first for step in account.steps if step.step == number]
         reduced = {(step.loss, step.grad_norm, step.lr, step.tokens) for step in steps}
@@ -158,7 +158,7 @@ def differs_between_ranks(runs: SmokeRuns) -> str:
 
 
 def replicates(runs: SmokeRuns) -> str:
-    """Check that ranks that hold all parameters hold the same ones after some steps."""
+    """Check that the replicas of an unsharded model are equal after some steps."""
     if runs.nproc == 1:
         raise Skipped("there is one rank only")
     if len({account.crc32 for account in runs.replicated}) != 1:
@@ -167,7 +167,7 @@ def replicates(runs: SmokeRuns) -> str:
 
 
 def resumes_state(runs: SmokeRuns) -> str:
-    """Check that a resumed run has the scheduler and the place in the data that were saved."""
+    """Check that a resumed run has the saved scheduler state and position in the data."""
     saved, loaded = ([account.states[SAVED] for account in accounts] for accounts in (runs.first, runs.resumed))
     if saved != loaded or not saved:
         raise Failed(f"saved {saved}, loaded {loaded}")
@@ -176,7 +176,7 @@ def resumes_state(runs: SmokeRuns) -> str:
 
 
 def resumes_losses(runs: SmokeRuns) -> str:
-    """Check that it takes the same steps, to the last bit of losses and norms."""
+    """Check that a resumed run takes the same steps: losses and gradient norms are equal bit for bit."""
     expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.first) if step.step > SAVED]
     found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.resumed)]
     if found != expected or not found:
@@ -193,18 +193,18 @@ def loads_at_another_size(runs: SmokeRuns) -> str:
 
 
 def loads_full(runs: SmokeRuns) -> str:
-    """Check that this file loads, and that the shards saved from it are unchanged."""
+    """Check that a full (single-file) checkpoint loads, and that the shards saved from it are unchanged."""
     return compare_checkpoints(runs.checkpoint, runs.from_full)
 
 
 def reshards(runs: SmokeRuns) -> str:
-    """Check that the checkpoint is unchanged when written for other numbers of ranks, one after the other."""
+    """Check that resharding to other world sizes, one after the other, does not change the tensors."""
     found = [compare_checkpoints(runs.checkpoint, resharded) for resharded in runs.resharded]
     return f"{' to '.join(map(str, (runs.nproc, *SIZES)))} ranks: {found[-1]}"
 
 
 def resumes_resharded(runs: SmokeRuns) -> str:
-    """Check that more ranks take the same step from a resharded checkpoint as from the original."""
+    """Check that one more rank takes the same step from a resharded checkpoint as from the original."""
     steps = [(step.loss, step.grad_norm) for step in of_rank_0(runs.stepped)]
     if len(steps) != 2 or steps[0] != steps[1]:
         raise Failed(f"losses and norms {steps} of the step after {SAVED}")
@@ -212,12 +212,12 @@ def resumes_resharded(runs: SmokeRuns) -> str:
 
 
 def goes_there_and_back(runs: SmokeRuns) -> str:
-    """Check that the export made into weights, and a file of torch.save made into shards, are unchanged."""
+    """Check that the conversions hf to dcp, and dcp to pt to dcp, do not change the tensors."""
     weights = convert(runs.out, runs.scratch / "weights", to="dcp", under="model", world_size=runs.nproc).output
-    whole = convert(runs.checkpoint, runs.scratch / "whole", to="pt").output
-    shards = convert(whole, runs.scratch / "shards", to="dcp", world_size=runs.nproc).output
-    found = [compare_checkpoints(runs.checkpoint, converted) for converted in (whole, shards)]
-    return f"hf to dcp: {compare_checkpoints(runs.checkpoint, weights, 'model')}; dcp to pt to dcp: {found[-1]}"
+    single_file = convert(runs.checkpoint, runs.scratch / "whole", to="pt").output
+    shards = convert(single_file, runs.scratch / "shards", to="dcp", world_size=runs.nproc).output
+    results = [compare_checkpoints(runs.checkpoint, converted) for converted in (single_file, shards)]
+    return f"hf to dcp: {compare_checkpoints(runs.checkpoint, weights, 'model')}; dcp to pt to dcp: {results[-1]}"
 
 
 def consolidates(runs: SmokeRuns) -> str:
@@ -231,7 +231,7 @@ def has_equal_tensors(runs: SmokeRuns) -> str:
 
 
 def has_equal_logits(runs: SmokeRuns) -> str:
-    """Check that the built-in model gives the same logits from the export as from the checkpoint."""
+    """Check that the built-in model has the same logits with the exported weights as with the checkpoint."""
     model = Llama(ModelConfig.read(runs.out / "config.json"))
     missing, unexpected = model.load_state_dict(runs.exported, strict=False)
     if unexpected or set(missing) != tied_names(runs):
@@ -240,7 +240,7 @@ def has_equal_logits(runs: SmokeRuns) -> str:
 
 
 def opens_in_transformers(runs: SmokeRuns) -> str:
-    """Check that `AutoModelForCausalLM` opens the export and gives the same logits."""
+    """Check that `AutoModelForCausalLM` loads the export and computes the same logits."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -255,7 +255,7 @@ def opens_in_transformers(runs: SmokeRuns) -> str:
 
 @torch.no_grad()
 def compare_logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
-    """Compare a model's logits with those of the trained one."""
+    """Compare a model's logits with the logits of the trained model. Raises `Failed` if they differ."""
     found, expected = model(runs.prompt), runs.trained(runs.prompt)
     if not torch.equal(found, expected):
         raise Failed(f"logits differ by up to {float((found - expected).abs().max()):.3g}")
@@ -267,7 +267,7 @@ def tied_names(runs: SmokeRuns) -> set[str]:
 
 
 class KnownCheck(NamedTuple):
-    """A line of `PLUGIN_CHECKS`: the `module:function` of a check."""
+    """An entry of `PLUGIN_CHECKS`: the `module:function` of a check."""
 
     where: str
 

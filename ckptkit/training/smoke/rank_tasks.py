@@ -1,4 +1,4 @@
-"""Do the work of a smoke run's ranks, and give an account of what no checkpoint shows. Judges nothing."""
+"""Tasks that the ranks of a smoke test run. They report facts that a checkpoint does not contain."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from ckptkit.training.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class RankAccount:
-    """The account that a rank gives of a run: its steps, and what it held at the end.
+    """The report of a rank about a run: its steps, and its state at the end.
 
-    `states` are those of the scheduler and of the place in the data, by step: where it began, and at each checkpoint.
-    `parameters` and `optimizer` are bytes, `peak` those of its GPU (None on the CPU); `crc32` is of its parameters.
+    `states` has the states of the scheduler and of `Progress` by step: at the start and at each checkpoint.
+    `parameters` and `optimizer` are the sizes of this rank's shards in bytes, `peak` is the peak memory of its GPU in
+    bytes (None on the CPU), and `crc32` is the checksum of its parameter shards.
     """
 
     rank: int
@@ -42,7 +43,7 @@ class RankAccount:
 
 
 def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> None:
-    """Train a run to its end, as `ckptkit.training.loop` does, and give an account of it."""
+    """Train a run to its last step, like `ckptkit.training.loop`, and report a `RankAccount`."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainer, run = start(config, mesh)
         states = {trainer.progress.step: state_of(trainer)}
@@ -53,14 +54,14 @@ def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> N
                 steps.append(step)
                 if step.checkpoint:
                     states[step.step] = state_of(trainer)
-        moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        averages = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         report(
             RankAccount(
                 place.rank,
                 tuple(steps),
                 states,
                 nbytes(trainer.model.parameters()),
-                nbytes(moments),
+                nbytes(averages),
                 max((step.memory_allocated or 0 for step in steps), default=0) or None,
                 str(param_dtype(config, trainer.device.type)).removeprefix("torch."),
                 checksum(trainer.model.parameters()),
@@ -69,7 +70,7 @@ def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> N
 
 
 def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> None:
-    """Load the checkpoint that the configuration resumes from, and save it unchanged, as one of its own run."""
+    """Load the checkpoint that the configuration resumes from, and save it unchanged into the configuration's run."""
     with process_group(place, config.device) as mesh:
         trainer, run = start(config, mesh)
         with run:
@@ -77,7 +78,7 @@ def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> Non
 
 
 def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: RankPlace, report: Report) -> None:
-    """Resume each of some checkpoints for one step. Saves nothing."""
+    """Resume from each checkpoint for one step, and report the steps. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainers = (start(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)
         report(RankAccount(place.rank, tuple(trainer.step() for trainer in trainers)))
@@ -92,7 +93,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return the CRC-32 of this rank's part of all tensors."""
+    """Return the CRC-32 of this rank's shards of all tensors."""
     crc = 0
     for part in (part for tensor in tensors for part in local_parts(tensor)):
         crc = zlib.crc32(part.detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)

@@ -1,6 +1,6 @@
-"""Make a smoke run and the runs that follow from it, each when first asked for.
+"""The training runs of a smoke test, each executed on first access, and comparisons of their results.
 
-torch reads their results, which are compared.
+torch alone reads the results, so that the comparisons do not depend on ckptkit's readers.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_f
 
 
 class Skipped(Exception):
-    """The reason why a check cannot be made on this machine."""
+    """A check cannot run on this machine; the message says why."""
 
 
 def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
-    """Compare all tensors of two checkpoints, or of the first those `under` a key, read by torch."""
+    """Compare all tensors of two checkpoints, read by torch. Raises `Failed` if they differ.
+
+    With `under`, only tensors of the first checkpoint whose name starts with `under` are expected in the second.
+    """
     expected = {name: tensor for name, tensor in read_tensors(one).items() if name.startswith(under)}
     count = compare_tensors(expected, read_tensors(other))
     return f"{count} tensors of {under or 'model and optimizer'} equal, bit for bit"
 
 
 def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
-    """Compare tensors by name, and return how many they are."""
+    """Compare tensors by name, and return their number. Raises `Failed` if names or values differ."""
     if found.keys() != expected.keys():
         raise Failed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
     wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
@@ -51,22 +54,25 @@ def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor])
 
 
 def of_rank_0(accounts: list[RankAccount]) -> list[StepMetrics]:
-    """Return the steps as rank 0 saw them."""
+    """Return the steps of rank 0."""
     return [step for account in accounts[:1] for step in account.steps]
 
 
-STEPS, SAVED = 8, 4
-ADAPTED = 4  # steps of the training of adapters, which is saved in the middle and at the end
-SIZES = (3, 16, 1)  # ranks to reshard for, one after the other
+STEPS, SAVED = 8, 4  # the run has 8 steps, with checkpoints at steps 4 and 8
+ADAPTED = 4  # steps of the LoRA training, which saves in the middle and at the end
+SIZES = (3, 16, 1)  # world sizes to reshard to, one after the other
 
 
 class Failed(Exception):
-    """The reason why a check failed."""
+    """A check failed; the message says why."""
 
 
 @dataclass(frozen=True)
 class SmokeRuns:
-    """The run under test, the place of its export, and a directory for more runs; each is made when first asked for."""
+    """The run under test, the runs derived from it, and their results, each computed on first access.
+
+    `out` is the directory of the export, `scratch` a directory for the derived runs.
+    """
 
     config: TrainConfig
     nproc: int
@@ -88,29 +94,32 @@ class SmokeRuns:
 
     @cached_property
     def at_another_size(self) -> Path:
-        """Return the last checkpoint, loaded by one rank more and saved by it as one file."""
+        """Return the last checkpoint, loaded by one more rank and saved as one file."""
         config = replace(self._go_on("other", self.config.run, STEPS), state_dict="full", device=self._any_device)
         run_ranks(partial(load_and_save, config), self.nproc + 1)
         return RunFolder(config.run).checkpoint(STEPS)
 
     @cached_property
     def from_full(self) -> Path:
-        """Return that file, loaded and saved as shards again."""
+        """Return the checkpoint `at_another_size`, loaded and saved as shards again."""
         config = self._go_on("back", self.at_another_size.parent, STEPS)
         run_ranks(partial(load_and_save, config), self.nproc)
         return RunFolder(config.run).checkpoint(STEPS)
 
     @cached_property
     def resharded(self) -> list[Path]:
-        """Return the last checkpoint for other numbers of ranks, each made of the one before."""
-        made = [self.checkpoint]
+        """Return the last checkpoint resharded to the world sizes `SIZES`, each from the previous result."""
+        checkpoints = [self.checkpoint]
         for size in SIZES:
-            made.append(reshard(made[-1], self.scratch / f"for-{size}", to=size).output)
-        return made[1:]
+            checkpoints.append(reshard(checkpoints[-1], self.scratch / f"for-{size}", to=size).output)
+        return checkpoints[1:]
 
     @cached_property
     def stepped(self) -> list[RankAccount]:
-        """Return the accounts of one rank more of the step after the first checkpoint: from it, and resharded."""
+        """Return reports of `nproc + 1` ranks that take the step after the first checkpoint.
+
+        Each report has two steps: from the original checkpoint, and from the resharded checkpoint.
+        """
         original = RunFolder(self.config.run).checkpoint(SAVED)
         size = self.nproc + 1
         resharded = reshard(original, self.scratch / "resharded", to=size).output
@@ -119,7 +128,7 @@ class SmokeRuns:
 
     @property
     def _any_device(self) -> Device:
-        return "auto" if self.config.device == "cuda" else self.config.device  # there may be no GPU more
+        return "auto" if self.config.device == "cuda" else self.config.device  # one more rank may not have a GPU
 
     def _go_on(self, name: str, run: Path, step: int) -> TrainConfig:
         return replace(self.config, run=self.scratch / name, resume=str(RunFolder(run).checkpoint(step)))
@@ -134,9 +143,9 @@ class SmokeRuns:
 
     @cached_property
     def trained(self) -> Llama:
-        """Return the built-in model with the weights of the last checkpoint, read by torch and no part of ckptkit."""
+        """Return the built-in model with the weights of the last checkpoint, read by torch alone."""
         model = Llama(ModelConfig.read(self.checkpoint / "config.json"))
-        with warnings.catch_warnings(action="ignore"):  # torch warns that it loads in one process, as it is told to
+        with warnings.catch_warnings(action="ignore"):  # torch warns about no_dist, which is intended
             state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=self.checkpoint, no_dist=True)
         return model
 
@@ -153,7 +162,7 @@ class SmokeRuns:
 
     @cached_property
     def adapted_again(self) -> list[RankAccount]:
-        """Return the ranks' accounts of one that resumes it in the middle."""
+        """Return the ranks' reports of the LoRA training, resumed in the middle."""
         middle = RunFolder(self._lora.run).checkpoint(ADAPTED // 2)
         config = replace(self._lora, run=self.scratch / "adapters-again", resume=str(middle))
         return run_ranks(partial(train_and_report, config), self.nproc)
@@ -164,15 +173,15 @@ class SmokeRuns:
 
     @cached_property
     def with_adapters(self) -> nn.Module:
-        """Return the built-in model with the weights of the export and these adapters, read by torch alone."""
+        """Return the built-in model with the exported weights and the trained adapters, read without ckptkit."""
         config = self._lora
         lora = Lora(config.lora_rank or 0, config.lora_alpha, config.lora_targets)
         base = LlamaBlueprint(ModelConfig.read(self.out / "config.json"))
         model = LoraBlueprint(base, lora, torch.float32, None).build()
         adapters = {name.removeprefix("model."): tensor for name, tensor in read_tensors(self.adapters).items()}
-        _, strange = model.load_state_dict(self.exported | adapters, strict=False)
-        if any(not name.startswith("optim.") for name in strange):
-            raise Failed(f"no place for {strange}")
+        _, unexpected = model.load_state_dict(self.exported | adapters, strict=False)
+        if any(not name.startswith("optim.") for name in unexpected):
+            raise Failed(f"no place for {unexpected}")
         return model
 
     @cached_property
@@ -191,14 +200,14 @@ class SmokeRuns:
 
 
 def run_ranks(task: Callable[..., None], nproc: int) -> list[RankAccount]:
-    """Do a task on `nproc` ranks, and return the accounts that they give, in the order of ranks."""
-    heard: list[RankAccount] = []
-    launch(task, nproc, heard.append)
-    return sorted(heard, key=lambda account: account.rank)
+    """Run a task on `nproc` ranks, and return their reports in the order of ranks."""
+    accounts: list[RankAccount] = []
+    launch(task, nproc, accounts.append)
+    return sorted(accounts, key=lambda account: account.rank)
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Read all tensors of a sharded or full checkpoint by their dotted names, by torch and no part of ckptkit."""
+    """Return all tensors of a sharded or full checkpoint by their dotted names, read by torch alone."""
     if (checkpoint / "state.pt").exists():
         return dict(flatten(torch.load(checkpoint / "state.pt", weights_only=True)))
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata

@@ -1,4 +1,4 @@
-"""Train a tiny model on this machine, and check everything that is made of it."""
+"""The smoke test: train a tiny model on this machine, and check its checkpoints and conversions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckptkit.io.path import to_local
 from ckptkit.io.staging import check_destination
 from ckptkit.training.config import SETTINGS, Device, TrainConfig
 
-MARK = ".smoke"  # in a run that smoke made, and so may replace
-_MOST_NAMED = 5
+MARK = ".smoke"  # marks a run of the smoke test, which a later smoke test may replace
+_MOST_NAMED = 5  # checkpoints listed in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `ok` is None for a check that was skipped; `detail` says why, or what was compared."""
+    """The result of one check. `ok` is None for a skipped check; `detail` says why, or what was compared."""
 
     name: str
     ok: bool | None
@@ -42,14 +42,14 @@ def smoke(
     overwrite: bool = False,
     report: Callable[[Check], None] = lambda _: None,
 ) -> list[Check]:
-    """Train a tiny model into `run`, resume it, export it to `out`, and check each; calls `report` with every check.
+    """Train a tiny model into `run`, resume it, export it to `out`, and check the results.
 
-    A failed check is a row with `ok` False, never an exception. Raises `Occupied` if `run` or `out` exists; `overwrite`
-    replaces the output of an earlier smoke.
+    Returns the checks, and calls `report` with each as soon as it is done. A failed check has `ok` False and does not
+    raise. Raises `Occupied` if `run` or `out` exists; `overwrite` replaces the output of an earlier smoke test.
     """
     run, out = to_local(run), to_local(out)
     check_free(run, out, overwrite=overwrite)
-    from ckptkit.training.smoke.checks import CHECKS  # they import torch, which takes seconds
+    from ckptkit.training.smoke.checks import CHECKS  # imports torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS, SmokeRuns
 
     make_room(run)
@@ -58,22 +58,22 @@ def smoke(
         sequence_length=128, lr=3e-3, warmup=2, deterministic=True,
     )  # fmt: skip
     checks = []
-    with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
-        runs = SmokeRuns(config, nproc, out, Path(room))
-        for name, look in CHECKS.items():
-            checks.append(make(name, partial(look, runs)))
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as scratch:
+        runs = SmokeRuns(config, nproc, out, Path(scratch))
+        for name, check in CHECKS.items():
+            checks.append(run_check(name, partial(check, runs)))
             report(checks[-1])
     return checks
 
 
-def make(name: str, look: Callable[[], str]) -> Check:
-    """Make one check: `look` returns what it compared, or raises."""
+def run_check(name: str, check: Callable[[], str]) -> Check:
+    """Return the result of one check: `check` returns a description of what it compared, or raises."""
     from ckptkit.training.smoke.runs import Failed, Skipped
 
     started = time.perf_counter()
     ok: bool | None = True
     try:
-        detail = look()
+        detail = check()
     except Skipped as reason:
         ok, detail = None, f"skipped: {reason}"
     except Failed as reason:
@@ -86,14 +86,14 @@ def make(name: str, look: Callable[[], str]) -> Check:
 
 
 def remove_own(run: Path) -> None:
-    """Delete the checkpoints, settings and metrics that an earlier smoke test left in a run, and nothing else.
+    """Delete the checkpoints, settings and metrics of an earlier smoke test from a run, and nothing else.
 
-    Raises `Occupied` for later checkpoints, from which the run would be resumed.
+    Raises `Occupied` if the run has later checkpoints, because the smoke test would resume from them.
     """
     from ckptkit.training.metrics import METRICS, TENSORBOARD  # these import torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS
 
-    later = [one.name for one in named_in(run) if (one.own_step or 0) > STEPS]
+    later = [checkpoint.name for checkpoint in named_in(run) if (checkpoint.own_step or 0) > STEPS]
     if later:
         message = f"the run has checkpoints that the smoke test did not make: {', '.join(later[:_MOST_NAMED])}"
         raise Occupied(message, path=run, hint="move them elsewhere, or use another `--run`")
@@ -106,7 +106,7 @@ def remove_own(run: Path) -> None:
 
 
 def check_free(run: Path, out: Path, *, overwrite: bool) -> None:
-    """Raise `Occupied` if there is a run or an output, unless an earlier smoke test made them and may be replaced."""
+    """Raise `Occupied` if `run` or `out` exists, unless `overwrite` is given and an earlier smoke test made them."""
     check_destination(out, overwrite)
     check_replaceable(out)
     with translate_os_errors(run):
@@ -118,7 +118,7 @@ def check_free(run: Path, out: Path, *, overwrite: bool) -> None:
 
 
 def make_room(run: Path) -> None:
-    """Make a run directory with our mark, without what an earlier smoke test made there; other entries stay."""
+    """Create the run directory with the mark. Removes files of an earlier smoke test; other files stay."""
     with translate_os_errors(run):
         if (run / MARK).exists():
             remove_own(run)

@@ -18,7 +18,7 @@ from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.smoke.checks import ADAPTER_CHECKS, CHECKS
 from ckptkit.training.smoke.rank_tasks import RankAccount
 from ckptkit.training.smoke.runs import SmokeRuns
-from ckptkit.training.smoke.smoke import Check, make, smoke
+from ckptkit.training.smoke.smoke import Check, run_check, smoke
 from tests.training.test_commands import ckptkit
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ LAUNCHING = {"replicas", "another world size", "full state", *ADAPTER_CHECKS}  #
 
 
 def check(runs: SmokeRuns, name: str) -> Check:
-    return make(name, lambda: CHECKS[name](runs))
+    return run_check(name, lambda: CHECKS[name](runs))
 
 
 def test_all_checks_pass_and_leave_run_and_export(made: Path) -> None:
