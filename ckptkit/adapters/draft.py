@@ -1,4 +1,4 @@
-"""Draft the adapters in a checkpoint as PEFT saves them, each with its config: `default` on top, others in folders."""
+"""Plan the output for adapters in PEFT's format, each with its config: `default` at the top, others in directories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """An adapter of a checkpoint, and its config."""
+    """An adapter of a checkpoint, and the config that it was checked against."""
 
     opened: Opened
     adapter: Adapter
@@ -41,13 +41,13 @@ class Fitted:
 
     @property
     def path(self) -> Path:
-        """Return where the adapter lies."""
+        """Return the path of the component that contains the adapter."""
         return self.opened.part.path
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The part of a checkpoint that adapters are in, with the names of its weights, and the adapters."""
+    """A component of a checkpoint that contains adapters: its weights, and the adapters in them."""
 
     part: Component
     weights: Weights
@@ -55,7 +55,7 @@ class Opened:
     trainer_names: TrainerNames | None = None
 
     def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
-        """Return an adapter with its config, which it fits. Raises `NotACheckpoint` if there is none."""
+        """Return an adapter with its config, after checking that they fit. Raises `NotACheckpoint` without a config."""
         if given is not None and len(self.adapted.adapters) > 1:
             names = ", ".join(one.name for one in self.adapted.adapters)
             hint = f"put each beside the checkpoint, as NAME/{CONFIG}, or take one adapter with --include '*.NAME.*'"
@@ -77,10 +77,11 @@ class Opened:
 
 
 def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
-    """Return the adapters in a part of a checkpoint, as far as they are asked for; None if it has none."""
+    """Return the adapters in a component, as far as `options` select them; None if it has none."""
     if not may_be_adapted(part.layout.tensors):
         return None
-    chosen = replace(options.edits, include=()) if options.merge else options.edits  # what is merged has other names
+    # --include names tensors of the merged model, which do not exist yet
+    chosen = replace(options.edits, include=()) if options.merge else options.edits
     if not options.merge:
         chosen.check_globs([part.layout], part.path)
     weights = find_weights(edits.select(part.layout, chosen.admit))
@@ -97,9 +98,10 @@ def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
 
 
 def refuse_wrapped(part: Component, names: Sequence[str]) -> None:
-    """Raise `Unsupported` for a model in PEFT's wrapper, or what PEFT saved of one, with nothing in it that is known.
+    """Raise `Unsupported` for a model inside PEFT's wrapper that contains no adapter that ckptkit knows.
 
-    As a model it would have names that nothing loads. The config beside it says by which method it was trained.
+    Written as a model, its tensors would have names that nothing loads. The config beside it says which method trained
+    it.
     """
     wrapped = next(filter(is_wrapped, names), None)
     config = find_adapter_config(part.path) if may_be_adapted(names) else None
@@ -112,7 +114,7 @@ def refuse_wrapped(part: Component, names: Sequence[str]) -> None:
 
 
 def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptions) -> Conversion:
-    """Draft the adapters of a checkpoint, with their configs. Raises `Unsupported` for the mean of several."""
+    """Plan the output of all adapters of a checkpoint, with their configs. Raises `Unsupported` for an average."""
     first, *others = opened
     if first.part.masters is not None:
         hint = "drop --weights-from to take the adapter as it was saved"
@@ -135,7 +137,7 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
         if options.experts:
-            from ckptkit.adapters.expert_forms import with_form  # few adapters are asked for in another form
+            from ckptkit.adapters.expert_forms import with_form  # deferred: rarely needed
 
             made_of = fitted.adapter, fitted.config, fitted.path
             changed, fitting, remark = with_form(*made_of, options.experts, options)
@@ -167,7 +169,7 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
 
 
 def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
-    """Draft one adapter: all of it under the names that PEFT gives it, in the one file that it looks for."""
+    """Plan the output of one adapter: all tensors under PEFT's names, in the one file that PEFT looks for."""
     adapter, config, base = fitted.adapter, fitted.config, fitted.opened.adapted.base
     names = {name: entry.saved for name, entry in adapter.entries.items()}
     names |= trained_biases(adapter, config, base) | saved_base(adapter, config, base)
@@ -176,17 +178,19 @@ def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
     chosen = edits.select(adapter.layout, names.__contains__)
     layout, casts = options.edits.cast(edits.rename(chosen, lambda name: new_name(names[name])), lambda _: True)
     came_from = fitted.opened.weights.came_from
-    known = {name: saved for name, saved in names.items() if name in came_from}  # others are made of several
+    known = {
+        name: saved for name, saved in names.items() if name in came_from
+    }  # the others combine several source tensors
     renamed = {came_from[name]: saved for name, saved in known.items() if came_from[name] != saved}
     return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
 
 
 def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
-    """Return the embeddings beside an adapter that have other rows than its base, by the config.json of that.
+    """Return the embeddings whose row count differs from the `vocab_size` in the base's config.json.
 
-    PEFT saves them whole. A base on the Hub is not asked. Source: `get_peft_model_state_dict`.
+    PEFT saves these in full. A base on the Hub is not looked up. Source: `get_peft_model_state_dict`.
     """
-    said = os.path.join(base or "", MODEL_CONFIG)  # a stranger may have named it
+    said = os.path.join(base or "", MODEL_CONFIG)  # from an untrusted config: only tested, never fetched
     rows = vocabulary_of(read_config(Path(said)) or {}) if base and os.path.isfile(said) else None
     here, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
     sought = {HEAD, find_embedding(here)} - set(fitted.adapter.replaced)
@@ -195,7 +199,7 @@ def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
 
 
 def describe(adapter: Adapter) -> str:
-    """Return the method, the ranks and the targets of an adapter, in words."""
+    """Return the method, the ranks and the targets of an adapter as text."""
     rows = sorted(adapter.rows)
     rank = f" of rank {rows[0]}" if len(rows) == 1 else f" of ranks {rows[0]} to {rows[-1]}" if rows else ""
     targets = list(adapter.targets)
@@ -204,7 +208,10 @@ def describe(adapter: Adapter) -> str:
 
 
 def entries_of(opened: Opened, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
-    """Return what became of the entries beside adapters: other entries, the base and PEFT's copies are not written."""
+    """Return how each entry beside the adapters is handled.
+
+    Other entries, the base and PEFT's copies are not written.
+    """
     adapted, read, weights = opened.adapted, opened.part.layout, opened.weights
     dropped = options.edits.reasons_to_drop(read.names) | dict(weights.left_out)
     dropped |= dict.fromkeys(weights.origins_of(adapted.base.values()), "of the base, not the adapter")

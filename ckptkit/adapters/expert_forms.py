@@ -1,4 +1,4 @@
-"""Write the matrices of experts of an adapter in another form, with the config that fits it. No bytes move."""
+"""Convert an adapter's expert matrices to another form, with a config that fits it. Only byte locations change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptkit.state.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOption
 from ckptkit.words import count
 
 _INNER = ".base_layer"
-_MIDDLES = {"block_sparse_moe": "mlp"}  # what is above experts in files, and in memory
+_MIDDLES = {"block_sparse_moe": "mlp"}  # parent module of the experts: name in files, name in memory
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
 _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
 
@@ -35,9 +35,9 @@ _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "r
 def with_form(
     adapter: Adapter, config: AdapterConfig, path: Path, form: str, options: ConvertOptions
 ) -> tuple[Adapter, AdapterConfig, str]:
-    """Return an adapter with the matrices of experts in a form, and a config that fits it; and a remark.
+    """Return an adapter with its expert matrices in a form, a config that fits it, and a remark for the summary.
 
-    Raises `Usage` for an adapter without such matrices, or if the base has to be known and is not.
+    Raises `Usage` for an adapter without such matrices, or if the form depends on a base that was not found.
     """
     adapter = replace(adapter, layout=locate(unpack(adapter.layout)))
     found = find_form(adapter)
@@ -48,7 +48,7 @@ def with_form(
         message = f"--experts-layout is for experts in one matrix; this adapter stores them as {found}"
         raise Usage(message, path=path, hint="drop --experts-layout")
     base = base_config(config, path, options)
-    asked = ExpertFacts(options.experts_layout, whole(base, "hidden_size"), whole(base, *_COUNTS))
+    asked = ExpertFacts(options.experts_layout, first_integer(base, "hidden_size"), first_integer(base, *_COUNTS))
     names = names_of(base, path) if form == PER_EXPERT else None
     pairs = list(in_form(read_pairs(adapter, config, asked), form, names))
     made = list(tensors_of(pairs, form, names))
@@ -61,7 +61,7 @@ def with_form(
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
-    """Return the part of the base's config.json that describes its text model; {} if it is not here."""
+    """Return the text model's section of the base's config.json; {} if there is no config.json."""
     found: Mapping[str, Any] | None = find_companions(path, options.base).config
     said = Path(config.base or "", CONFIG)
     if found is None and options.base is None and config.base and said.is_file():
@@ -71,13 +71,16 @@ def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> M
     return text if isinstance(text, dict) else described
 
 
-def whole(config: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first of some whole numbers that a config has."""
+def first_integer(config: Mapping[str, Any], *keys: str) -> int | None:
+    """Return the integer under the first of these keys that has one; None without any."""
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
 def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
-    """Return what the base's files call experts. Raises `Usage` if the base is not known, `Unsupported` for others."""
+    """Return the names of expert tensors in the base's files.
+
+    Raises `Usage` if the base is unknown, `Unsupported` for a model type without separate experts.
+    """
     model_type = base.get("model_type")
     if model_type is None:
         message = "names of single experts differ by model, and no config.json of the base was found"
@@ -89,9 +92,9 @@ def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
 
 
 def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
-    """Yield the matrices as a form has them: gate and up together, apart, or as they are; under its modules.
+    """Yield the pairs in a form: gate and up fused, separate, or as they are, under the module names of the form.
 
-    `names` are those of experts in the base's files, which `per-expert` has.
+    `names` are the names of experts in the base's files; `per-expert` needs them.
     """
     if form == FLAT:
         yield from fuse(pairs)
@@ -101,22 +104,22 @@ def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -
         for pair in pairs:
             parent = pair.module.removesuffix(".experts").rpartition(".")[0]
             found = pair._replace(module=f"{parent}.{middle}.experts")
-            yield from halves(found) if pair.leaf == GATE_UP else (found,)
+            yield from split_gate_up(found) if pair.leaf == GATE_UP else (found,)
     else:
         yield from pairs
 
 
-def halves(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
-    """Return the matrices of gate and up apart: the rows of B are halved, A belongs to both."""
+def split_gate_up(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
+    """Split a fused pair into gate and up: each gets half of the rows of B; both share A."""
     rows = pair.b.spec.shape[1]
     gate, up = (axes.cut(pair.b, 1, at, at + rows // 2) for at in (0, rows // 2))
     return pair._replace(leaf=GATE, b=gate), pair._replace(leaf=UP, b=up)
 
 
 def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
-    """Yield the matrices of gate and up as one pair, of both ranks: A on top of A, B beside zeros.
+    """Yield gate and up as one pair with the sum of their ranks: their A stacked, their B padded with zeros.
 
-    Raises `Unsupported` for one of the two alone.
+    Raises `Unsupported` if only one of the two exists.
     """
     by_module: dict[str, dict[str, ExpertPair]] = defaultdict(dict)
     for pair in pairs:
@@ -133,13 +136,13 @@ def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
             yield gate._replace(
                 leaf=GATE_UP,
                 a=axes.concatenate([gate.a, up.a], 1),
-                b=axes.concatenate([beside_zeros(gate.b, 0, up.rank), beside_zeros(up.b, gate.rank, 0)], 1),
+                b=axes.concatenate([padded_with_zeros(gate.b, 0, up.rank), padded_with_zeros(up.b, gate.rank, 0)], 1),
             )
         yield from found.values()
 
 
-def beside_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
-    """Return matrices B `[E, out, r]` with columns of zeros before and after them."""
+def padded_with_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
+    """Return B `[E, out, r]` with columns of zeros before and after."""
     count, rows, rank = b.spec.shape
     width = before + rank + after
     zeros = [(at, size) for at, size in ((0, before), (before + rank, after)) if size]
@@ -151,7 +154,7 @@ def beside_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
 def tensors_of(
     pairs: Sequence[ExpertPair], form: str, names: ExpertNames | None
 ) -> Iterator[tuple[Entry, StoredTensor]]:
-    """Yield the tensors of a form, each with what it is and its name in the adapter's file."""
+    """Yield the tensors of a form, each with its entry (role and name in the adapter's file)."""
     has_both = {pair.module for pair in pairs if pair.leaf == DOWN} & {p.module for p in pairs if p.leaf == GATE_UP}
     for pair in pairs:
         if form == FLAT:
@@ -178,7 +181,7 @@ def entries_of(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Ite
 
 
 def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
-    """Return an adapter with other matrices of experts, under the names that they get in its file."""
+    """Return an adapter whose expert matrices are replaced by `made`, under their names in the adapter's file."""
     others = {
         name: entry
         for name, entry in adapter.entries.items()
@@ -202,7 +205,7 @@ def config_for(
     names: ExpertNames | None,
     form: str,
 ) -> AdapterConfig:
-    """Return the config of an adapter whose matrices of experts have another form."""
+    """Return the config of an adapter after its expert matrices changed their form."""
     values = dict(config.values)
     experts = {entry.module for entry in before.entries.values() if is_of_experts(entry)}
     others = {entry.module for entry in made.entries.values() if not is_of_experts(entry)}
@@ -232,19 +235,25 @@ def is_of_experts(entry: Entry) -> bool:
 
 
 def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether a target stays one: it is not only that of experts."""
+    """Return whether a target stays in `target_modules`.
+
+    It stays if it matches a module outside the experts, or no expert at all.
+    """
     return any(is_called(module, target) for module in others) or not any(is_called(one, target) for one in experts)
 
 
 def own_leaf(pair: ExpertPair, names: ExpertNames | None) -> str:
-    """Return what the files call the parameter of a pair."""
+    """Return the name of a pair's parameter in the model's files."""
     if names is None:
         return pair.leaf
     return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
 
 
 def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: ExpertNames | None) -> dict[str, Any]:
-    """Return the ranks and alphas by module that keep the scaling of each pair, where they are not those of all."""
+    """Return the `rank_pattern` and `alpha_pattern` that keep the scaling of each pair.
+
+    Values that equal the config's defaults are left out.
+    """
     found: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:
         scaling = config.scaling_of(pair.source)
@@ -254,9 +263,9 @@ def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: Exper
         found[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for leaf, ways in found.items():
-        for (rank, alpha), modules in ways.items():
-            keys = [f"experts{leaf}"] if len(ways) == 1 else modules
+    for leaf, modules_by_rank in found.items():
+        for (rank, alpha), modules in modules_by_rank.items():
+            keys = [f"experts{leaf}"] if len(modules_by_rank) == 1 else modules
             ranks |= dict.fromkeys(keys, rank)
             alphas |= dict.fromkeys(keys, int(alpha) if alpha.is_integer() else alpha)
     old_ranks, old_alphas = (config.values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))

@@ -1,11 +1,11 @@
-"""Read the matrices of experts of an adapter, in any form in which libraries store them. No bytes move.
+"""Read the expert matrices of an adapter, in any form that a library stores. Only byte locations change.
 
     flat        experts.lora_A [E*r, in], lora_B [out, r*E]       PEFT's target_parameters; vLLM's fused experts
     stacked     experts.lora_A [E, r, in], lora_B [out, r, E]     Megatron-Bridge's `stack_3d_moe`, for vLLM
     per-expert  experts.3.down_proj.lora_A [r, in], B [out, r]    PEFT with a module for each expert; vLLM, SGLang
     3d          experts.down_proj.lora_A [E, r, in], B [E, out, r]  SGLang, Megatron-Bridge, SkyRL, Tinker
 
-`flat` and `stacked` call the matrices of gate and up `experts.base_layer`. In `3d` E is 1 if all experts have the same
+`flat` and `stacked` name the matrices of gate and up `experts.base_layer`. In `3d`, E is 1 if all experts share one
 matrix. Sources: `ParamWrapper` in peft/tuners/lora/layer.py; peft/utils/transformers_weight_conversion.py;
 `_stack_moe_lora_weights` in vllm/lora/model_manager.py; sgl-project/sglang#25528; NVIDIA-NeMo/Megatron-Bridge#5939;
 `_convert_moe_experts_lora_to_vllm` of SkyRL's megatron_worker.py.
@@ -33,9 +33,9 @@ _LEAVES = {**{leaf: leaf for leaf in (GATE_UP, DOWN, GATE, UP)}, "w1": GATE, "w2
 
 
 class ExpertPair(NamedTuple):
-    """The matrices of a parameter of all experts of a layer: A `[E, r, in]` and B `[E, out, r]`.
+    """The two matrices for one parameter of all experts of a layer: A `[E, r, in]` and B `[E, out, r]`.
 
-    `source` is the name of the parameter, or of one expert's, as the config of the adapter knows it.
+    `source` is the name that the adapter's config uses: of the parameter, or of the first expert's module.
     """
 
     module: str
@@ -46,7 +46,6 @@ class ExpertPair(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """Return the number of experts."""
         return self.a.spec.shape[0]
 
     @property
@@ -56,7 +55,10 @@ class ExpertPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertFacts:
-    """What you say of the experts: the layout of lora_B, and what the base's config.json says, if it is there."""
+    """Facts about the experts that the adapter does not contain.
+
+    The layout of lora_B, and the hidden size and expert count from the base's config.json.
+    """
 
     layout: str | None = None
     hidden: int | None = None
@@ -64,7 +66,7 @@ class ExpertFacts:
 
 
 def find_form(adapter: Adapter) -> str | None:
-    """Return the form of the matrices of experts; None without any. Raises `Mismatch` for several."""
+    """Return the form of an adapter's expert matrices; None if it has none. Raises `Mismatch` for several forms."""
     specs = adapter.layout.specs
     found = {}
     for name, entry in adapter.entries.items():
@@ -86,9 +88,9 @@ def form_of(place: ExpertPlace, ndim: int) -> str:
 
 
 def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> list[ExpertPair]:
-    """Return the matrices of experts of an adapter, whatever their form.
+    """Return the expert matrices of an adapter, in whichever form it stores them.
 
-    Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that are not known here.
+    Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that ckptkit does not know.
     """
     found: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in adapter.entries.items():
@@ -112,7 +114,7 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> l
 
 
 def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFacts) -> None:
-    """Raise `Mismatch` unless all parameters of a layer have the same number of experts, and the base's."""
+    """Raise `Mismatch` unless all parameters of a layer have the same number of experts, equal to the base's."""
     counts: dict[str, int] = {}
     for pair in pairs:
         wanted = asked.count or counts.setdefault(pair.module, pair.experts)
@@ -123,14 +125,13 @@ def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFac
 
 @dataclass(frozen=True, slots=True)
 class ExpertReader:
-    """An adapter whose matrices of experts are read, with its config and what you say of the experts."""
+    """Reads the expert matrices of one adapter, given its config and the facts about the experts."""
 
     adapter: Adapter
     config: AdapterConfig
     asked: ExpertFacts
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return one of its tensors."""
         return self.adapter.layout.tensors[name]
 
     def unfit(self, name: str, expected: str) -> Mismatch:
@@ -138,7 +139,7 @@ class ExpertReader:
         return Mismatch(f"expected {expected}, found {found}", path=self.adapter.layout.path, tensor=name)
 
     def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
-        """Yield the matrices that are named by their parameters, of all experts or of one each."""
+        """Yield the matrices that are named after parameters, for all experts together or for each expert."""
         by_leaf: dict[str, dict[int | None, Mapping[str, str]]] = defaultdict(dict)
         for place, names in places.items():
             by_leaf[place.leaf][place.expert] = names
@@ -159,7 +160,7 @@ class ExpertReader:
             yield ExpertPair(module, leaf, a, b, f"{module}.0.{own}")
 
     def stack(self, names: Sequence[str]) -> StoredTensor:
-        """Return the matrices of all experts as one tensor."""
+        """Stack the matrices of all experts along a new first axis. Raises `Mismatch` if their shapes differ."""
         first = self.tensor(names[0]).spec
         for name in names:
             if self.tensor(name).spec != first:
@@ -181,7 +182,10 @@ class ExpertReader:
         return repeat(a, count), repeat(b, count)
 
     def of_wrappers(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
-        """Yield the matrices of nested wrappers, by depth. Shapes tell which parameters these are."""
+        """Yield the matrices of PEFT's nested wrappers, keyed by depth.
+
+        Their shapes decide which parameter each belongs to.
+        """
         sides = {
             depth: (self.tensor(one["A"]).spec.shape[-1], self.tensor(one["B"]).spec.shape[0])
             for depth, one in names.items()
@@ -190,12 +194,12 @@ class ExpertReader:
         for depth, one in names.items():
             parameter = f"{module}.{leaves[depth]}"
             a, b = self.apart(one, parameter)
-            if is_turned:  # PEFT 0.18 and older take a weight [out, in] for one [in, out]
+            if is_turned:  # PEFT 0.18 and older treat a weight [out, in] as [in, out]
                 a, b = axes.permute(b, (0, 2, 1)), axes.permute(a, (0, 2, 1))
             yield ExpertPair(module, leaves[depth], a, b, parameter)
 
     def apart(self, names: Mapping[str, str], parameter: str) -> tuple[StoredTensor, StoredTensor]:
-        """Return A `[E, r, in]` and B `[E, out, r]` of a wrapper's matrices."""
+        """Unpack a wrapper's matrices into A `[E, r, in]` and B `[E, out, r]`."""
         a, b = self.tensor(names["A"]), self.tensor(names["B"])
         if len(a.spec.shape) == 3:
             if len(b.spec.shape) != 3 or b.spec.shape[1:] != a.spec.shape[1::-1]:
@@ -210,10 +214,10 @@ class ExpertReader:
         return axes.split(a, 0, (count, rank)), axes.permute(whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1))
 
     def name_leaves(self, module: str, sides: Mapping[int, tuple[int, int]], name: str) -> tuple[dict[int, str], bool]:
-        """Return the parameter at each depth, and whether inputs and outputs are exchanged.
+        """Return the parameter at each depth, and whether inputs and outputs are swapped.
 
-        Gates and up projections are twice as many rows as down projections have columns: of two parameters just one
-        way fits. Of one the base's hidden size tells.
+        A gate-and-up projection has twice as many rows as the down projection has columns, so two pairs fit in only one
+        way. For a single pair, the base's hidden size decides.
         """
         targets = {target.rpartition(".")[2] for target in self.config.names("target_parameters")}
         if not targets <= set(_FUSED):
@@ -246,5 +250,5 @@ class ExpertReader:
 
 
 def repeat(tensor: StoredTensor, count: int) -> StoredTensor:
-    """Return a tensor of one expert as one of `count` experts; any other as it is."""
+    """Return a tensor of one expert repeated for `count` experts; any other tensor unchanged."""
     return axes.concatenate([tensor] * count, 0) if tensor.spec.shape[0] == 1 < count else tensor

@@ -1,7 +1,7 @@
-"""Merge adapters into tensors that are called and cut otherwise in files than in the model that they were trained on.
+"""Merge adapters into a base whose files name and split tensors differently than the model in memory.
 
-In memory the experts of a layer are one parameter, which in files is a tensor for each expert and matrix. What an
-adapter changes is a box of it there, and that whole tensor here.
+In memory, the experts of a layer are one parameter; in the files, each expert and matrix has its own tensor. So a
+weight update of a box of the parameter in memory becomes an update of a full tensor in the files.
 """
 
 from __future__ import annotations
@@ -22,22 +22,28 @@ from ckptkit.state.names import ask_names
 
 
 class InMemoryLocation(NamedTuple):
-    """The place of a tensor in one of the model in memory: its name, and the index of the first element."""
+    """The location of a file's tensor in the in-memory model.
+
+    The parameter's name, and the index of the tensor's first element in it.
+    """
 
     name: str
     start: Shape
 
 
 def in_memory(part: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
-    """Return the weights of a part of a checkpoint as transformers has them in memory; None where that is not known."""
+    """Return the weights of a component under transformers' in-memory names.
+
+    Returns None if the conversion is unknown.
+    """
     try:
         return name_weights(weights, ask_names(part, TRANSFORMERS.name, config))[0].layout
-    except (Mismatch, Unsupported):  # the base is then as its files have it, and what does not fit that is named
+    except (Mismatch, Unsupported):  # keep the base as in its files; the merge reports what does not fit
         return None
 
 
 def find_places(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
-    """Return where each tensor of the files lies in memory; by the bytes, which are the same ones."""
+    """Return where each tensor of the files is in memory, matched by the byte ranges that both share."""
     owners = {
         (chunk.path, chunk.offset): (name, chunk) for name, tensor in memory.tensors.items() for chunk in tensor.chunks
     }
@@ -51,7 +57,7 @@ def find_places(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
 
 
 def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]) -> InMemoryLocation | None:
-    """Return where a tensor lies, all of it in a row; None if it lies in pieces, or turned."""
+    """Return where a tensor is in memory if it is contiguous there; None if it is scattered or transposed."""
     places = set()
     for chunk in tensor.chunks:
         name, there = owners.get((chunk.path, chunk.offset), ("", chunk))
@@ -64,9 +70,9 @@ def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, C
 
 
 def to_files(merging: Merging, files: Layout) -> Merging:
-    """Return changes of a model in memory as changes of the tensors in its files.
+    """Translate weight updates of the in-memory model to the tensors in its files.
 
-    Raises `Unsupported` for one of a tensor that lies in files in pieces, or turned.
+    Raises `Unsupported` for an updated tensor that the files store scattered or transposed.
     """
     found, memory, reached = Merging(files), merging.base, set()
     found.notes = merging.notes
@@ -89,7 +95,7 @@ def to_files(merging: Merging, files: Layout) -> Merging:
 
 
 def move_changes(merging: Merging, name: str, found: Merging, new: str, start: Shape | None) -> None:
-    """Make the changes of tensor `name` those of `new`: the same one, or the box of it that begins at `start`."""
+    """Move the updates of tensor `name` to `new`: the same tensor, or the box of `name` that begins at `start`."""
     if name not in merging.changed:
         return
     begin, steps = merging.begins.get(name), merging.steps.get(name, [])

@@ -1,4 +1,4 @@
-"""Merge adapters into a model: the tensors of the base, with recipes for those that the adapters change."""
+"""Merge adapters into a model: the base's tensors, with recipes for the tensors that the adapters change."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _TIE = "tie_word_embeddings"
 
 
 def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[Fitted]) -> Model:
-    """Return a model without the tensors that are tied to another, or with a config.json that does not tie them.
+    """Drop the tensors that stay tied to another, or untie them in config.json if the adapters made them differ.
 
-    They are no longer tied where only one of the two was changed, or each by itself. A tensor follows the one that it
-    is tied to in rows that were trained, where adapters say that they kept it tied, and where config.json has no say
-    in it. Raises `Unsupported` for one that was changed, and is tied whatever config.json says.
+    A tie breaks if an adapter changed only one of the two tensors, or each differently. It holds if both have the same
+    trained rows, if the adapters set `ensure_weight_tying`, or if the model's class ties them whatever config.json
+    says. Raises `Unsupported` for an updated tensor that the model's class ties to another.
     """
     layout, config, changed = model.layout, model.config, set(merging.changed)
     tied = ties_in(layout, config)
     is_kept = all(one.config.flag("ensure_weight_tying") for one in adapters)
-    apart = {
+    untied = {
         target
         for target, source in tied.items()
         if {target, source} & changed
@@ -56,13 +56,13 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         and not merging.have_same_rows(target, source)
     }
     unbound = {**config, _TIE: False}
-    always = tied.keys() & ties_in(layout, unbound).keys() if apart else tied.keys()
-    for target in apart & always & changed:
+    tied_by_class = tied.keys() & ties_in(layout, unbound).keys() if untied else tied.keys()
+    for target in untied & tied_by_class & changed:
         message = f"an adapter changes it, not `{tied[target]}`, and the model's class has one tensor for both"
         raise Unsupported(message, path=base.root, tensor=target)
-    loose = apart - always
-    bound = always if loose else tied.keys()
-    left_out = {target for target in bound if {target, tied[target]} & changed or target not in base.tensors}
+    untied_by_config = untied - tied_by_class
+    still_tied = tied_by_class if untied_by_config else tied.keys()
+    left_out = {target for target in still_tied if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
         check_equal(base, target, tied[target])
     model = (
@@ -70,24 +70,24 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         .select(layout.tensors.keys() - left_out)
         .say(
             *(
-                f"{one} and {tied[one]} were tied and no longer are: {because(one, tied, changed)}"
-                for one in sorted(loose)
+                f"{one} and {tied[one]} were tied and no longer are: {name_changed(one, tied, changed)}"
+                for one in sorted(untied_by_config)
             ),
             *(
                 f"{one} changed with {tied[one]}: the model's class has one tensor for both"
-                for one in sorted(apart & always)
+                for one in sorted(untied & tied_by_class)
             ),
         )
     )
-    return model.with_config(unbound) if loose else model
+    return model.with_config(unbound) if untied_by_config else model
 
 
-def because(name: str, tied: Mapping[str, str], changed: Collection[str]) -> str:
+def name_changed(name: str, tied: Mapping[str, str], changed: Collection[str]) -> str:
     return f"{', '.join(sorted({name, tied[name]}.intersection(changed)))} changed"
 
 
 def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tensors of a layout that its config.json ties to others that are there too, and these."""
+    """Return the tensors of a layout that config.json ties to another tensor of it, mapped to that tensor."""
     if not config:
         return {}
     tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
@@ -98,14 +98,15 @@ _VOCABULARY = "vocab_size"
 
 
 def merge(parts: Sequence[Component], options: ConvertOptions) -> Model:
-    """Return the model in the first of several parts with adapters merged into it, or what lies beside one adapter.
+    """Return the model in the first component with the adapters of the others merged into it.
 
-    It is as much of the model as you ask for, under the names that you ask for. Raises `Mismatch` for an adapter that
-    does not fit its base, `Unsupported` for one that cannot be merged.
+    A single component contains the adapter; its base is in it, too, or `--base` names it. `options` select and rename
+    the output's tensors. Raises `Mismatch` for an adapter that does not fit its base, `Unsupported` for one that cannot
+    be merged.
     """
     *before, last = parts
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
-    adapters = [the_adapter(part, named_by, before[:1]) for part in (*before[1:], last)]
+    adapters = [open_only_adapter(part, named_by, before[:1]) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
     adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
     merged = merge_all(base, adapters, options)
@@ -115,14 +116,14 @@ def merge(parts: Sequence[Component], options: ConvertOptions) -> Model:
 
 
 def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -> Fitted:
-    """Return an adapter with the matrices of experts as those of fused experts, unless the base fits them as they are.
+    """Convert an adapter's expert matrices to fused experts, unless the base fits them as they are.
 
-    A base that has a tensor for each expert takes matrices for each expert.
+    A base with one tensor per expert takes per-expert matrices unchanged.
     """
     form = find_form(adapter.adapter)
     if form in (None, FLAT) or (form == PER_EXPERT and not has_fused(base)):
         return adapter
-    from ckptkit.adapters.expert_forms import with_form  # few adapters need it
+    from ckptkit.adapters.expert_forms import with_form  # deferred: rarely needed
 
     found, config, _ = with_form(adapter.adapter, adapter.config, adapter.path, FLAT, options)
     return replace(adapter, adapter=found, config=config)
@@ -142,7 +143,7 @@ def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptio
 
 
 def select(model: Model, options: ConvertOptions) -> Model:
-    """Return the merged model as far as you ask for it, under the names that you ask for."""
+    """Return the merged model with the tensors that `options` select, under the names that they ask for."""
     asked = options.edits
     model = model.note_dropped(asked.reasons_to_drop(model.layout.tensors))
     model = model.select(set(filter(asked.admit, model.layout.tensors)))
@@ -150,10 +151,10 @@ def select(model: Model, options: ConvertOptions) -> Model:
     return model.rename(asked.renaming())
 
 
-def the_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> Fitted:
-    """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one.
+def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> Fitted:
+    """Return the only adapter in a component, with its config. Raises `Usage` if it has none or several.
 
-    `base` is the part with the base, if one was passed.
+    `base` is the component with the base, if one was passed.
     """
     opened = open_adapters(part, options)
     if opened is None:
@@ -173,7 +174,10 @@ def the_adapter(part: Component, options: ConvertOptions, base: Sequence[Compone
 
 
 def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
-    """Return the base that lies beside an adapter, or else the one that you name. Raises `Usage` without any."""
+    """Return the base in the adapter's own checkpoint, or else the base that `--base` names.
+
+    Raises `Usage` without any.
+    """
     opened, config = adapter.opened, adapter.config
     if opened.adapted.base:
         names = {name: own for own, name in opened.adapted.base.items()}
@@ -191,7 +195,7 @@ def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
 
 
 def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
-    """Merge adapters into a base under the names of its files; under its own where its tensors do not come apart so."""
+    """Merge adapters into a base under the Hub's names; under the base's own names if only those fit."""
     may_be_quantized = may_hold_quantized(base.part.layout.specs, base.config)
     plain = make_all_plain(base) if may_be_quantized else base
     own = unwrap(plain)
@@ -208,7 +212,7 @@ def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) 
 
 
 def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
-    """Merge adapters into a base of plain weights, as far as names and shapes go."""
+    """Merge adapters into a base of plain weights whose names and shapes fit the adapters."""
     whole = restore_tied(base.layout, base.config)
     memory = None if has_modules(whole, adapters) else in_memory(base.part, base.weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
@@ -246,7 +250,10 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
 
 
 def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
-    """Raise `Usage` for --experts-layout without fused experts, or with several adapters, which may differ."""
+    """Raise `Usage` for --experts-layout without fused experts, or with several adapters.
+
+    Several adapters may have different layouts.
+    """
     if options.experts_layout is None:
         return
     if len(adapters) > 1:
@@ -258,9 +265,10 @@ def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: 
 
 
 def check_base(one: Fitted, base: Component) -> list[str]:
-    """Raise `Unsupported` for an adapter whose training began by changing its base, onto another one.
+    """Raise `Unsupported` if the adapter's training modified its base and `base` is another checkpoint.
 
-    Return a remark if the base is not called what the adapter's config says: another model may have the same shapes.
+    Returns a remark if the base's path does not contain the name in the adapter's config: another model may have the
+    same shapes.
     """
     config = one.config
     if one.path == base.path:
@@ -281,9 +289,9 @@ def has_modules(layout: Layout, adapters: Sequence[Fitted]) -> bool:
 
 
 def with_vocabulary(model: Model, before: Layout) -> Model:
-    """Return a model whose config.json says how many tokens an embedding has that an adapter made larger.
+    """Return a model whose config.json has the token count of an embedding that an adapter enlarged.
 
-    In the state of a training its base is larger too, and all that follows the vocabulary has as many rows.
+    In a training state the base's embedding is enlarged too, and every tensor along the vocabulary has that many rows.
     """
     layout, config = model.layout, model.companions.config
     embedding = find_embedding(layout.tensors)
@@ -304,7 +312,7 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
 
 
 def with_tokenizer_of(adapters: Sequence[Fitted], model: Model) -> Model:
-    """Return the model with the tokenizer that was saved with an adapter: training may have added tokens."""
+    """Return the model with the tokenizer that was saved with an adapter, because training may have added tokens."""
     beside = [tokenizer_beside(one.path) for one in adapters if one.path != model.part.path]
     tokenizer = next(filter(None, beside), {})
     if not tokenizer:

@@ -1,9 +1,9 @@
-"""Rules for the states of optimizers: shapes, names, groups, and what the weights beside them are.
+"""Rules for optimizer states: their shapes, names and parameter groups, compared with the weights.
 
-States may have other shapes than their parameters on purpose: factors of a second moment (Adafactor), packed numbers
-with scales (8-bit Adam), preconditioners (Shampoo, SOAP), projections of low rank (GaLore, APOLLO), one number for each
-row or layer (Adam-mini, NovoGrad). A rule judges only states that are known to have an element for each one of the
-parameter.
+Some states differ in shape from their parameters on purpose: factors of a second moment (Adafactor), packed numbers
+with scales (8-bit Adam), preconditioners (Shampoo, SOAP), low-rank projections (GaLore, APOLLO), one number for each
+row or layer (Adam-mini, NovoGrad). A rule only judges states that are known to be elementwise: one element for each
+element of the parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
 from ckptkit.models.names.parameters import GROUP_MAP
 
-# states with an element for each of the parameter's. Sources: torch/optim, facebookresearch/schedule_free,
+# elementwise states. Sources: torch/optim, facebookresearch/schedule_free,
 # NVIDIA/apex and NVIDIA/TransformerEngine
 _ELEMENTWISE = frozenset(
     [
@@ -30,23 +30,24 @@ _ELEMENTWISE = frozenset(
 )
 _SECOND = frozenset(["exp_avg_sq", "max_exp_avg_sq", "square_avg"])  # some optimizers have one for each row or slice
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
-_MARKS = ("projector", "ortho_matrix", "absmax", "qmap")  # states beside those that are projected or packed
+_MARKS = ("projector", "ortho_matrix", "absmax", "qmap")  # these show that the other states are projected or packed
 _FLOATS = ("float", "small_float")
-_FUSED = 3  # axes of all experts of a layer, which a Hugging Face model has one by one
-# States that a parameter has if another like it has them. Only low-precision parameters have masters, the last gradient
+_FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
+# States that all similar parameters have in common, or none. Only low-precision parameters have masters, the last gradient
 # may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
 _TOGETHER = _ELEMENTWISE.difference(
     ["max_exp_avg_sq", "master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"]
 ) | {"sum", "state1", "state2"}
-# of an optimizer with the setting `amsgrad`, unless it has others beside them. Source: torch/optim/adam.py
+# states of an optimizer with the setting `amsgrad`, if it has no other states. Source: torch/optim/adam.py
 _AMSGRAD, _ADAM, _BESIDE = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
 
 
 def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the elementwise states that do not have the shape of their parameter.
 
-    Where only an index tells the parameter, a shape that no parameter has is wrong if most others fit. If most do not,
-    the optimizer may belong to another model. States of one axis may be flat shards: those alone show nothing.
+    If a parameter is known only by its index, a state shape that no parameter has is wrong if most other states fit. If
+    most states do not fit, the optimizer may belong to another model. One-dimensional states may be flat shards, so
+    they alone prove nothing.
     """
     every = {facts.layout.tensors[name].spec.shape for name in facts.weights}
     for above, states in facts.states.items():
@@ -75,18 +76,18 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]) -> dict[Shape, tuple[str, ...]]:
-    """Return the elementwise states of a parameter that fit none of some shapes, by their own shape.
+    """Return the elementwise states of a parameter that fit none of `shapes`, grouped by their own shape.
 
-    `entries` are its states by kind.
+    `entries` maps the kind of each state to its entry.
     """
     specs = {kind: facts.layout.tensors[name].spec for kind, name in entries.items()}
     if any(word in kind for word in _MARKS for kind in specs):
         return {}
     found: dict[Shape, tuple[str, ...]] = {}
-    first = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND}
+    main_shapes = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND}
     for kind in _ELEMENTWISE & specs.keys():
         spec = specs[kind]
-        is_reduced = kind in _SECOND and spec.shape not in first
+        is_reduced = kind in _SECOND and spec.shape not in main_shapes
         fits = any(may_be_of(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
             found[spec.shape] = (*found.get(spec.shape, ()), entries[kind])
@@ -94,20 +95,22 @@ def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape
 
 
 def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the parameters without a state that others have which are like them: a load, or the next step, fails.
+    """Yield the parameters that lack a state that similar parameters have: a load, or the next step, fails.
 
-    Alike are parameters with the same settings and as many axes: some optimizers treat vectors, or groups, in another
-    way. A parameter without any state never received a gradient.
+    Similar parameters have the same settings and the same number of axes, because some optimizers treat vectors or
+    groups differently. A parameter without any state never received a gradient, which is fine.
     """
     for above, kinds in facts.kinds.items():
         settings = facts.settings_of(above)
-        alike: dict[object, set[frozenset[str]]] = defaultdict(set)
-        places = {one: (settings.get(one), axes_of(facts, above, one)) for one in kinds}
+        kinds_of_similar: dict[object, set[frozenset[str]]] = defaultdict(set)
+        similarity = {one: (settings.get(one), axes_of(facts, above, one)) for one in kinds}
         for one, own in kinds.items():
-            alike[places[one]].add(own)
+            kinds_of_similar[similarity[one]].add(own)
         lacking: dict[tuple[str, str], list[str]] = defaultdict(list)
         for one, own in kinds.items():
-            more = {kind for other in alike[places[one]] if own < other for kind in other - own} & _TOGETHER
+            more = {
+                kind for other in kinds_of_similar[similarity[one]] if own < other for kind in other - own
+            } & _TOGETHER
             if _AMSGRAD in settings.get(one, ()) and own <= _ADAM | _BESIDE:
                 more |= _ADAM - own
             more = {kind for kind in more if f"{entry_of(above, one)}.{kind}" not in facts.lost}
@@ -118,16 +121,16 @@ def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def axes_of(facts: Facts, above: KeyPath, parameter: str) -> int:
-    """Return how many axes a parameter has, by the weight of its name or else by its states."""
+    """Return the number of axes of a parameter, from its weight or else from its states."""
     states = facts.states.get(above, {}).get(parameter, {})
     shapes = facts.shapes_of(parameter) or {facts.layout.tensors[name].spec.shape for name in states.values()}
     return max(map(len, shapes), default=0)
 
 
 def may_be_of(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
-    """Return whether a state of one shape may be a parameter's of another: equal, or flattened.
+    """Return whether a state's shape `found` fits a parameter of `shape`: equal, or flattened.
 
-    One that `is_reduced` may have a number for each row, or for any other slice.
+    If `is_reduced`, the state may also have one number for each row or other slice.
     """
     if found == shape or (len(found) == 1 and found[0] == prod(shape)):
         return True
@@ -135,19 +138,16 @@ def may_be_of(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
 
 
 def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the optimizers whose parameters have a wrapper's prefix in their names where the weights have none.
-
-    Or the other way round.
-    """
+    """Yield the optimizers whose parameter names have a wrapper prefix that the weights lack, or vice versa."""
     found: dict[tuple[str, WrapperPrefix, KeyPath], list[str]] = defaultdict(list)
     for above, states in facts.states.items():
         if has_group_map(facts.layout, above):
-            continue  # its trainer finds the states under their wrapped names
+            continue  # this trainer looks the states up by their wrapped names
         for name, entries in states.items():
-            there = None if name in facts.shapes_by_name else facts.plain_names.get(unwrap(name))
-            if there is None or name.isdecimal():
+            weight = None if name in facts.shapes_by_name else facts.plain_names.get(unwrap(name))
+            if weight is None or name.isdecimal():
                 continue
-            code, text = ("wrapped_state", name) if unwrap(name) != name else ("wrapped_weight", there)
+            code, text = ("wrapped_state", name) if unwrap(name) != name else ("wrapped_weight", weight)
             wrapper = next(one for one in reversed(WRAPPERS) if one.text in text)
             found[code, wrapper, above] += entries.values()
     for (code, wrapper, _), names in found.items():
@@ -155,7 +155,7 @@ def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the names in optimizers that belong to no weight: under an unknown prefix, or of no parameter at all."""
+    """Yield the optimizer's parameter names that match no weight, because of an unknown prefix or altogether."""
     listed = {one.above: {str(name) for group in one.groups for name in group} for one in facts.optimizers}
     for above, kinds in facts.kinds.items():
         names = {name for name in kinds.keys() | listed.get(above, set()) if not name.isdecimal()}
@@ -173,9 +173,9 @@ def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) -> str | None:
-    """Return the prefix that all unknown names have before the name of a weight without a state, None if there is none.
+    """Return the prefix that turns names of weights without a state into all the unknown names; None without.
 
-    A prefix of weights is no such prefix.
+    A prefix that weights have, too, does not count.
     """
     first = unknown[0]
     for prefix in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
@@ -187,7 +187,7 @@ def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) 
 
 
 def lacking_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
-    """Return the prefix that turns all unknown names into names of weights, None if no prefix does."""
+    """Return the prefix that turns all unknown names into names of weights; None if no prefix does."""
     first = f".{unknown[0]}"
     prefixes = (name.removesuffix(unknown[0]) for name in facts.shapes_by_name if name.endswith(first))
     fitting = [one for one in prefixes if all(facts.is_known(one + name) for name in unknown)]
@@ -195,16 +195,16 @@ def lacking_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
 
 
 def has_group_map(layout: Layout, above: KeyPath) -> bool:
-    """Return whether an optimizer has a map from parameters to groups in the place of lists."""
+    """Return whether an optimizer has a map from parameters to groups instead of parameter lists."""
     key = (*above, GROUP_MAP)
     return any(layout.key(name)[: len(key)] == key for name in layout.blobs)
 
 
 def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the groups without parameters of optimizers that name their parameters.
+    """Yield the groups without parameters, in optimizers that name their parameters.
 
-    Source: `_split_optim_state_dict` in torch/distributed/checkpoint/state_dict.py, which finds a group by the names in
-    it. Groups of indices are found by their position.
+    torch's `_split_optim_state_dict` in torch/distributed/checkpoint/state_dict.py finds a named group by the names in
+    it. Groups of indices are found by their position, so an empty one does no harm.
     """
     for optimizer in facts.optimizers:
         if optimizer.is_named and any(optimizer.groups):
@@ -214,7 +214,7 @@ def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def find_lists(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the parameters that groups list twice, and those of known names with a state that no group lists."""
+    """Yield the parameters that groups list twice, and known parameters with a state that no group lists."""
     for optimizer in facts.optimizers:
         above = optimizer.above
         times = Counter(str(one) for group in optimizer.groups for one in group)
@@ -228,12 +228,12 @@ def find_lists(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def entry_of(above: KeyPath, parameter: str) -> str:
-    """Return what the states of a parameter are called, in the optimizer at a key path."""
+    """Return the name of a parameter's state entry in the optimizer at a key path."""
     return ".".join([*map(str, above), "state", parameter])
 
 
 def find_training_point(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield that a schedule-free optimizer was saved in training mode.
+    """Yield an inconsistency if a schedule-free optimizer was saved in training mode.
 
     Source: `train` and `eval` in schedulefree/adamw_schedulefree.py.
     """
@@ -244,5 +244,5 @@ def find_training_point(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def text_of(above: KeyPath) -> str | None:
-    """Return what an optimizer at a key path is called; None if it is the checkpoint itself."""
+    """Return the dotted name of an optimizer's key path; None if the checkpoint itself is the optimizer."""
     return ".".join(map(str, above)) or None
