@@ -1,4 +1,4 @@
-"""Compare the copies of one tensor that several ranks saved. Copies that differ are never one tensor."""
+"""Compare the copies of a tensor that several ranks saved. Copies that differ do not belong to one tensor."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def alone(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
 
 
 def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
-    """Return whether two located chunks are equal by their CRC-32, None if these cannot tell."""
+    """Return whether two located chunks are equal by their CRC-32; None if the checksums cannot decide it."""
     if None in (one.crc32, other.crc32):
         return None
     places = [(chunk.strides, chunk.length, chunk.offset - chunk.bytes[0], chunk.bytes[1]) for chunk in (one, other)]

@@ -15,9 +15,9 @@ Others = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def join_places(path: Path, also: Others = ()) -> Path:
-    """Return a path, or if `also` others are, all of these directories as one.
+    """Return a path, or the directories `path` and `also` joined as one.
 
-    Raises `Usage` for what is no directory, `Corrupt` where names say that they are of different steps.
+    Raises `Usage` for a path that is not a directory, `Corrupt` if names belong to different steps.
     """
     others = [also] if isinstance(also, str | os.PathLike) else also
     places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]

@@ -1,4 +1,4 @@
-"""Make the manifest of a checkpoint that has none: read every byte, then record the checksums."""
+"""Create the manifest of a checkpoint without one: read every byte, then record the checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_manifest(
 ) -> list[Verified]:
     """Write `ckptkit.json` to each directory of the checkpoint at `source`, or of the latest one of a run.
 
-    The first result lists the files in the directory of the checkpoint that no manifest covers. Raises `Corrupt` if
+    The first result lists the files in the checkpoint's directory that no manifest covers. Raises `Corrupt` if
     verifying finds a problem, and `Occupied` if a manifest exists. With `overwrite`, replaces the old manifest without
     reading it.
     """
@@ -29,19 +29,21 @@ def make_manifest(
             path=checkpoint.path,
             hint="pass the directory that the file is in",
         )
-    parts = [place for place in checkpoint.places if place.is_dir()]  # a file beside a model is in its manifest
+    parts = [
+        place for place in checkpoint.places if place.is_dir()
+    ]  # a file beside a model is listed in the model's manifest
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
-    tell = report_progress(progress, sum(map(size_of, parts)))
-    found = [verify_and_record(part, jobs, tell) for part in parts]
+    report = report_progress(progress, sum(map(size_of, parts)))
+    found = [verify_and_record(part, jobs, report) for part in parts]
     seen = {part.path / name for part in found for name in (*part.sums, *files_in(part.path))}
     return [replace(found[0], left_behind=tuple(checkpoint.left_behind(seen))), *found[1:]]
 
 
 def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Verified:
-    """Verify what is in a directory, and write its manifest."""
+    """Verify the files in a directory, and write its manifest."""
     found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
     require_sound(
         found, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"

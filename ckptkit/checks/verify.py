@@ -1,7 +1,7 @@
-"""Say whether a checkpoint is whole and undamaged: every problem, and how many bytes nothing could be said about.
+"""Verify that a checkpoint is complete and undamaged: report every problem, and the bytes that have no checksum.
 
-Structure first: files, sizes, coverage, key paths, what the metadata promises and the files hold. Then every byte is
-read, and compared with the CRC-32 that the format or a manifest has for it.
+Checks the structure first: files, sizes, coverage, key paths, and the metadata against the files. Then reads every
+byte, and compares it with the CRC-32 that the format or a manifest has for it.
 """
 
 from __future__ import annotations
@@ -59,15 +59,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verified(Summarized):
-    """A checkpoint at `path` that was verified, or a part of one, and what was found.
+    """The result of verifying a checkpoint at `path`, or a component of one.
 
-    Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
-    compared with and `unchecked_bytes` had none; of `proved_files` that of the store was compared, which read none of
-    their bytes. `looked_at` are its files, `sums` those of the files that were read,
-    `left_behind` other files in its directory, which verify did not read. `compared` is how it differs
-    from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
-    tensors, if they were asked for. `salvaged` is the account of what was lost when it was made of a damaged one, None
-    if it was not.
+    `checked_bytes` were verified against a CRC-32, `unchecked_bytes` have none: bytes of tensors and other entries, and
+    with a manifest also of complete files. For `proved_files`, the store's CRC-32 was compared instead, without reading
+    their bytes. `looked_at` are its files, `sums` the checksums of the files that were read, `left_behind` other files
+    in its directory, which verify did not read. `compared` is the comparison with another checkpoint, if requested; its
+    differences are among the problems. `stats` are the statistics of its tensors, if requested. `salvaged` is the
+    account of a salvaged checkpoint, None for any other.
     """
 
     path: Path
@@ -90,12 +89,11 @@ class Verified(Summarized):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether no problem was found."""
         return not self.problems
 
     @property
     def loss(self) -> str | None:
-        """Return what a salvage lost or filled, in one line; None for a checkpoint that was not salvaged."""
+        """Return a line on the tensors that a salvage lost or filled; None for a checkpoint that was not salvaged."""
         if self.salvaged is None:
             return None
         missing = name_lost(self.salvaged)
@@ -111,7 +109,7 @@ class Verified(Summarized):
 
 
 def require_sound(found: Verified, hint: str) -> None:
-    """Raise `Corrupt` with the first problem that was found, if there is any, and how many there are."""
+    """Raise `Corrupt` with the first problem and the number of problems, if there are any."""
     if found.problems:
         first, total = found.problems[0], len(found.problems)
         message = first.message if total == 1 else f"{first.message}; the first of {total:,} problems"
@@ -140,19 +138,19 @@ def verify(
     pass `allow_cast`: then `against` is converted first. `map` is a table with names of either side, and `rename` has
     rules `REGEX=>TEXT` for the parameters of `against`. With `stats`, the numbers are counted too.
 
-    Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Everything
-    wrong with a checkpoint that exists is in the problems of the result.
+    Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Every
+    problem of an existing checkpoint is in the result.
     """
     if against is None and (map or rename):
         raise Usage("--map and --rename are for a comparison", hint="pass --against too")
     checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
-    tell = report_progress(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
-    look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
+    report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
+    look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
     wholes = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
     wholes = [(checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in wholes]
     found = [part for one, parts in wholes for part in (parts if fast else with_masters(one, parts, jobs))]
     if against is not None and all(part.is_ok for part in found):
-        from ckptkit.checks.diff import prove  # and with it all that copies and compares
+        from ckptkit.checks.diff import prove  # deferred: imports the engine
 
         named = NameOptions.of(map, rename)
         compare = partial(prove, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
@@ -160,16 +158,16 @@ def verify(
         compared = {path: diff for proof in proofs for path, diff in proof.items()}
         found = [with_comparison(part, compared.get(part.path)) for part in found]
     if stats and all(part.is_ok for part in found):
-        from ckptkit.checks.stats import stats as survey_part  # imports numpy
+        from ckptkit.checks.stats import stats as survey_part  # deferred: imports numpy
 
         found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
     return found
 
 
 def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[Verified]:
-    """Return what was found of a checkpoint and, if it is undamaged, whether it is a part of one or contradicts itself.
+    """Return the results, plus inconsistencies if the checkpoint is undamaged.
 
-    A file that is one of several has this one problem: the tensors of the other files are missing in it.
+    A file that is one of several gets only this problem, because the tensors of the other files are missing.
     """
     if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
@@ -183,15 +181,15 @@ def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[
 
 
 def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
-    """Return what was found of a checkpoint, and if that is whole, how its weights differ from an optimizer's masters.
+    """Return the results; for an undamaged checkpoint, the weights are also compared with the optimizer's masters.
 
-    Weights and optimizer may be in different parts.
+    Weights and optimizer may be in different components.
     """
     if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
     try:
         layout = checkpoint.layout
-    except (NotACheckpoint, Mismatch, Unsupported):  # parts that make no whole
+    except (NotACheckpoint, Mismatch, Unsupported):  # components that cannot be joined
         return found
     problems = Problems()
     try:
@@ -203,7 +201,7 @@ def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None
 
 
 def with_comparison(found: Verified, compared: Diff | None) -> Verified:
-    """Return what was found, with what is not the same in another checkpoint as further problems."""
+    """Return the result with the differences from another checkpoint as further problems."""
     if compared is None:
         return found
     from ckptkit.checks.differences import problems_of
@@ -215,15 +213,15 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
 
 
 def find_all(source: Source) -> list[Checkpoint]:
-    """Return a checkpoint, or all those of a run, whether complete or not, oldest first."""
+    """Return the checkpoint at a path, or all checkpoints of a run, complete or not, oldest first."""
     path = path_of(source)
-    here = Checkpoint.at(path)
-    found = [] if here.is_direct else checkpoints_in(path)
+    checkpoint = Checkpoint.at(path)
+    found = [] if checkpoint.is_direct else checkpoints_in(path)
     if found and not all(one.unreadable for one in found):
         return found
-    if not here.components:
-        raise here.unreadable or no_checkpoint(path)
-    return [here]
+    if not checkpoint.components:
+        raise checkpoint.unreadable or no_checkpoint(path)
+    return [checkpoint]
 
 
 def places_of(checkpoint: Checkpoint) -> list[Path]:
@@ -231,7 +229,10 @@ def places_of(checkpoint: Checkpoint) -> list[Path]:
 
 
 def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> list[Verified]:
-    """Verify the parts of a checkpoint and other weights in its directory. The first result names the other files."""
+    """Verify the components of a checkpoint and other weights in its directory.
+
+    The first result lists the other files.
+    """
     places, root = places_of(checkpoint), checkpoint.path
     found = [look(path) for path in places]
     found[0] = replace(found[0], salvaged=read_account(root))
@@ -248,7 +249,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
 
 
 def size_of(part: Path) -> int:
-    """Return the bytes of the files that will be read, as near as can be told without opening any."""
+    """Return the approximate number of bytes that verifying will read, from file sizes alone."""
     with translate_os_errors(part):
         found = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
         return sum(state.st_size for state in found if stat.S_ISREG(state.st_mode))
@@ -263,7 +264,7 @@ def verify_part(
     jobs: int | None = None,
     progress: Told | None = None,
 ) -> Verified:
-    """Look for damage in one directory or file, by its manifest too if there is one and it shall be used.
+    """Look for damage in one directory or file, using its manifest if `with_manifest`.
 
     With `fast` and `by_store`, the checksums that a store keeps of files are compared with the manifest's.
     """
@@ -271,18 +272,18 @@ def verify_part(
     found = Verified(path)
     try:
         origin = Origin.of(path)
-        here = Checkpoint.at(path)
-        if here.unreadable:
-            raise here.unreadable
-        reader = here.components[0].reader if here.is_direct else find_format(path)
+        checkpoint = Checkpoint.at(path)
+        if checkpoint.unreadable:
+            raise checkpoint.unreadable
+        reader = checkpoint.components[0].reader if checkpoint.is_direct else find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             entries.update(entries_by_file(layout))
             if unfinished := find_unfinished(path):
                 problems.add(unfinished)
             manifest = read_known(path, problems) if with_manifest else None
-            note_empty(here.components, layout, problems)
-            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.components[1:]))
+            note_empty(checkpoint.components, layout, problems)
+            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in checkpoint.components[1:]))
             found = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
@@ -302,7 +303,7 @@ def entries_by_file(layout: Layout) -> Iterator[Path]:
 
 
 def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -> None:
-    """Note that an adapter has no elements."""
+    """Add a problem if an adapter's tensors have no elements."""
     is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
     if is_whole or not any(part.is_adapter for part in parts):
         return
@@ -313,17 +314,17 @@ def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -
 
 
 def skim(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
-    """Look at everything but the data of large tensors. With `by_store` ask the store for its checksums of files."""
+    """Check everything except the data of large tensors. With `by_store`, asks the store for its file checksums."""
     sizes = sizes_of(own, problems)
-    told = ask_store(own.root, sizes) if by_store else StoreSums({}, {})
-    proved = {name: told.sums[name] for name in told.sums if name in own.recorded}
+    store_sums = ask_store(own.root, sizes) if by_store else StoreSums({}, {})
+    proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded}
     rest = {name: size for name, size in sizes.items() if name not in proved}
     content, extents = look_inside(own, rest, problems, with_packed=False)
     unknown = {extent.path for extent in extents if extent.crc32 is None}
     sums = sum_files(own.root, (rest.keys() & own.recorded.keys()) - unknown, extents)
     compare_files(own, {**sums, **proved}, problems)
     found = summary(own, sizes, content)
-    return found if told.is_empty else with_proof(own, found, sizes, proved, told, problems)
+    return found if store_sums.is_empty else with_proof(own, found, sizes, proved, store_sums, problems)
 
 
 def with_proof(
@@ -334,7 +335,7 @@ def with_proof(
     told: StoreSums,
     problems: Problems,
 ) -> Verified:
-    """Return what was found, with what the store's checksums prove. Files that they do not prove are a problem."""
+    """Return the result with the files that the store's checksums prove. Other files become a problem."""
     if own.manifest is None:
         note = f"nothing proves the files without a manifest: the store has {told.describe(sizes)}"
         return replace(found, notes=(*found.notes, note))
@@ -346,7 +347,7 @@ def with_proof(
 
 
 def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
-    """Look at everything: read every byte."""
+    """Check everything, reading every byte."""
     sizes = sizes_of(own, problems)
     content, extents = look_inside(own, sizes, problems)
     found = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
@@ -366,7 +367,7 @@ def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told
 
 
 def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
-    """Return by file the CRC-32 that was found of each extent that no format records one for."""
+    """Return the computed CRC-32 of the byte ranges without a checksum in the format, by file."""
     runs: dict[str, dict[ByteRange, int]] = {}
     for extent in extents:
         crc = found.get((extent.path, extent.offset))
@@ -376,7 +377,7 @@ def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[
 
 
 def read_known(path: Path, problems: Problems) -> Manifest | None:
-    """Return the manifest of what is at `path`, if there is one that can be read."""
+    """Return the manifest of the checkpoint at `path`; None if it is missing. Adds a problem if it is damaged."""
     try:
         return read_manifest(path if path.is_dir() else path.parent)
     except CkptError as error:
@@ -385,13 +386,13 @@ def read_known(path: Path, problems: Problems) -> Manifest | None:
 
 
 def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
-    """Return the bytes, by name, of the files that shall be read and are there, once compared with the manifest's."""
+    """Return the sizes of the files to read, by name. Adds a problem for a size that differs from the manifest's."""
     sizes: dict[str, int] = {}
     for name in sorted(own.needed | own.recorded.keys()):
         path = own.root / name
         try:
             if name in own.needed and problems.list() and not is_there(path):
-                continue  # whoever read the layout has said so
+                continue  # reading the layout has reported the missing file
             sizes[name] = file_size(path)
         except CkptError as error:
             problems.add(error)
@@ -406,9 +407,9 @@ def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
 def look_inside(
     own: OwnFiles, sizes: Mapping[str, int], problems: Problems, *, with_packed: bool = True
 ) -> tuple[int, list[Extent]]:
-    """Open every envelope that lies in a file of these sizes, and unless told otherwise what is compressed.
+    """Open the zip wrapper of every chunk, and unpack compressed chunks if `with_packed`.
 
-    Returns the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
+    Returns the number of bytes of tensors and other entries, and the byte ranges that remain to be verified.
     """
     sound = within(own.layout, sizes)
     located = locate(sound, problems.add, with_packed=with_packed)
@@ -420,7 +421,7 @@ def look_inside(
 
 
 def find_compared(layout: Layout, located: Layout) -> set[FileOffset]:
-    """Return the places of what was unpacked, and so compared with the checksums in it, where there are any."""
+    """Return the offsets of the chunks that were unpacked, which verified their internal checksums, if any."""
     return {
         (old.path, old.offset)
         for (_, old), (_, new) in zip(layout.stored, located.stored, strict=True)
@@ -431,11 +432,11 @@ def find_compared(layout: Layout, located: Layout) -> set[FileOffset]:
 def compare_extents(
     own: OwnFiles, extents: Iterable[Extent], found: Mapping[FileOffset, int], problems: Problems
 ) -> None:
-    """Note the extents that were read and do not have the CRC-32 that they should have."""
+    """Add a problem for each byte range whose CRC-32 differs from the expected one."""
     for extent in extents:
         crc, wanted = found.get((extent.path, extent.offset)), own.expected(extent)
         if not extent.length or crc is None or wanted is None or crc == wanted:
-            continue  # what has no bytes lies where the next extent begins
+            continue  # an empty byte range shares its offset with the next one
         is_whole = crc == extent.crc32
         length, offset = extent.length, extent.offset
         other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {crc:08x}"
@@ -451,7 +452,7 @@ def compare_extents(
 
 
 def hint_on_zeros(root: Path, extent: Extent) -> str | None:
-    """Return what to do about an extent of which a page was never written, None if all pages were."""
+    """Return a hint for a byte range with a page that was never written; None if all pages were written."""
     zeros = find_zeros(root, extent)
     if zeros is None:
         return None
@@ -459,7 +460,7 @@ def hint_on_zeros(root: Path, extent: Extent) -> str | None:
 
 
 def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
-    """Note the files that differ from the manifest where nothing in them is known to, and those that it lacks."""
+    """Add problems for files that differ from the manifest without a known cause or that it does not list."""
     for name, wanted in own.recorded.items():
         found, path = sums.get(name), own.root / name
         if found is not None and found != wanted and not problems.are_in(path):
@@ -472,7 +473,7 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
 
 
 def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
-    """Return what was looked at: files of these sizes, with `content` bytes of tensors and entries; none compared."""
+    """Return the result for files of these sizes with `content` bytes of entries, none of them verified yet."""
     extra = [] if own.manifest else own.unexpected_files
     return Verified(
         own.path,

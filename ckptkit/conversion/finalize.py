@@ -1,4 +1,4 @@
-"""Finalize an output: check what several processes have made in parts, and let it appear."""
+"""Finalize an output: check the parts that several processes have written, and make the output appear."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMIT = 1 << 20  # bytes
 def finalize(
     dst: str | Path, *, jobs: int | None = None, sync: bool = True, progress: Progress | None = None
 ) -> Converted:
-    """Finish `dst`, a directory or a place in a store, after calls with `part` have written every part.
+    """Finish `dst`, a directory or a URL in a store, after calls with `part` have written every part.
 
     Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still running, and `Corrupt` if a
     checksum of the source differs.
@@ -46,7 +46,7 @@ def finalize(
 
 
 def find_key(place: Path) -> tuple[Path, bytes | None]:
-    """Return the staging directory or the note in a store where the parts are made, and its key, None without one."""
+    """Return the staging directory, or the note in a store, of an unfinished output, and its key or None."""
     if not is_remote(place):
         staging = staging_path(place.absolute())
         return staging, read_key(staging)
@@ -58,9 +58,9 @@ def find_key(place: Path) -> tuple[Path, bytes | None]:
 
 
 def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:
-    """Return the sources, the options and the number of parts that a key has, which lies in `path`.
+    """Return the sources, the options and the number of parts from the key at `path`.
 
-    Raises `Corrupt` for a key that no version like this one has written.
+    Raises `Corrupt` for a key that this version of ckptkit cannot read.
     """
     try:
         words = json.loads(text)

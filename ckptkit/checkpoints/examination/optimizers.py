@@ -33,8 +33,8 @@ _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type"
 _MARKS = ("projector", "ortho_matrix", "absmax", "qmap")  # these show that the other states are projected or packed
 _FLOATS = ("float", "small_float")
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
-# States that all similar parameters have in common, or none. Only low-precision parameters have masters, the last gradient
-# may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
+# States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
+# gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
 _TOGETHER = _ELEMENTWISE.difference(
     ["max_exp_avg_sq", "master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"]
 ) | {"sum", "state1", "state2"}

@@ -23,10 +23,10 @@ from ckptkit.state.names import NameOptions, ask_names
 
 @dataclass(frozen=True, slots=True)
 class FillSource:
-    """Another checkpoint, with the names of its tensors and entries without the prefix of the model.
+    """Another checkpoint to fill from, with the names of its tensors and entries without the model's prefix.
 
-    `weights` are the names of its model's tensors. `new_name` gives the name that a tensor gets in the output, which
-    the other checkpoint may have already.
+    `weights` are the names of its model's tensors. `new_name` gives a tensor's name in the output, which the other
+    checkpoint may already use.
     """
 
     path: Path
@@ -37,26 +37,26 @@ class FillSource:
     remarks: tuple[str, ...] = ()
 
     def tensor(self, own: str) -> StoredTensor | None:
-        """Return the tensor of a name with absolute paths, None if there is none."""
+        """Return the tensor of a name with absolute paths; None if it is missing."""
         found = self.layout.tensors.get(self.entry_name(own))
         if found is None:
             return None
         return replace(found, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in found.chunks))
 
     def entry_name(self, own: str) -> str:
-        """Return what it calls an entry, "" if it has none."""
+        """Return its own name of an entry, "" if it has no such entry."""
         return self.names.get(own) or self.names.get(self.new_name(own), "")
 
     def entry(self, own: str) -> Blob | None:
-        """Return the entry of a name that is not a tensor, with its absolute path."""
+        """Return the non-tensor entry of a name, with its absolute path; None if it is missing."""
         found = self.layout.blobs.get(self.entry_name(own))
         return found and found._replace(path=absolute(self.layout.root, found.path))
 
 
 def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
-    """Return a checkpoint in which tensors of another one replace those that are lost, wholly or in part.
+    """Return a checkpoint whose lost tensors, or lost parts of tensors, are replaced by another checkpoint's.
 
-    `named` is what the user says of the names in either. Return remarks, too, on names and shapes that do not fit.
+    `named` are the user's options about names in either. Also returns remarks on names and shapes that do not fit.
     """
     for path in (checkpoint.path, other.path):
         if is_remote(path):
@@ -90,7 +90,7 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: 
 
 
 def own_names(layout: Layout) -> dict[str, str]:
-    """Return the name of each entry without the prefix of the model; the full name where that is ambiguous."""
+    """Return the name of each entry without the prefix of the model; the full name if that would be ambiguous."""
     found = find_model(layout)
     names = {name: name for name in layout.names}
     if found is None:
@@ -100,9 +100,9 @@ def own_names(layout: Layout) -> dict[str, str]:
 
 
 def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
-    """Return a part with its lost tensors and entries taken from the other checkpoint, as far as that has them.
+    """Return a component with its lost tensors and entries taken from the other checkpoint, if that has them.
 
-    Return remarks, too, on tensors that do not fit.
+    Also returns remarks on tensors that do not fit.
     """
     remarks = []
     layout = part.salvaged
@@ -130,7 +130,7 @@ def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Comp
 
 
 def absent_from(part: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
-    """Return the names of tensors that a part should have but does not describe, not even by a shape.
+    """Return the names of tensors that a component should have but has no shapes for.
 
     If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.
     """
@@ -141,7 +141,7 @@ def absent_from(part: Component, layout: Layout, filler: FillSource, faults: Fau
 
 
 def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
-    """Return the names that lost entries of a layout have without the prefix of the model."""
+    """Return the names of lost entries without the prefix of the model."""
     lost = {name: Blob("", 0, 0, b"") for name in names if name in layout.keys or not layout.keys}
     return {
         name: own for name, own in own_names(replace(layout, blobs={**layout.blobs, **lost})).items() if name in lost

@@ -1,4 +1,4 @@
-"""Survey the parts of a checkpoint for damage, mark lost data, and replace it with copies in the same part."""
+"""Survey the components of a checkpoint for damage, mark lost data, and replace it with copies in the component."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from ckptkit.models.expected import Form, form_or_reason
 
 @dataclass(slots=True)
 class Survey:
-    """The damage in a layout: chunks by the name of their tensor and their number in it, and entries by name."""
+    """The damage in a layout: chunks by tensor name and index, and entries by name."""
 
     chunks: dict[tuple[str, int], CkptError] = field(default_factory=dict)
     entries: dict[str, CkptError] = field(default_factory=dict)
 
     def explained(self, reported: Iterable[CkptError]) -> Survey:
-        """Return the damage with the problems that were reported of files instead of those found by their sizes."""
+        """Return the damage with the problems that were reported for files, which say more than their sizes do."""
         why = {error.path: error for error in reported}
         return replace(self, chunks={place: why.get(error.path, error) for place, error in self.chunks.items()})
 
     def mark(self, layout: Layout) -> Layout:
-        """Return the layout with the damaged chunks lost, and without the damaged entries."""
+        """Return the layout with the damaged chunks marked as lost, and without the damaged entries."""
         tensors = dict(layout.tensors)
         for name in {name for name, _ in self.chunks} & tensors.keys():
             chunks = list(tensors[name].chunks)
@@ -73,27 +73,27 @@ def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None
 
 
 def look_at_structure(layout: Layout) -> Survey:
-    """Return the chunks and entries whose files are missing or too short, or whose envelopes do not open."""
+    """Return the chunks and entries whose files are missing or too short, or whose zip wrappers do not open."""
     return look_inside(layout)[0]
 
 
 def look_inside(layout: Layout) -> tuple[Survey, Layout]:
-    """Return the damage that shows without a look at the tensors' bytes, and the layout with these located."""
+    """Return the damage that can be found without reading tensor data, and the layout with located tensors."""
     found = look_at_sizes(layout)
     reported: list[CkptError] = []
     located = locate(unpack(found.mark(layout), reported.append), reported.append)
-    told = {(error.tensor, error.offset): error for error in reversed(reported)}
-    for name, error in ((name, error) for (name, _), error in told.items() if name in located.blobs):
+    reported_by_place = {(error.tensor, error.offset): error for error in reversed(reported)}
+    for name, error in ((name, error) for (name, _), error in reported_by_place.items() if name in located.blobs):
         found.entries[str(name)] = error
     for name, i, chunk in numbered(located):
         if chunk.wrapper is not None:
             unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
-            found.chunks[name, i] = told.get((name, chunk.offset), unknown)
+            found.chunks[name, i] = reported_by_place.get((name, chunk.offset), unknown)
     return found, located
 
 
 def without_files(layout: Layout) -> Layout:
-    """Return the layout with chunks without elements as zeros, since the files that they name may be missing."""
+    """Return the layout with empty chunks turned into zeros, because the files that they name may be missing."""
 
     def apart(chunk: Chunk) -> Chunk:
         return chunk if chunk.box.numel else Chunk.of_zeros(chunk.box, chunk.dtype)
@@ -107,7 +107,7 @@ def without_files(layout: Layout) -> Layout:
 
 
 def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
-    """Return every chunk that has bytes, with the name of its tensor and its number in it."""
+    """Return every chunk that has bytes, with its tensor's name and its index in the tensor."""
     return [
         (name, i, chunk)
         for name, tensor in layout.tensors.items()
@@ -117,7 +117,7 @@ def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
 
 
 def look_at_sizes(layout: Layout) -> Survey:
-    """Return the chunks and entries of missing files, and those behind the end of a file."""
+    """Return the chunks and entries of missing files, and those beyond the end of a file."""
     found, sizes = Survey(), dict[str, int | CkptError]()
     for name, i, chunk in numbered(layout):
         error = None if chunk.is_lost else problem_of(chunk, layout.root, sizes)
@@ -131,7 +131,7 @@ def look_at_sizes(layout: Layout) -> Survey:
 
 
 def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
-    """Return the error for a chunk or entry that does not lie inside its file; `sizes` are those that are known."""
+    """Return the error for a chunk or entry outside its file; None if it is inside. `sizes` caches file sizes."""
     size = sizes.get(place.path)
     if size is None:
         try:
@@ -157,11 +157,11 @@ _MASTER = "the master weights"
 
 
 def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, look: Look) -> Checkpoint:
-    """Return a checkpoint with the damage in each part marked as lost, unless the part has a copy of the same bytes.
+    """Return a checkpoint whose damage is marked as lost, or replaced by copies in the same component.
 
-    `look` finds the damage in a layout. The metadata of `other` describes a part that has none, if everything in the
-    files of that part matches it. Raises the error that makes the part with the model unreadable; leaves out any other
-    unreadable part.
+    `look` finds the damage in a layout. The metadata of `other` describes a component without metadata, if everything
+    in that component's files matches it. Raises the error that makes the model component unreadable; leaves out any
+    other unreadable component.
     """
     model = checkpoint.model_component
     parts = []
@@ -170,7 +170,7 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
             parts.append(repair_part(part, other, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
             if part is model:
-                if not isinstance(error, Mismatch):  # which hints at another --fill-from
+                if not isinstance(error, Mismatch):  # a mismatch already has a hint about --fill-from
                     hint = RESTORE if error.hint == DAMAGED else error.hint
                     error.hint = f"nothing can be salvaged without it{f': {hint}' if hint else ''}"
                 raise
@@ -182,7 +182,7 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
 
 
 def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look: Look) -> Component:
-    """Return a part with its lost chunks marked, or replaced by copies."""
+    """Return a component with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
         read = read_part(part, other, faults, reported.append)
@@ -201,7 +201,7 @@ def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look:
 
 
 def read_part(part: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
-    """Return the layout of a part, by the metadata of another checkpoint if the part has none."""
+    """Return the layout of a component, by the metadata of another checkpoint if its own is missing."""
     if other is not None:
         alike = (one for one in other.components if (one.place, one.reader.name) == (part.place, part.reader.name))
         layouts = (part.reader.read_like(part.path, one.path, report) for one in alike)
@@ -213,7 +213,7 @@ def read_part(part: Component, other: Checkpoint | None, faults: Faults, report:
 
 
 def manifest_of(part: Component, faults: Faults) -> Manifest | None:
-    """Return the manifest of a part. Notes a damaged one and returns None."""
+    """Return the manifest of a component. Records a damaged one as a fault and returns None."""
     try:
         return part.manifest
     except (Corrupt, IOFailure, Unsafe) as error:
@@ -222,7 +222,7 @@ def manifest_of(part: Component, faults: Faults) -> Manifest | None:
 
 
 def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
-    """Note the problems of tensors that the layout does not have; return those that nothing in the layout explains."""
+    """Record the problems of tensors that the layout lacks; return the faults that nothing in the layout explains."""
     known = {*layout.names, *layout.absent}
     used = {layout.root / path for path in (*layout.paths, *layout.absent.values())}
     explains = bool(layout.absent) or any(not is_there(path) for path in used)
@@ -234,7 +234,7 @@ def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> 
 
 
 def with_absent(layout: Layout, part: Component, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
-    """Return the layout with the unreadable tensors as lost ones, if config.json tells their shapes.
+    """Return the layout with unreadable tensors marked as lost, if config.json has their shapes.
 
     They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.
     """
@@ -268,7 +268,7 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
     `told` are the reported problems of single tensors.
     """
     root = layout.root
-    spares = without_different(replace(layout, spares=sound_spares(layout, look)), faults, with_bytes=True).spares
+    spares = without_different(replace(layout, spares=undamaged_spares(layout, look)), faults, with_bytes=True).spares
     tensors = {
         name: complete(tensor, root, spares.get(name, ()), told.get(name)) for name, tensor in layout.tensors.items()
     }
@@ -285,7 +285,7 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
 
 
 def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> Layout:
-    """Return the layout without the copies that differ from the chosen chunks, which stay. Notes their tensors."""
+    """Return the layout without copies that differ from the chosen chunks. Records their tensors as faults."""
     if not layout.spares:
         return layout
     different = find_different(layout, ignore, with_bytes=with_bytes)
@@ -297,8 +297,8 @@ def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> La
     return replace(layout, spares=spares)
 
 
-def sound_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:
-    """Return the spare chunks of a layout's tensors that are whole."""
+def undamaged_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:
+    """Return the undamaged spare chunks of a layout's tensors."""
     spares = {
         name: replace(layout.tensors[name], chunks=chunks)
         for name, chunks in layout.spares.items()

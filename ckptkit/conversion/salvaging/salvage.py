@@ -1,4 +1,4 @@
-"""Salvage the source of a conversion: repair it before the draft, and account for the lost tensors after it."""
+"""Salvage the source of a conversion: repair it before planning the output, and account for lost tensors after it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FILL = "pass --fill-from OTHER to take the lost tensors from another checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """A checkpoint with its damage marked, its faults, the one that it was filled from, and remarks for the report."""
+    """A checkpoint with marked damage, its faults, the checkpoint that filled it, and remarks for the summary."""
 
     checkpoint: Checkpoint
     faults: Faults
@@ -46,9 +46,9 @@ class Salvage:
     notes: tuple[str, ...] = ()
 
     def account(self, conversion: Conversion) -> Conversion:
-        """Return a conversion with the account of its lost tensors; an output directory gets the account as a file too.
+        """Return a conversion with the account of its lost tensors; an output directory also gets it as a file.
 
-        Raises `Corrupt` if no tensor is left, or no weight of a model that has lost some.
+        Raises `Corrupt` if no tensor is left, or if a model has lost weights and none is left.
         """
         options, faults = conversion.options, self.faults
         lost: list[Lost] = []
@@ -82,7 +82,7 @@ class Salvage:
         )
 
     def count_lost_weights(self, conversion: Conversion) -> SalvagedWeights:
-        """Return which of the weights that go into the output are lost, and which come from another checkpoint."""
+        """Return which weights of the output are lost, and which come from another checkpoint."""
         drafts = [one for one in conversion.drafts if one.place == self.checkpoint.model_component.place]
         own, filled, lost = (dict[str, int]() for _ in range(3))
         for draft in drafts or conversion.drafts:
@@ -95,18 +95,18 @@ class Salvage:
         return SalvagedWeights(own, filled, lost)
 
     def say_unused(self, filled: Sequence[Filled]) -> list[str]:
-        """Return a note if another checkpoint was named to fill this one from, and nothing was taken from it."""
+        """Return a note if `--fill-from` names a checkpoint and no tensor came from it."""
         return [] if self.other is None or filled else [f"--fill-from: took no tensor from {self.other}"]
 
     def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
-        """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""
+        """Return the readable files to copy, except those of lost components, and an account of the unreadable."""
         places = self.faults.places
         kept = {name: path for name, path in copied_files.items() if not {path, *path.parents}.intersection(places)}
         unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
         return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
 
     def unshaped(self, options: ConvertOptions) -> list[tuple[str, Fault]]:
-        """Return the faults of lost entries without a shape, if `options` ask for them: name and fault."""
+        """Return (name, fault) of lost entries without a shape, if `options` select them."""
         entries = {} if options.writer.is_model_only else self.faults.entries
         named = [
             (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
@@ -115,7 +115,7 @@ class Salvage:
 
 
 def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
-    """Return the error for a checkpoint without a single whole tensor."""
+    """Return the error for a checkpoint without a single undamaged tensor."""
     named, files = ([one for one in lost if bool(one.name) is has_name] for has_name in (True, False))
     reasons = [one.describe(path) for one in files[:1]]
     if not named:
@@ -126,7 +126,7 @@ def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
 
 
 def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: SalvagedWeights) -> Corrupt:
-    """Return the error for a checkpoint in which every weight has lost something."""
+    """Return the error for a checkpoint in which every weight lost some data."""
     path = checkpoint.path
     first = next(one for one in lost if one.name in weights.lost)
     message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights lost some data"
@@ -137,7 +137,7 @@ def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: Salva
 
 
 def weights_in(layout: Layout) -> Iterable[str]:
-    """Return the names of the model's tensors in a layout; () where nothing tells these from the others."""
+    """Return the names of the model's tensors in a layout; () if the model is not identified."""
     try:
         return find_weights(layout).came_from.values() if has_weights(layout) else ()
     except (Mismatch, Unsupported):  # no model, or several
@@ -145,7 +145,7 @@ def weights_in(layout: Layout) -> Iterable[str]:
 
 
 def fault_of(path: Path) -> Fault | None:
-    """Return why a file cannot be read to its end, None if it can."""
+    """Return why a file cannot be read to its end; None if it can."""
     try:
         sum_file(path.parent, path.name, file_size(path), ())
     except (Corrupt, IOFailure) as error:
@@ -154,7 +154,7 @@ def fault_of(path: Path) -> Fault | None:
 
 
 def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: Look | None = None) -> Salvage:
-    """Survey a checkpoint, repair it from the copies that it has, and fill the rest from another if one is given.
+    """Survey a checkpoint, repair it from its own copies, and fill the rest from `--fill-from`.
 
     By default, `look` reads every byte.
     """
