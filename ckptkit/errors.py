@@ -182,7 +182,7 @@ class Corrupt(CkptError):
 
 
 class Incomplete(Corrupt):
-    """Missing files: those of a rank or of another node, or all that an unfinished save did not write.
+    """Missing files: of a rank, of another node, or all files that an unfinished save did not write.
 
     `files` are their names in directory `path`, unless `path` is the file itself. `ranks` are the ranks that wrote
     them, as far as that is known. With a `tensor`, the error is about that tensor alone, which has a shard in the file.

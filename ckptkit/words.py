@@ -137,7 +137,10 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def powers(low: float, high: float) -> list[float]:
-    """Return round numbers between two positive ones, by powers of ten: all of 1, 2 and 5 where these are few."""
+    """Return round numbers between two positive ones, for a logarithmic scale.
+
+    These are 1, 2 and 5 times powers of ten for a small range, else only powers of ten.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     every = max(1, (last - first) // 4)

@@ -36,8 +36,8 @@ class InspectedAdapter:
     """The summary of an adapter.
 
     `rows` are the distinct row counts of its A matrices: the ranks, or rank times experts for fused experts. `alpha`
-    and `base` come from its config, the file `config`; all three are None without one, but `alpha` may come from the
-    trainer's own files. `has_base` says whether the checkpoint also contains the base.
+    and `base` come from its config file `config`. Without a config they are None, except `alpha` if the trainer's own
+    files record it. `has_base` says whether the checkpoint also contains the base.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Adapter:
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Return the base model's parameters of which the adapter has a full trained copy."""
+        """Return the base model's parameters that the adapter replaces with a full trained copy."""
         return tuple(entry.module for entry in self.entries.values() if entry.kind == "module")
 
     @property

@@ -41,9 +41,9 @@ _TIE = "tie_word_embeddings"
 def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[Fitted]) -> Model:
     """Drop the tensors that stay tied to another, or untie them in config.json if the adapters made them differ.
 
-    A tie breaks if an adapter changed only one of the two tensors, or each differently. It holds if both have the same
-    trained rows, if the adapters set `ensure_weight_tying`, or if the model's class ties them whatever config.json
-    says. Raises `Unsupported` for an updated tensor that the model's class ties to another.
+    A tie breaks if an adapter changed only one of the two tensors, or each differently. The tie remains if both have
+    the same trained rows, or if the adapters set `ensure_weight_tying`. It always remains if the model's class ties
+    them regardless of config.json. Raises `Unsupported` for an updated tensor that the model's class ties to another.
     """
     layout, config, changed = model.layout, model.config, set(merging.changed)
     tied = ties_in(layout, config)

@@ -283,7 +283,7 @@ class Merging:
         return tuple(dict.fromkeys((*self.changed, *self.plain)))
 
     def have_same_rows(self, name: str, source: str) -> bool:
-        """Return whether only rows of `source` were trained, and `name` has no updates or the same ones."""
+        """Return whether only rows of `source` were trained, and `name` has either no updates or the same rows."""
         rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
         is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
         return is_by_rows and others in ([], rows)

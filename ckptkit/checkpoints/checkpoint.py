@@ -220,7 +220,7 @@ class Checkpoint:
     def models(self) -> list[Component]:
         """Return the components that may be the model.
 
-        A component at the path itself is the model, whatever its name.
+        A component at the path itself is the model under any name.
         """
         return [one for one in self.components if not one.place] or models_of(self.components)
 

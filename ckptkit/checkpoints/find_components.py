@@ -82,7 +82,7 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     """Return the subdirectories that contain the full checkpoint, except files beside them; None without any.
 
     The checkpoint's directory has a step in its name; this distinguishes it from a run. A subdirectory only counts as
-    complete if no other subdirectory has shards: otherwise each has a component, whatever its name.
+    complete if no other subdirectory has shards: otherwise each subdirectory is a component.
     """
     if step_of(path) is None or not path.is_dir():
         return None

@@ -44,7 +44,7 @@ OTHER_KINDS = PluginTable(
 
 
 def other_kind_of(path: Path) -> OtherKind | None:
-    """Return the module for a directory of another kind, complete or not; None if it is of no kind in `OTHER_KINDS`."""
+    """Return the module for a directory of another kind, complete or not; None if no kind matches."""
     names = names_in(path) if path.is_dir() else ()
     for known in OTHER_KINDS.values():
         if any(map(re.compile(known.files).fullmatch, names)):

@@ -43,7 +43,7 @@ class Problems:
         return path in self._lacking or any(found == path for found, *_ in self._found)
 
     def list(self) -> tuple[CkptError, ...]:
-        """Return all problems: those of files and single tensors first, then those of several tensors."""
+        """Return all problems: first the problems of files and single tensors, then of several tensors."""
         left = dict(self._lacking)
         found = []
         for problem in self._found.values():

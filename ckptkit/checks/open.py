@@ -1,6 +1,6 @@
 """Open a checkpoint as a mapping from names to lazy tensors, which are read on access.
 
-The mapping has either the checkpoint's own tensors, or those of the model that `consolidate` would write.
+The mapping has either the checkpoint's own tensors, or the tensors of the model that `consolidate` would write.
 """
 
 from __future__ import annotations

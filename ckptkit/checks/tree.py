@@ -29,7 +29,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor. Two tensors of the same spec are equal, whatever their names."""
+    """A tensor. Two tensors of the same spec are equal under any names."""
 
     spec: Spec
     name: str = field(compare=False)

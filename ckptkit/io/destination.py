@@ -38,9 +38,10 @@ class Destination(Protocol):
     Constructor arguments: the `sizes` in bytes of its large files and of any other known files, by name; the names of
     its `marks`, which are written last and in this order, because no reader takes the rest for a checkpoint without
     them; and a `plan`, a text that is equal only for uploads of the same files. If `is_file`, the only file becomes the
-    object at `path` itself. Several threads may put pieces at the same time, and begin those of a file in order.
+    object at `path` itself. Several threads may put pieces at the same time. They begin the pieces of a file in order.
 
-    `sent_bytes` counts the bytes that this process sent, `kept_bytes` those that an earlier process had already sent.
+    `sent_bytes` counts the bytes that this process sent, `kept_bytes` the bytes that an earlier process had already
+    sent.
     """
 
     path: RemotePath

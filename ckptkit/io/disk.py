@@ -32,7 +32,7 @@ class DurabilityWarning(UserWarning):
 
 
 def warn_of_loss(path: Path, what: str) -> None:
-    """Warn that a guarantee does not hold at `path`."""
+    """Warn about a guarantee that is lost at `path`."""
     warn(f"{path}: {what}", DurabilityWarning)
 
 

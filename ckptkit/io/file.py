@@ -33,7 +33,7 @@ class File(Protocol):
 
     @property
     def path(self) -> Path:
-        """Return where it lies."""
+        """Return the path that was opened."""
 
     @property
     def size(self) -> int:
@@ -68,9 +68,9 @@ def open_file(path: Path, *, writable: bool = False) -> File:
 
 
 def only_file(path: JoinedPath) -> Path:
-    """Return where a file lies that is in one of several directories, or the same in all that have it.
+    """Return the path of a file in joined directories; several copies must be equal.
 
-    Raises `Corrupt` if it is not.
+    Raises `Corrupt` if they are not.
     """
     first, *others = path.places or [path.place]
     for other in others:

@@ -214,7 +214,10 @@ def to_local(place: str | os.PathLike[str]) -> Path:
 
 
 def spelled_like(typed: Path, absolute: Path) -> Path:
-    """Return an absolute path as a relative one if the user typed such a path and it is below the current directory."""
+    """Return an absolute path as a relative one if the user typed a relative one.
+
+    Only if it is below the current directory.
+    """
     here = Path.cwd()
     is_plain = type(absolute) is type(here) and not typed.is_absolute()
     return absolute.relative_to(here) if is_plain and absolute.is_relative_to(here) else absolute
@@ -226,7 +229,7 @@ def to_model_path(place: str | os.PathLike[str]) -> Path:
 
 
 def is_model_id(place: str | os.PathLike[str]) -> bool:
-    """Return whether `place` is like `org/name`, and neither it nor `org` exists locally.
+    """Return whether `place` is like `org/name`, and no local path `place` or `org` exists.
 
     Only options that take a model id call this: the name of a local file never goes to the Hub.
     """
@@ -266,7 +269,7 @@ def find_offline(path: RemotePath) -> Path | None:
 def list_ahead(paths: Iterable[Path]) -> None:
     """List the remote directories among `paths`, and directories below, in parallel, to fill the cache.
 
-    Errors are ignored: whoever reads the directory gets them.
+    Errors are ignored: the later reader of the directory gets them.
     """
     waiting = [path for path in paths if is_remote(path)]
     if not waiting:

@@ -80,7 +80,7 @@ class LocalPieces:
             self._done[name, number] = crc
 
     def recall(self, piece: FilePiece, data: memoryview) -> bool:
-        """Fill `data` with what an interrupted copy wrote, if it finished the piece and the disk still has it."""
+        """Fill `data` from an interrupted copy, if it finished the piece and its checksum is still correct."""
         crc = self._done.get((piece.name, piece.number))
         if crc is None:
             return False

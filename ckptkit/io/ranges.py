@@ -97,7 +97,7 @@ class RemoteFile:
         raise Unsupported("a remote file cannot be written", path=self.path)
 
     def announce_order(self, *, in_order: bool) -> None:
-        """Do nothing: each large read is a separate request, whatever the order."""
+        """Do nothing: each large read is a separate request in any order."""
 
     def close(self) -> None:
         """Do nothing: no connection stays open."""
@@ -118,7 +118,7 @@ class RemoteFile:
         return data
 
     def fetch_pages(self, numbers: Sequence[int]) -> None:
-        """Fetch pages, given by their numbers in order, in one request with whatever lies between them."""
+        """Fetch pages, given by sorted numbers, in one request that includes the bytes between them."""
         start, stop = numbers[0] * _PAGE, min(self.size, (numbers[-1] + 1) * _PAGE)
         data = self.fetch(start, stop)
         for number in numbers:

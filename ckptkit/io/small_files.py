@@ -65,7 +65,7 @@ class LineFile(Protocol):
     """A small file that grows line by line."""
 
     def add(self, line: bytes) -> None:
-        """Add a line."""
+        """Add a line; others may not see it before `send`."""
 
     def send(self) -> None:
         """Make the added lines visible to others."""

@@ -1,16 +1,16 @@
 """Name the parameters of an optimizer with indices: find the one model of the checkpoint that it can belong to.
 
 An index becomes a name only with a proof: the optimizer has recorded the names (`param_names`), or the shapes of the
-states allow exactly one assignment to the parameters of all models in the checkpoint. The traces of a trainer are no
-proof: a trainer that fills groups in the model's order also saves an optimizer that the user's script built.
+states allow exactly one assignment to the parameters of all models in the checkpoint. A trainer's files prove nothing:
+a trainer that fills groups in the model's order also saves an optimizer that the user's script built.
 
-Alternatively the user states the order in which the optimizer got its parameters (`--optimizer-order`). That is an
-assumption: it must not contradict a proof, and the summary repeats it.
+Alternatively the user states the optimizer's parameter order (`--optimizer-order`). That is an assumption: it must not
+contradict a proof, and the summary repeats it.
 
 A checkpoint may have several models: a generator and a discriminator, a student and a teacher, averaged weights. An
 order only decides if no other model has tensors of these shapes. Tensors with the same names and shapes as the model's
-do not count, because their optimizer would get the same names. Key names are no evidence: `opt_d` may be the optimizer
-of any model.
+do not count, because their optimizer would get the same names. Key names prove nothing: `opt_d` may be the optimizer of
+any model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Names = dict[Any, str]  # parameter index -> parameter name
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order in which an optimizer got its parameters, as the user states it: the model's order, or `names`."""
+    """The parameter order of an optimizer, as the user states it: the model's order, or `names`."""
 
     text: str
     names: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ def own_tensors(layout: Layout) -> dict[str, StoredTensor]:
 
 
 def without_ties(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors without those that share their bytes with an earlier tensor."""
+    """Return the tensors, except tensors that share their bytes with an earlier tensor."""
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(place_of(name, tensor), name)

@@ -99,7 +99,7 @@ class Salvage:
         return [] if self.other is None or filled else [f"--fill-from: took no tensor from {self.other}"]
 
     def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
-        """Return the readable files to copy, except those of lost components, and an account of the unreadable."""
+        """Return the readable files to copy, without files of lost components, and an account of the unreadable."""
         places = self.faults.places
         kept = {name: path for name, path in copied_files.items() if not {path, *path.parents}.intersection(places)}
         unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]

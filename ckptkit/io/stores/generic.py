@@ -1,7 +1,6 @@
 """Open stores of every kind that fsspec knows: Google Cloud, Azure, HTTP, SFTP, and so on. Caches no file contents.
 
-Credentials, endpoints and retries are those of fsspec and of the library behind it, from the environment and from their
-own files.
+fsspec and the library behind it read credentials, endpoints and retries from the environment and from their own files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read from repositories of the Hugging Face Hub, each at one commit, so that all reads see one state.
 
 File contents are not cached. Reads are range requests to the address that the Hub redirects to (a CDN for large files),
-which is looked up once per file. The token, the endpoint and other settings are those of `huggingface_hub`.
+which is looked up once per file. `huggingface_hub` provides the token, the endpoint and other settings.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
         if type(behind).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3"):
             return unreachable(behind)
         behind = behind.__cause__
-    said = redact(str(error).partition("\n")[0])  # the rest is advice on how to call it
+    said = redact(str(error).partition("\n")[0])  # further lines are advice for programmers
     return IOFailure(f"the Hub's client gave up: {said or type(error).__name__}", hint=AGAIN)
 
 

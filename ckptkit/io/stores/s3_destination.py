@@ -264,7 +264,10 @@ class S3Destination:
             self.join()
 
     def _record_uploads(self) -> bool:
-        """Put the ids of our uploads into the claim, unless another process of the same plan was faster."""
+        """Write the ids of our uploads into the claim. Returns False if another process was faster.
+
+        The other process has the same plan.
+        """
         condition = {"IfMatch": self._tag} if self.has_conditions else {}
         try:
             retry_on_conflict(lambda: self._put_claim(self._uploads, condition))
@@ -422,7 +425,7 @@ def is_same(part: SentPart, data: memoryview, crc: int) -> bool:
 
 
 def retry_on_conflict(ask: Callable[[], object]) -> None:
-    """Make a request that has a condition, a few times while others are made for the same object."""
+    """Make a conditional request, retrying a few times while other requests for the same object conflict."""
     for left in reversed(range(_TRIES)):
         try:
             ask()
