@@ -192,17 +192,17 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     try:
-        found = getattr(import_module(_HOMES[name]), name)
+        value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         from ckptkit.errors import without_torch
 
         raise without_torch(error) from None
-    if isinstance(found, FunctionType):
+    if isinstance(value, FunctionType):
         from ckptkit.arguments import checked
 
-        found = checked(found)
-        found.__module__ = __name__  # pickle looks the function up by this module name
-    return globals().setdefault(name, found)
+        value = checked(value)
+        value.__module__ = __name__  # pickle looks the function up by this module name
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

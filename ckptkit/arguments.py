@@ -42,7 +42,7 @@ def arguments_of(
         return
     for name, value in bound.arguments.items():
         if called.parameters[name].kind is Parameter.VAR_POSITIONAL:
-            yield from ((name, one) for one in value)
+            yield from ((name, item) for item in value)
         elif called.parameters[name].kind is Parameter.VAR_KEYWORD:
             yield from value.items()
         else:

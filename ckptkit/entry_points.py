@@ -68,7 +68,7 @@ def declared(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Yield the entry points of a group: name, package with version, and a function that imports the object."""
     if not any_declared():
         return
-    from importlib.metadata import entry_points  # slow to import and to search; most environments have no plugin
+    from importlib.metadata import entry_points  # deferred: slow, and most environments have no plugin
 
     for found in sorted(entry_points(group=group), key=lambda found: found.name):
         package = f"{found.dist.name} {found.dist.version}" if found.dist else "a package without a name"
@@ -78,7 +78,7 @@ def declared(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
 @cache
 def any_declared() -> bool:
     """Return whether any installed package declares an entry point in one of ckptkit's groups."""
-    return any("[ckptkit." in text for place in sys.path for text in entry_points_in(Path(place)))
+    return any("[ckptkit." in text for directory in sys.path for text in entry_points_in(Path(directory)))
 
 
 def entry_points_in(place: Path) -> Iterator[str]:
@@ -86,7 +86,7 @@ def entry_points_in(place: Path) -> Iterator[str]:
     try:
         with os.scandir(place) as entries:
             names = [entry.name for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
-    except OSError:  # a zip archive, or not there
+    except OSError:  # a zip archive, or a missing directory
         return
     for name in names:
         try:

@@ -144,5 +144,5 @@ def powers(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     every = max(1, (last - first) // 4)
-    found = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
-    return [number for number in found if low * 0.999 <= number <= high * 1.001]
+    numbers = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
+    return [number for number in numbers if low * 0.999 <= number <= high * 1.001]

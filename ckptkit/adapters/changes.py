@@ -150,9 +150,9 @@ def is_in_layers(module: str, config: AdapterConfig) -> bool:
 def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
     """Raise `Mismatch` if the matrices do not fit each other or have another rank than the config."""
     a, b = (adapter.specs[name].shape for name in (change.a, change.b))
-    place, parameters = expert_place(change.module), config.parameters_of(change.module)
-    is_deep = place is not None and len(a) == 3  # a matrix for each expert
-    columns = 2 if is_deep and place is not None and place.leaf else 1
+    location, parameters = expert_place(change.module), config.parameters_of(change.module)
+    is_deep = location is not None and len(a) == 3  # a matrix for each expert
+    columns = 2 if is_deep and location is not None and location.leaf else 1
     rank_of_a = a[1 if is_deep else 0] if len(a) > 1 else 0
     if len(b) < (3 if is_deep else 2) or rank_of_a != b[columns]:
         raise unfit(adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}")

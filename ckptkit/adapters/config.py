@@ -25,10 +25,10 @@ from ckptkit.models.companions import places_of
 from ckptkit.models.computation import ConfigDifference
 
 NAME = "adapter_config.json"
-_LIMIT = 1 << 24  # bytes
+_LIMIT = 1 << 24  # bytes: the file may be hostile, so its size is bounded
 _MOST_RANK = 1 << 31
 _MOST_REPEATS = 3  # in a pattern: the cost of a regex match grows with this power of the name's length
-_MOST_PATTERN = 500  # characters
+_MOST_PATTERN = 500  # characters: bounds the time to compile and match a hostile pattern
 _SUPPORTED_KEYS = frozenset(
     {
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -39,7 +39,7 @@ _SUPPORTED_KEYS = frozenset(
         *("ensure_weight_tying", "runtime_config", "lora_B_layout", "unsloth_fused_expert_lora"),
     }
 )
-# keys that do not change what an adapter with given tensors computes, or that follow from the tensors
+# keys without effect on what an adapter computes, or whose effect is visible in its tensors
 _NOT_COMPUTED = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "task_type"),
@@ -68,32 +68,32 @@ class AdapterConfig:
     @cached_property
     def base(self) -> str | None:
         """Return the id or path of the base model; None if the config does not name it."""
-        found = self.values.get("base_model_name_or_path")
-        return found if isinstance(found, str) and found else None
+        base_name = self.values.get("base_model_name_or_path")
+        return base_name if isinstance(base_name, str) and base_name else None
 
     def flag(self, key: str) -> bool:
         """Return a boolean setting; False if it is missing. Raises `Corrupt` for a value of another type."""
-        found = self.values.get(key)
-        if found not in (None, True, False):
-            raise Corrupt(f"`{key}`: expected true or false, found {found!r}", path=self.path)
-        return bool(found)
+        value = self.values.get(key)
+        if value not in (None, True, False):
+            raise Corrupt(f"`{key}`: expected true or false, found {value!r}", path=self.path)
+        return bool(value)
 
     def names(self, key: str) -> tuple[str, ...]:
         """Return a list of names; () if it is missing. Raises `Corrupt` for a value of another type."""
-        found = self.values.get(key) or []
-        if isinstance(found, str):
-            return (found,)
-        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-            raise Corrupt(f"`{key}`: expected a list of names, found {abridged(found)}", path=self.path)
-        return tuple(found)
+        value = self.values.get(key) or []
+        if isinstance(value, str):
+            return (value,)
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise Corrupt(f"`{key}`: expected a list of names, found {abridged(value)}", path=self.path)
+        return tuple(value)
 
     @property
     def bias(self) -> str:
         """Return which biases were trained: `none`, `all` or `lora_only`. Raises `Corrupt` for another value."""
-        found = self.values.get("bias") or "none"
-        if found not in ("none", "all", "lora_only"):
-            raise Corrupt(f"`bias`: expected none, all or lora_only, found {found!r}", path=self.path)
-        return str(found)
+        value = self.values.get("bias") or "none"
+        if value not in ("none", "all", "lora_only"):
+            raise Corrupt(f"`bias`: expected none, all or lora_only, found {value!r}", path=self.path)
+        return str(value)
 
     def parameters_of(self, module: str) -> tuple[str, ...]:
         """Return the parameters of a module that `target_parameters` may name; PEFT adapts these instead."""
@@ -110,17 +110,20 @@ class AdapterConfig:
             return False
         if isinstance(self.values.get("target_modules"), str):
             return self.is_listed("target_modules", module)
-        named = [*self.names("target_modules"), *(one.rpartition(".")[0] for one in self.names("target_parameters"))]
+        named = [
+            *self.names("target_modules"),
+            *(target.rpartition(".")[0] for target in self.names("target_parameters")),
+        ]
         is_named = not named or any(is_called(module, name) for name in named)
         return is_named and self.is_in_layers(module)
 
     def is_listed(self, key: str, module: str) -> bool:
         """Return whether the pattern or list under `key` matches a module; `all-linear` matches every module."""
-        found = self.values.get(key)
-        if not isinstance(found, str):
+        value = self.values.get(key)
+        if not isinstance(value, str):
             return any(is_called(module, name) for name in self.names(key))
         try:
-            return found == _ALL or matches(found, module, self.path)
+            return value == _ALL or matches(value, module, self.path)
         except Unsupported:
             return False
 
@@ -131,15 +134,15 @@ class AdapterConfig:
         if not wanted:
             return True
         lists = "|".join(map(re.escape, self.names("layers_pattern"))) or r"[^.]*"
-        found = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
-        return found is not None and int(found[1]) in wanted
+        match = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
+        return match is not None and int(match[1]) in wanted
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is not a positive number."""
-        found = self.of_module("rank_pattern", "r", module, 8)
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST_RANK:
-            raise Corrupt(f"rank of `{module}`: expected 1 to {_MOST_RANK}, found {found!r}", path=self.path)
-        return found
+        rank = self.of_module("rank_pattern", "r", module, 8)
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= _MOST_RANK:
+            raise Corrupt(f"rank of `{module}`: expected 1 to {_MOST_RANK}, found {rank!r}", path=self.path)
+        return rank
 
     def scaling_of(self, module: str) -> float:
         """Return the factor of the product B A of a module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
@@ -150,28 +153,30 @@ class AdapterConfig:
 
     def of_module(self, patterns: str, key: str, module: str, default: int) -> Any:
         """Return the value of the first pattern that matches a module's name, or else the value for all modules."""
-        found = self.values.get(patterns) or {}
-        if not isinstance(found, dict):
-            raise Corrupt(f"`{patterns}`: expected a mapping of names, found {abridged(found)}", path=self.path)
-        for pattern, value in found.items():
+        values_by_pattern = self.values.get(patterns) or {}
+        if not isinstance(values_by_pattern, dict):
+            raise Corrupt(
+                f"`{patterns}`: expected a mapping of names, found {abridged(values_by_pattern)}", path=self.path
+            )
+        for pattern, value in values_by_pattern.items():
             if matches(pattern, module, self.path):
                 return value
-        return found.get(module, self.values.get(key, default))
+        return values_by_pattern.get(module, self.values.get(key, default))
 
     def token_rows(self, module: str) -> tuple[int, ...]:
         """Return the indices of the trained rows of an embedding.
 
         Raises `Corrupt` if the config does not list them, or lists a row twice.
         """
-        found = self.values.get("trainable_token_indices")
-        if isinstance(found, dict):
-            found = next((rows for name, rows in found.items() if module.endswith(name)), None)
-        if not isinstance(found, list) or not all(type(row) is int and row >= 0 for row in found):
+        indices = self.values.get("trainable_token_indices")
+        if isinstance(indices, dict):
+            indices = next((rows for name, rows in indices.items() if module.endswith(name)), None)
+        if not isinstance(indices, list) or not all(type(row) is int and row >= 0 for row in indices):
             message = f"`trainable_token_indices` does not say which rows of `{module}` were trained"
             raise Corrupt(message, path=self.path)
-        if len(set(found)) != len(found):
+        if len(set(indices)) != len(indices):
             raise Corrupt(f"`trainable_token_indices` has a row of `{module}` twice", path=self.path)
-        return tuple(found)
+        return tuple(indices)
 
     def check_known(self) -> None:
         """Raise `Unsupported` for a method or a setting whose arithmetic ckptkit does not implement."""
@@ -224,15 +229,15 @@ def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | N
         if not path.is_file():
             raise NotACheckpoint("no adapter config", path=path)
         return read_config(path)
-    for place in config_directories(checkpoint, adapter):
-        if (place / NAME).is_file():
-            return read_config(place / NAME)
+    for directory in config_directories(checkpoint, adapter):
+        if (directory / NAME).is_file():
+            return read_config(directory / NAME)
     return None
 
 
 def config_directories(checkpoint: Path, adapter: str) -> Iterator[Path]:
-    for place in places_of(checkpoint.absolute()):
-        yield place if adapter == DEFAULT else place / adapter
+    for directory in places_of(checkpoint.absolute()):
+        yield directory if adapter == DEFAULT else directory / adapter
 
 
 def without_training(config: AdapterConfig) -> bytes:

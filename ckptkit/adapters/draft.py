@@ -57,7 +57,7 @@ class Opened:
     def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
         """Return an adapter with its config, after checking that they fit. Raises `NotACheckpoint` without a config."""
         if given is not None and len(self.adapted.adapters) > 1:
-            names = ", ".join(one.name for one in self.adapted.adapters)
+            names = ", ".join(own.name for own in self.adapted.adapters)
             hint = f"put each beside the checkpoint, as NAME/{CONFIG}, or take one adapter with --include '*.NAME.*'"
             raise Usage(
                 f"expected a config for each of {len(self.adapted.adapters)} adapters, found one: {names}", hint=hint
@@ -123,7 +123,7 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
         hint = "run `ckptkit merge BASE A B OUT --weights 0.5,0.5` to add up their products"
         message = "these are adapters: the mean of their matrices is not the mean of their changes"
         raise Unsupported(message, path=first.part.path, hint=hint)
-    made: dict[str, bytes] = {}
+    new_files: dict[str, bytes] = {}
     drafts: list[Draft] = []
     if options.quantize:
         raise Usage("ckptkit does not quantize adapters", hint="merge them into their base first")
@@ -143,9 +143,11 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
             changed, fitting, remark = with_form(*made_of, options.experts, options)
             fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
-        config, place = fitted.config, "" if adapter.name == DEFAULT else adapter.name
-        drafts.append(draft_adapter(fitted, options, place))
-        made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
+        config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name
+        drafts.append(draft_adapter(fitted, options, subdirectory))
+        new_files[str(Path(subdirectory, CONFIG))] = (
+            config.content if first.adapted.is_saved else without_training(config)
+        )
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(fitted.adapter)}")
         notes += describe_layouts(config)
         if config.has_changed_base:
@@ -160,7 +162,7 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
         output=output,
         options=options,
         drafts=drafts,
-        made=made,
+        made=new_files,
         copied_files={} if options.adapter_config else tokenizer_beside(first.part.path),
         entries=[entries_of(first, drafts, options)],
         wrapper=first.weights.wrapper,
@@ -190,11 +192,11 @@ def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
 
     PEFT saves these in full. A base on the Hub is not looked up. Source: `get_peft_model_state_dict`.
     """
-    said = os.path.join(base or "", MODEL_CONFIG)  # from an untrusted config: only tested, never fetched
-    rows = vocabulary_of(read_config(Path(said)) or {}) if base and os.path.isfile(said) else None
-    here, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
-    sought = {HEAD, find_embedding(here)} - set(fitted.adapter.replaced)
-    names = [name for own, name in here.items() if own in sought]
+    config_path = os.path.join(base or "", MODEL_CONFIG)  # from an untrusted config: only tested, never fetched
+    rows = vocabulary_of(read_config(Path(config_path)) or {}) if base and os.path.isfile(config_path) else None
+    base_tensors, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
+    sought = {HEAD, find_embedding(base_tensors)} - set(fitted.adapter.replaced)
+    names = [name for own, name in base_tensors.items() if own in sought]
     return {name: WRAPPER + own_name(name) for name in names if rows is not None and specs[name].shape[:1] != (rows,)}
 
 

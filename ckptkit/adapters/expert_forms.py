@@ -40,33 +40,35 @@ def with_form(
     Raises `Usage` for an adapter without such matrices, or if the form depends on a base that was not found.
     """
     adapter = replace(adapter, layout=locate(unpack(adapter.layout)))
-    found = find_form(adapter)
-    if found is None:
+    current_form = find_form(adapter)
+    if current_form is None:
         message = "the adapter has no matrices of experts"
         raise Usage(message, path=path, hint="drop --experts and --experts-layout")
-    if options.experts_layout is not None and found != FLAT:
-        message = f"--experts-layout is for experts in one matrix; this adapter stores them as {found}"
+    if options.experts_layout is not None and current_form != FLAT:
+        message = f"--experts-layout is for experts in one matrix; this adapter stores them as {current_form}"
         raise Usage(message, path=path, hint="drop --experts-layout")
     base = base_config(config, path, options)
     asked = ExpertFacts(options.experts_layout, first_integer(base, "hidden_size"), first_integer(base, *_COUNTS))
     names = names_of(base, path) if form == PER_EXPERT else None
     pairs = list(in_form(read_pairs(adapter, config, asked), form, names))
-    made = list(tensors_of(pairs, form, names))
-    result = with_pairs(adapter, made)
+    new_tensors = list(tensors_of(pairs, form, names))
+    result = with_pairs(adapter, new_tensors)
     fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
     check(result, fitting)
-    remark = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(made), 'tensor')}"
+    remark = (
+        f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(new_tensors), 'tensor')}"
+    )
     unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
-    return result, fitting, f"{remark}; they were {found}{unread}"
+    return result, fitting, f"{remark}; they were {current_form}{unread}"
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
     """Return the text model's section of the base's config.json; {} if there is no config.json."""
-    found: Mapping[str, Any] | None = find_companions(path, options.base).config
-    said = Path(config.base or "", CONFIG)
-    if found is None and options.base is None and config.base and said.is_file():
-        found = read_config(said)
-    described: Mapping[str, Any] = found or {}
+    config_found: Mapping[str, Any] | None = find_companions(path, options.base).config
+    named_config = Path(config.base or "", CONFIG)
+    if config_found is None and options.base is None and config.base and named_config.is_file():
+        config_found = read_config(named_config)
+    described: Mapping[str, Any] = config_found or {}
     text = described.get("text_config")
     return text if isinstance(text, dict) else described
 
@@ -103,8 +105,8 @@ def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -
         middle = names.down.partition(".experts.")[0]
         for pair in pairs:
             parent = pair.module.removesuffix(".experts").rpartition(".")[0]
-            found = pair._replace(module=f"{parent}.{middle}.experts")
-            yield from split_gate_up(found) if pair.leaf == GATE_UP else (found,)
+            moved = pair._replace(module=f"{parent}.{middle}.experts")
+            yield from split_gate_up(moved) if pair.leaf == GATE_UP else (moved,)
     else:
         yield from pairs
 
@@ -126,11 +128,11 @@ def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
         middle, parent = pair.module.split(".")[-2:-1], pair.module.removesuffix(".experts").rpartition(".")[0]
         module = f"{parent}.{_MIDDLES[middle[0]]}.experts" if middle and middle[0] in _MIDDLES else pair.module
         by_module[module][pair.leaf] = pair._replace(module=module)
-    for module, found in by_module.items():
-        gate, up = found.pop(GATE, None), found.pop(UP, None)
+    for module, by_leaf in by_module.items():
+        gate, up = by_leaf.pop(GATE, None), by_leaf.pop(UP, None)
         if (gate is None) != (up is None):
-            there, missing = (GATE, UP) if gate else (UP, GATE)
-            message = f"`{module}` has {there} without {missing}: no form but per-expert and 3d can store that"
+            present, missing = (GATE, UP) if gate else (UP, GATE)
+            message = f"`{module}` has {present} without {missing}: no form but per-expert and 3d can store that"
             raise Unsupported(message, hint="pass --experts per-expert or 3d")
         if gate is not None and up is not None:
             yield gate._replace(
@@ -138,7 +140,7 @@ def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
                 a=axes.concatenate([gate.a, up.a], 1),
                 b=axes.concatenate([padded_with_zeros(gate.b, 0, up.rank), padded_with_zeros(up.b, gate.rank, 0)], 1),
             )
-        yield from found.values()
+        yield from by_leaf.values()
 
 
 def padded_with_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
@@ -219,10 +221,10 @@ def config_for(
     for key in (_RECORD, _DETAIL):
         values.pop(key, None)
     values |= patterns_of(config, pairs, names)
-    found = with_values(config, values)
-    if form == FLAT and any(find_layout(found, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
-        found = with_values(config, {**values, _RECORD: _RANK_MAJOR})
-    return found
+    fitting = with_values(config, values)
+    if form == FLAT and any(find_layout(fitting, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
+        fitting = with_values(config, {**values, _RECORD: _RANK_MAJOR})
+    return fitting
 
 
 def with_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConfig:
@@ -239,7 +241,9 @@ def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
 
     It stays if it matches a module outside the experts, or no expert at all.
     """
-    return any(is_called(module, target) for module in others) or not any(is_called(one, target) for one in experts)
+    return any(is_called(module, target) for module in others) or not any(
+        is_called(module_of_experts, target) for module_of_experts in experts
+    )
 
 
 def own_leaf(pair: ExpertPair, names: ExpertNames | None) -> str:
@@ -254,16 +258,16 @@ def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: Exper
 
     Values that equal the config's defaults are left out.
     """
-    found: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
+    modules_by_leaf: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:
         scaling = config.scaling_of(pair.source)
         alpha = scaling * (math.sqrt(pair.rank) if config.flag("use_rslora") else pair.rank)
         number = "" if names is None else r"\.\d+"
         leaf = f"{number}\\.{own_leaf(pair, names)}"
-        found[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
+        modules_by_leaf[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for leaf, modules_by_rank in found.items():
+    for leaf, modules_by_rank in modules_by_leaf.items():
         for (rank, alpha), modules in modules_by_rank.items():
             keys = [f"experts{leaf}"] if len(modules_by_rank) == 1 else modules
             ranks |= dict.fromkeys(keys, rank)

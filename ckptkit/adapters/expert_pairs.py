@@ -68,15 +68,15 @@ class ExpertFacts:
 def find_form(adapter: Adapter) -> str | None:
     """Return the form of an adapter's expert matrices; None if it has none. Raises `Mismatch` for several forms."""
     specs = adapter.layout.specs
-    found = {}
+    name_by_form = {}
     for name, entry in adapter.entries.items():
         place = expert_place(entry.module) if entry.kind in ("A", "B") else None
         if place is not None:
-            found[form_of(place, len(specs[name].shape))] = name
-    if len(found) > 1:
-        message = f"the adapter stores experts as {' and '.join(sorted(found))}"
-        raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(found.values())))
-    return next(iter(found), None)
+            name_by_form[form_of(place, len(specs[name].shape))] = name
+    if len(name_by_form) > 1:
+        message = f"the adapter stores experts as {' and '.join(sorted(name_by_form))}"
+        raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(name_by_form.values())))
+    return next(iter(name_by_form), None)
 
 
 def form_of(place: ExpertPlace, ndim: int) -> str:
@@ -92,13 +92,13 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> l
 
     Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that ckptkit does not know.
     """
-    found: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    names_by_layer: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in adapter.entries.items():
         if entry.kind in ("A", "B") and (place := expert_place(entry.module)) is not None:
-            found[place.module, entry.depth][place][entry.kind] = name
+            names_by_layer[place.module, entry.depth][place][entry.kind] = name
     form, reading = find_form(adapter), ExpertReader(adapter, config, asked)
     by_module: dict[str, list[tuple[int, dict[ExpertPlace, dict[str, str]]]]] = defaultdict(list)
-    for (module, depth), places in found.items():
+    for (module, depth), places in names_by_layer.items():
         by_module[module].append((depth, places))
     pairs: list[ExpertPair] = []
     for module, levels in by_module.items():
@@ -135,8 +135,8 @@ class ExpertReader:
         return self.adapter.layout.tensors[name]
 
     def unfit(self, name: str, expected: str) -> Mismatch:
-        found = self.tensor(name).spec
-        return Mismatch(f"expected {expected}, found {found}", path=self.adapter.layout.path, tensor=name)
+        spec = self.tensor(name).spec
+        return Mismatch(f"expected {expected}, found {spec}", path=self.adapter.layout.path, tensor=name)
 
     def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices that are named after parameters, for all experts together or for each expert."""
@@ -187,13 +187,13 @@ class ExpertReader:
         Their shapes decide which parameter each belongs to.
         """
         sides = {
-            depth: (self.tensor(one["A"]).spec.shape[-1], self.tensor(one["B"]).spec.shape[0])
-            for depth, one in names.items()
+            depth: (self.tensor(matrices["A"]).spec.shape[-1], self.tensor(matrices["B"]).spec.shape[0])
+            for depth, matrices in names.items()
         }
         leaves, is_turned = self.name_leaves(module, sides, next(iter(names.values()))["A"])
-        for depth, one in names.items():
+        for depth, matrices in names.items():
             parameter = f"{module}.{leaves[depth]}"
-            a, b = self.apart(one, parameter)
+            a, b = self.apart(matrices, parameter)
             if is_turned:  # PEFT 0.18 and older treat a weight [out, in] as [in, out]
                 a, b = axes.permute(b, (0, 2, 1)), axes.permute(a, (0, 2, 1))
             yield ExpertPair(module, leaves[depth], a, b, parameter)

@@ -49,11 +49,11 @@ def choose_layout(config: AdapterConfig, parameter: str, count: int, rank: int, 
     """
     if 1 in (count, rank):
         return PEFT
-    found = given or find_layout(config, parameter)
-    if found is None:
+    layout = given or find_layout(config, parameter)
+    if layout is None:
         message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
         raise Unsupported(message, path=config.path, tensor=tensor, hint=HINT)
-    return found
+    return layout
 
 
 def describe_layouts(config: AdapterConfig) -> list[str]:
@@ -84,8 +84,8 @@ def is_of_unsloth(config: AdapterConfig) -> bool:
 
 def of_model_class(config: AdapterConfig) -> Mapping[str, Any]:
     """Return the config's `auto_mapping`, where unsloth records itself; {} without one."""
-    found = config.values.get("auto_mapping")
-    return found if isinstance(found, dict) else {}
+    mapping = config.values.get("auto_mapping")
+    return mapping if isinstance(mapping, dict) else {}
 
 
 def has_tag(card: Path) -> bool:

@@ -201,7 +201,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     for name, entry in entries.items():
         by_name[entry.adapter or DEFAULT][name] = entry
     in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
-    adapters = tuple(Adapter(name, layout, with_wrapper(found)) for name, found in in_order)
+    adapters = tuple(Adapter(name, layout, with_wrapper(own_entries)) for name, own_entries in in_order)
     return Adapted(adapters, dict(unwrapped(layout, rest)), is_saved=False)
 
 

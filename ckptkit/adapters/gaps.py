@@ -22,9 +22,12 @@ def find_gaps(adapter: Adapter, config: AdapterConfig, base: Iterable[str]) -> l
     adapted = set(adapter.modules)
     folded = {fold(module) for module in adapted}
     in_base = {name.rpartition(".")[0] for name in base}
-    missing = sorted((one for one in in_base - adapted if fold(one) in folded and config.is_target(one)), key=natural)
+    missing = sorted(
+        (candidate for candidate in in_base - adapted if fold(candidate) in folded and config.is_target(candidate)),
+        key=natural,
+    )
     if not missing:
         return []
-    names = f"{', '.join(f'`{one}`' for one in missing[:_SHOWN])}{and_more(len(missing) - _SHOWN)}"
+    names = f"{', '.join(f'`{candidate}`' for candidate in missing[:_SHOWN])}{and_more(len(missing) - _SHOWN)}"
     what = f"no matrices for {count(len(missing), 'module')} that the adapter changes in other layers"
     return [Caution(f"{config.path.parent}: {what}: {names}; these modules keep the weights of the base")]

@@ -108,10 +108,10 @@ def merge(parts: Sequence[Component], options: ConvertOptions) -> Model:
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
     adapters = [open_only_adapter(part, named_by, before[:1]) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
-    adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
+    adapters = [with_fused_experts(adapter, base.layout, options) for adapter in adapters]
     merged = merge_all(base, adapters, options)
     check_globs(merged, adapters, options)
-    paths = dict.fromkeys((base.part.path, *(one.path for one in adapters)))
+    paths = dict.fromkeys((base.part.path, *(adapter.path for adapter in adapters)))
     return replace(with_tokenizer_of(adapters, select(merged, options)), origins=tuple(paths))
 
 
@@ -125,8 +125,8 @@ def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -
         return adapter
     from ckptkit.adapters.expert_forms import with_form  # deferred: rarely needed
 
-    found, config, _ = with_form(adapter.adapter, adapter.config, adapter.path, FLAT, options)
-    return replace(adapter, adapter=found, config=config)
+    fused, config, _ = with_form(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    return replace(adapter, adapter=fused, config=config)
 
 
 def has_fused(base: Layout) -> bool:
@@ -138,7 +138,7 @@ def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptio
     asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
     asked.check_matched("--include", asked.include, names, path)
     asked.check_left(names, path)
-    names += [name for one in adapters for name in one.opened.part.layout.names]
+    names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
     asked.check_matched("--exclude", asked.exclude, names, path)
 
 
@@ -158,7 +158,7 @@ def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[C
     """
     opened = open_adapters(part, options)
     if opened is None:
-        if any(may_be_adapted(one.layout.tensors) for one in base):
+        if any(may_be_adapted(component.layout.tensors) for component in base):
             hint = f"pass the base first: `ckptkit merge {part.path} {base[0].path} OUT`"
         elif base:
             hint = "pass a directory with adapter_config.json, or a training checkpoint that contains an adapter"
@@ -190,8 +190,10 @@ def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
         name = config.base or "MODEL"
         hint = f"pass --base {name}, or a directory that has it"
         raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
-    found = Checkpoint.open(to_model_path(options.base))
-    return replace(Model.of(found.model_component, options.base if Path(options.base).is_dir() else None), base=found)
+    checkpoint = Checkpoint.open(to_model_path(options.base))
+    return replace(
+        Model.of(checkpoint.model_component, options.base if Path(options.base).is_dir() else None), base=checkpoint
+    )
 
 
 def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
@@ -201,7 +203,7 @@ def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) 
     own = unwrap(plain)
     try:
         named = give_names(own, HUB, options)
-    except NotBuilt:  # the names in the files of the base stay, which fit_config reports
+    except NotBuilt:  # keep the base's own tensor names; fit_config reports that
         return merge_into(own, adapters, options)
     try:
         return merge_into(named, adapters, options)
@@ -224,14 +226,14 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
         {name: recipe(name, specs[name].dtype) for name, recipe in base.recipes.items()},
     )
     model = base
-    for number, one in enumerate(adapters, 1 + len(base.others)):
+    for number, fitted in enumerate(adapters, 1 + len(base.others)):
         weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
-        base_beside = one.opened.adapted.base
-        merging.add(Source(number, one.adapter, one.config, base_beside, weight, options.experts_layout))
+        base_beside = fitted.opened.adapted.base
+        merging.add(Source(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout))
         times = f"{weight:g} times " if options.scales else ""
-        merged = f"merged {times}the adapter of {one.path}: {describe(one.adapter)}, by {one.config.path}"
-        gaps = find_gaps(one.adapter, one.config, names)
-        model = model.say(*check_base(one, base.part), merged, *gaps)
+        merged = f"merged {times}the adapter of {fitted.path}: {describe(fitted.adapter)}, by {fitted.config.path}"
+        gaps = find_gaps(fitted.adapter, fitted.config, names)
+        model = model.say(*check_base(fitted, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
         merging = to_files(merging, whole)
@@ -240,9 +242,9 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
         )
     model = replace(
         model.with_layout(replace(whole, tensors=merging.tensors)),
-        others=(*base.others, *(one.adapter.layout for one in adapters)),
+        others=(*base.others, *(fitted.adapter.layout for fitted in adapters)),
         recipes={name: partial(merging.recipe, name) for name in merging.computed},
-        made_of=source_of(base.part.layout) | {"adapters": ", ".join(one.path.name for one in adapters)},
+        made_of=source_of(base.part.layout) | {"adapters": ", ".join(fitted.path.name for fitted in adapters)},
     )
     model = choose_ties(with_vocabulary(model, whole), merging, base.layout, adapters).say(*merging.notes)
     model = fit_config(model, options)
@@ -284,8 +286,8 @@ def check_base(one: Fitted, base: Component) -> list[str]:
 
 
 def has_modules(layout: Layout, adapters: Sequence[Fitted]) -> bool:
-    there = {name.rpartition(".")[0] for name in layout.tensors}
-    return all(module in there for one in adapters for module in one.adapter.modules)
+    base_modules = {name.rpartition(".")[0] for name in layout.tensors}
+    return all(module in base_modules for adapter in adapters for module in adapter.adapter.modules)
 
 
 def with_vocabulary(model: Model, before: Layout) -> Model:
@@ -313,7 +315,7 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
 
 def with_tokenizer_of(adapters: Sequence[Fitted], model: Model) -> Model:
     """Return the model with the tokenizer that was saved with an adapter, because training may have added tokens."""
-    beside = [tokenizer_beside(one.path) for one in adapters if one.path != model.part.path]
+    beside = [tokenizer_beside(adapter.path) for adapter in adapters if adapter.path != model.part.path]
     tokenizer = next(filter(None, beside), {})
     if not tokenizer:
         return model

@@ -139,9 +139,9 @@ def product(b: Array, a: Array, scaling: float) -> Array:
     if len(b) == 1:  # BLAS multiplies a vector with another routine, whose bits differ
         two: Array = product(np.repeat(b, 2, axis=0), a, scaling)
         return two[:1]
-    found: Array = b @ a
-    found *= found.dtype.type(scaling)
-    return found
+    result: Array = b @ a
+    result *= result.dtype.type(scaling)
+    return result
 
 
 _NUMPY = {FLOAT32: np.float32, FLOAT64: np.float64}
@@ -268,13 +268,13 @@ class Rows:
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
         """Return the elements with the replaced rows; a copy only if the box contains any."""
         (rows,) = inputs
-        found = [
+        replaced = [
             (i, row - box.start[0]) for i, row in enumerate(self.indices) if row in range(box.start[0], box.stop[0])
         ]
-        if not found:
+        if not replaced:
             return values
         changed = values.copy()
-        changed[[row for _, row in found]] = rows[[i for i, _ in found]]
+        changed[[row for _, row in replaced]] = rows[[i for i, _ in replaced]]
         return changed
 
 

@@ -97,8 +97,8 @@ class ExpertPlace(NamedTuple):
 
 def expert_place(module: str) -> ExpertPlace | None:
     """Return the location of the expert matrices that a module name means; None for any other module."""
-    above, found, below = f".{module}.".rpartition(".experts.")
-    if not found:
+    above, separator, below = f".{module}.".rpartition(".experts.")
+    if not separator:
         return None
     number, _, leaf = below.rstrip(".").rpartition(".")
     if number and not number.isdecimal():
@@ -152,10 +152,10 @@ def other_method(names: Collection[str]) -> str | None:
         return None
     for name in names:
         parts = name.split(".")
-        found = next((method for part, method in _OTHERS.items() if part in parts), None)
+        known_method = next((method for part, method in _OTHERS.items() if part in parts), None)
         unknown = next((part for part in parts if part.startswith("lora_") and part not in _KNOWN_PARTS), None)
-        if found or (unknown and read_entry(name) is None):
-            return found or unknown
+        if known_method or (unknown and read_entry(name) is None):
+            return known_method or unknown
     return None
 
 

@@ -45,7 +45,7 @@ class Source:
     config: AdapterConfig
     base: Mapping[str, str]  # the other tensors of its checkpoint: base model name -> name in the checkpoint
     weight: float = 1.0
-    experts_layout: str | None = None  # as you pass it
+    experts_layout: str | None = None  # the value of --experts-layout
 
     def shape(self, name: str) -> Shape:
         return self.adapter.layout.tensors[name].spec.shape
@@ -182,14 +182,14 @@ class Merging:
 
     def parameter_of(self, source: Source, change: Change) -> tuple[str, Kind]:
         """Return the parameter of a module that an update changes: the only one with a fitting shape."""
-        found = list(self.fitting(source, change))
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        fitting_parameters = list(self.fitting(source, change))
+        if len(fitting_parameters) == 1:
+            return fitting_parameters[0]
+        if not fitting_parameters:
             a, b = source.shape(change.a), source.shape(change.b)
             message = f"the base does not have a `{change.module}` that fits matrices {list(b)} and {list(a)}"
             raise source.blame(message, change.a, hint=hint_similar_name(change.module, self.base))
-        names = ", ".join(sorted({name for name, _ in found}))
+        names = ", ".join(sorted({name for name, _ in fitting_parameters}))
         message = f"it fits {names} of the base in more than one way, and no file says which"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
 
@@ -214,9 +214,11 @@ class Merging:
         """Return the layout of lora_B of fused experts; notes if `--experts-layout` contradicts the files."""
         count, given = self.tensors[own].spec.shape[0], source.experts_layout
         layout = choose_layout(source.config, own, count, rank, given, change.b)
-        found = find_layout(source.config, own) if given and 1 not in (count, rank) else None
-        note = f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {found}"
-        if found and found != given and note not in self.notes:
+        recorded_layout = find_layout(source.config, own) if given and 1 not in (count, rank) else None
+        note = (
+            f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {recorded_layout}"
+        )
+        if recorded_layout and recorded_layout != given and note not in self.notes:
             self.notes.append(note)
         return layout
 
@@ -284,7 +286,10 @@ class Merging:
 
     def have_same_rows(self, name: str, source: str) -> bool:
         """Return whether only rows of `source` were trained, and `name` has either no updates or the same rows."""
-        rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
+        rows, others = (
+            [getattr(step, "indices", None) for step in self.steps.get(tensor_name, [])]
+            for tensor_name in (source, name)
+        )
         is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
         return is_by_rows and others in ([], rows)
 
@@ -294,10 +299,10 @@ class Merging:
         if name in self.plain and name not in self.begins:
             plain = self.plain[name]
             return Merge(plain, steps, self.reach.get(name, same)) if steps else plain
-        found = self.begins.get(name, Operand(0, source, dtype))
+        initial = self.begins.get(name, Operand(0, source, dtype))
         if not steps:
-            return Taken(found._replace(dtype=dtype))
-        return Merge(found._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
+            return Taken(initial._replace(dtype=dtype))
+        return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
 
 
 def require_weight_one(source: Source, name: str, because: str) -> None:

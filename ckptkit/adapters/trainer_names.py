@@ -50,7 +50,7 @@ def trainer_names_in(names: Collection[str]) -> TrainerNames | None:
     """Return the module that translates these names; None if they are not a trainer's."""
     for known in TRAINER_NAMES.values():
         if any(map(re.compile(known.tells, re.DOTALL).fullmatch, names)):
-            found = cast(TrainerNames, import_module(known.where))
-            if found.has_matrix(names):
-                return found
+            module = cast(TrainerNames, import_module(known.where))
+            if module.has_matrix(names):
+                return module
     return None

@@ -15,7 +15,7 @@ from ckptkit.layout.box import Box
 from ckptkit.words import count, format_bytes
 
 NAME = "salvage.json"
-LIMIT = 1 << 28  # bytes
+LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
 _NAMED = 3  # lost tensors in a message
 _DAMAGED = "bytes changed after they were written: their CRC-32 differs from the recorded one"
 
@@ -86,8 +86,13 @@ class SalvagedWeights:
     def share(self, part: Mapping[str, int]) -> str:
         """Return the size of a part of the weights as text: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
         total = len(self.own) + len(self.filled) + len(self.lost)
-        some, every = sum(part.values()), sum(map(sum, (one.values() for one in (self.own, self.filled, self.lost))))
-        return f"{len(part):,} of {count(total, 'weight')} ({format_bytes(some)}, {percent(some, every)} of the bytes)"
+        size, full_size = (
+            sum(part.values()),
+            sum(map(sum, (sizes.values() for sizes in (self.own, self.filled, self.lost)))),
+        )
+        return (
+            f"{len(part):,} of {count(total, 'weight')} ({format_bytes(size)}, {percent(size, full_size)} of the bytes)"
+        )
 
     def to_json(self) -> dict[str, int]:
         parts = {"own": self.own, "filled": self.filled, "lost": self.lost}
@@ -153,22 +158,22 @@ def span(start: int, size: int, extent: int) -> str:
 def read_account(root: Path) -> Mapping[str, Any] | None:
     """Return the account in a directory; None if it is missing or unreadable."""
     try:
-        found = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
+        account = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
     except (Corrupt, IOFailure, Unsafe):
         return None
-    return found if isinstance(found, dict) else None
+    return account if isinstance(account, dict) else None
 
 
 def name_lost(found: Mapping[str, Any]) -> str:
     """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
     entries = found.get("lost")
-    names = [str(one.get("name") or one.get("path")) for one in entries or () if isinstance(one, dict)]
+    names = [str(entry.get("name") or entry.get("path")) for entry in entries or () if isinstance(entry, dict)]
     return f"{', '.join(f'`{name}`' for name in names[:_NAMED])}{and_more(len(names) - _NAMED)}" if names else ""
 
 
 def describe_account(found: Mapping[str, Any]) -> str:
     """Return a summary of an account: how many tensors were lost and filled."""
-    sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
+    sizes = {kind: len(entries) for kind in ("lost", "filled") if isinstance(entries := found.get(kind), list)}
     words = [
         f"{sizes[kind]:,} {what}"
         for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere"))

@@ -174,8 +174,8 @@ class Checkpoint:
         """Return the step that its trainer recorded in a small file or an entry; None without a readable record."""
         folder = self.path if self.path.is_dir() else self.path.parent
         notes = (read_number(folder / file, key) if file else self.value(key) for file, key in trainers.step_keys())
-        found = next((note for note in notes if type(note) is int and note >= 0), None)
-        return self.salvaged_step if found is None else found
+        step = next((note for note in notes if type(note) is int and note >= 0), None)
+        return self.salvaged_step if step is None else step
 
     @property
     def salvaged_step(self) -> int | None:
@@ -222,7 +222,7 @@ class Checkpoint:
 
         A component at the path itself is the model under any name.
         """
-        return [one for one in self.components if not one.place] or models_of(self.components)
+        return [component for component in self.components if not component.place] or models_of(self.components)
 
     @cached_property
     def model_component(self) -> Component:
@@ -246,8 +246,8 @@ class Checkpoint:
         """Return the hint to pass one of several models; it names the model that a latest-checkpoint file points to."""
         trackers = trackers_in(self.path)
         named = ((model, tracker) for model in models for tracker in trackers if tracker.means(model.path))
-        found = next(named, None)
-        return f"pass `{found[0].path}`, which `{found[1].name}` names" if found else "pass one of them"
+        tracked = next(named, None)
+        return f"pass `{tracked[0].path}`, which `{tracked[1].name}` names" if tracked else "pass one of them"
 
     @property
     def exported(self) -> Component | None:
@@ -256,9 +256,9 @@ class Checkpoint:
         Returns None if there are none.
         """
         has_all = bool(self.components) and all(component.has_all for component in self.components)
-        found = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
-        reader = detect_format(self.path / found[0]) if found else None
-        return Component("", self.path / found[0], reader) if reader else None
+        names = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
+        reader = detect_format(self.path / names[0]) if names else None
+        return Component("", self.path / names[0], reader) if reader else None
 
     @cached_property
     def layout(self) -> Layout:
@@ -375,22 +375,22 @@ class Checkpoint:
     @cached_property
     def unreadable(self) -> Unsupported | None:
         """Return the error for files of a trainer that ckptkit cannot read yet; None for any other checkpoint."""
-        found = None if self.components else find_unread(self.path)
-        if found is None:
+        unread = None if self.components else find_unread(self.path)
+        if unread is None:
             return None
-        return Unsupported(f"{found.what}: ckptkit cannot read this yet", path=self.path, hint=found.hint)
+        return Unsupported(f"{unread.what}: ckptkit cannot read this yet", path=self.path, hint=unread.hint)
 
 
 def value_in(layout: Layout, name: str, steps: KeyPath) -> object:
     """Return the value at a key path inside a non-tensor entry; None if it cannot be read."""
     try:
-        found = load_value(layout.root, layout.blobs[name])
+        value = load_value(layout.root, layout.blobs[name])
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return None
     for step in steps:
-        children = dict(enumerate(found)) if isinstance(found, list) else dict(pairs_of(found) or ())
-        found = children.get(step)
-    return found
+        children = dict(enumerate(value)) if isinstance(value, list) else dict(pairs_of(value) or ())
+        value = children.get(step)
+    return value
 
 
 Source = str | os.PathLike[str] | Checkpoint  # accepted wherever a function takes a checkpoint
@@ -442,16 +442,19 @@ def candidates_in(root: Path) -> list[Path]:
 
 def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints whose name has a step, in the order of steps."""
-    return sorted((one for one in found if one.own_step is not None), key=lambda one: (one.own_step or 0, one.name))
+    return sorted(
+        (checkpoint for checkpoint in found if checkpoint.own_step is not None),
+        key=lambda checkpoint: (checkpoint.own_step or 0, checkpoint.name),
+    )
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
     """Return the checkpoints of the run at `root`: first by step, then the trainer's last one and others."""
     named = named_in(root)
-    known = {one.path for one in named}
-    there = [path for path in entries_in(root) if path not in known] if named else []
-    others = [path for path in there if path.is_dir() or trainers.is_last(path.name)]
-    return [*named, *(one for one in map(Checkpoint.at, others) if one.components)]
+    known = {checkpoint.path for checkpoint in named}
+    others_in_run = [path for path in entries_in(root) if path not in known] if named else []
+    others = [path for path in others_in_run if path.is_dir() or trainers.is_last(path.name)]
+    return [*named, *(checkpoint for checkpoint in map(Checkpoint.at, others) if checkpoint.components)]
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -503,10 +506,10 @@ def latest_in(root: Path) -> Checkpoint | None:
 
     Warns if it is not the one with the highest step, or if a latest-checkpoint file names an incomplete one.
     """
-    found = find_latest(root)
-    for remark in found.remarks if found.checkpoint else ():
+    latest = find_latest(root)
+    for remark in latest.remarks if latest.checkpoint else ():
         warn(f"{root}: {remark}", LatestDiffers)
-    return found.checkpoint
+    return latest.checkpoint
 
 
 def find_latest(root: Path) -> Latest:
@@ -521,9 +524,9 @@ def find_latest(root: Path) -> Latest:
     remarks: list[str] = []
     trackers = trackers_in(root) if root.is_dir() else []
     for tracker in (one for one in trackers if one.is_latest):
-        found = tracked_checkpoint(tracker, root, named)
-        candidates += [(tracker.name, found)] if found else []
-        if not found:
+        tracked = tracked_checkpoint(tracker, root, named)
+        candidates += [(tracker.name, tracked)] if tracked else []
+        if not tracked:
             what = "is not complete" if (root / tracker.target).exists() else "does not exist"
             remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
     remarks += [f"`{one.name}` names {one.target}" for one in trackers if one.is_guess and not one.is_latest]
@@ -550,8 +553,10 @@ def is_rolled_back(last: Checkpoint, highest: Checkpoint) -> bool:
 
 def tracked_checkpoint(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
     """Return the complete checkpoint that a latest-checkpoint file names; None if it is incomplete or missing."""
-    found = next((one for one in named if tracker.means(one.path)), None) or Checkpoint.at(root / tracker.target)
-    return found if found.components and found.is_complete else None
+    checkpoint = next((candidate for candidate in named if tracker.means(candidate.path)), None) or Checkpoint.at(
+        root / tracker.target
+    )
+    return checkpoint if checkpoint.components and checkpoint.is_complete else None
 
 
 def step_or_none(checkpoint: Checkpoint) -> int | None:
@@ -613,8 +618,13 @@ def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
     unfinished = named_in(path)
     if not unfinished:
         return None
-    unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)
-    message = f"the run has no complete checkpoint; unfinished: {', '.join(one.name for one in unfinished)}"
+    unread = next(
+        (error for checkpoint in reversed(unfinished) if (error := checkpoint.unreadable or foreign_in(checkpoint))),
+        None,
+    )
+    message = (
+        f"the run has no complete checkpoint; unfinished: {', '.join(checkpoint.name for checkpoint in unfinished)}"
+    )
     hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
     return unread or NotACheckpoint(message, path=path, hint=hint)
 
@@ -622,7 +632,7 @@ def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
 def program_in(path: Path) -> Unsupported | None:
     """Return the error for an exported torch program or another library's file in a directory; None without."""
     files = (file for file in children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
-    return next((found for file in files if (found := unlike_torch(file))), None)
+    return next((error for file in files if (error := unlike_torch(file))), None)
 
 
 def nothing_in(path: Path, hint: str) -> NotACheckpoint:

@@ -128,7 +128,7 @@ class Component:
             sums = manifest.tensors
             layout = replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
         known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}
-        return replace(layout, file_sums={path: (one.nbytes, one.crc32) for path, one in known.items()})
+        return replace(layout, file_sums={path: (file_sum.nbytes, file_sum.crc32) for path, file_sum in known.items()})
 
     @cached_property
     def trainer(self) -> str | None:
@@ -175,10 +175,10 @@ def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
         message = f"unfinished: expected the file `{marker}`, found none"
         return Incomplete(message, path=path, hint=_UNFINISHED)
     is_inside = is_part or (step_of(path) is None and step_of_place(path) is not None)
-    for place in (path, path.parent) if is_inside else (path,):
-        if place.is_dir() and (markers := unfinished_names().intersection(names_in(place))):
+    for directory in (path, path.parent) if is_inside else (path,):
+        if directory.is_dir() and (markers := unfinished_names().intersection(names_in(directory))):
             message = f"unfinished: its trainer left the file `{min(markers)}`"
-            return Incomplete(message, path=place, hint=_UNFINISHED)
+            return Incomplete(message, path=directory, hint=_UNFINISHED)
     return None
 
 

@@ -14,7 +14,7 @@ from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.trainers.trainer import Evidence
 
-_LIMIT = 1 << 24  # bytes of a small file
+_LIMIT = 1 << 24  # bytes: larger files are not small files of a trainer
 
 
 def gather_names(place: Path) -> Evidence:
@@ -57,15 +57,15 @@ def read_source(place: Path) -> Mapping[str, str] | None:
 def read_object(path: Path) -> Mapping[str, Any]:
     """Return the JSON object in a small file; {} if the file has no readable object."""
     try:
-        found = parse_json(read_small(path, _LIMIT), path)
+        value = parse_json(read_small(path, _LIMIT), path)
     except (Corrupt, IOFailure, Unsafe):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_number(path: Path, key: KeyPath) -> object:
     """Return the value at a key path in a small JSON file; None if it is missing."""
-    found: object = read_object(path) if path.is_file() else {}
+    value: object = read_object(path) if path.is_file() else {}
     for step in key:
-        found = found.get(step) if isinstance(found, dict) else None
-    return found
+        value = value.get(step) if isinstance(value, dict) else None
+    return value

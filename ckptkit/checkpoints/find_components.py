@@ -110,7 +110,7 @@ def only_step(path: Path, there: Iterable[Path]) -> Path | None:
     format beside it.
     """
     step = step_of(path)
-    named = [place for place in there if step_of(place) is not None] if step is not None else []
+    named = [candidate for candidate in there if step_of(candidate) is not None] if step is not None else []
     return named[0] if len(named) == 1 and step_of(named[0]) == step else None
 
 
@@ -140,10 +140,10 @@ def states_in(folder: Path, reader: FormatReader) -> list[Component]:
 
 def components_inside(path: Path) -> tuple[Component, ...]:
     """Return the components in the subdirectories of a checkpoint, the model first."""
-    found = [component for folder in inner_folders(path) for component in components_in(folder)]
-    if all(component.under is not None for component in found):
+    components = [component for folder in inner_folders(path) for component in components_in(folder)]
+    if all(component.under is not None for component in components):
         return ()  # only training state, without the model that it belongs to
-    return tuple(sorted(found, key=lambda component: not component.is_model))
+    return tuple(sorted(components, key=lambda component: not component.is_model))
 
 
 def models_of(components: Iterable[Component]) -> list[Component]:
@@ -175,14 +175,18 @@ def components_beside(path: Path) -> dict[Path, Component | None]:
     if not path.is_dir() and step is None:
         return {}
     folder = path if path.is_dir() else path.parent
-    found: dict[Path, Component | None] = {}
+    components: dict[Path, Component | None] = {}
     names = sorted(names_in(folder))
     for name in names:
-        place, key = folder / name, trainers.key_beside(name, step, names)
-        if place.is_file() if key is not None else step is None and trainers.is_beside_model(name) and place.is_dir():
-            reader = detect_format(place)
-            found[place] = Component(name, place, reader, key) if reader else None
-    return found
+        path_beside, key = folder / name, trainers.key_beside(name, step, names)
+        if (
+            path_beside.is_file()
+            if key is not None
+            else step is None and trainers.is_beside_model(name) and path_beside.is_dir()
+        ):
+            reader = detect_format(path_beside)
+            components[path_beside] = Component(name, path_beside, reader, key) if reader else None
+    return components
 
 
 def inner_folders(path: Path) -> list[Path]:
@@ -210,13 +214,13 @@ def is_unread(path: Path, reader: FormatReader | None) -> bool:
 
 def unread_at(path: Path, names: Iterable[str]) -> Unread | None:
     """Return the description of a trainer's files among these names that ckptkit cannot read; None without any."""
-    found = trainers.find_unread(names)
-    if found is None or found.json is None:
-        return found
-    file, key = found.json
+    unread = trainers.find_unread(names)
+    if unread is None or unread.json is None:
+        return unread
+    file, key = unread.json
     places = [path, *inner_folders(path)] if path.is_dir() else [path.parent]
     files = (place / file for place in places)
-    return found if any(one.is_file() and key in read_object(one) for one in files) else None
+    return unread if any(json_file.is_file() and key in read_object(json_file) for json_file in files) else None
 
 
 def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
@@ -228,9 +232,9 @@ def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
     files = [file.name for file in children(path) if file.suffix in ONE_FILE and file not in below]
     names = [name for name in files if trainers.owner_of_file(name) is None]
     for siblings in (sorted(names), [folder.name for folder in below]):
-        found = next((like for name in siblings if len(like := find_set(name, siblings)) > 1), [])
-        if found:
-            return not_joined(found, path)
+        rank_names = next((rank_set for name in siblings if len(rank_set := find_set(name, siblings)) > 1), [])
+        if rank_names:
+            return not_joined(rank_names, path)
     deeper = (files_of_ranks(folder, depth - 1) for folder in below) if depth else iter(())
     return next(filter(None, deeper), None)
 
@@ -277,7 +281,10 @@ def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
     names: dict[str, dict[str, None]] = {}
     for left in found:
         names.setdefault(left.why, {})[left.name] = None  # several sources may have the same file: list it once
-    return [f"{verb}: {', '.join(list(some)[:6])}{and_more(len(some) - 6)} ({why})" for why, some in names.items()]
+    return [
+        f"{verb}: {', '.join(list(names_left)[:6])}{and_more(len(names_left) - 6)} ({why})"
+        for why, names_left in names.items()
+    ]
 
 
 def left_in(
@@ -294,11 +301,11 @@ def left_in(
             continue
         name = str(path.relative_to(root))
         is_other = step_of(path) is not None and path not in components
-        if trainers.is_change(path.name) and not any(path in one.parents for one in used):
+        if trainers.is_change(path.name) and not any(path in used_path.parents for used_path in used):
             yield LeftBehind(path, CHANGES, name)
-        elif path in components and path.is_dir() and not any(path in one.parents for one in used):
+        elif path in components and path.is_dir() and not any(path in used_path.parents for used_path in used):
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
-        elif step_of(path) is None and holds_steps(path) and not any(path in one.parents for one in used):
+        elif step_of(path) is None and holds_steps(path) and not any(path in used_path.parents for used_path in used):
             yield LeftBehind(path, RUN, name)
         elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
             yield from left_in(root, used, components, path)

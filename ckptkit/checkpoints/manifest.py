@@ -58,10 +58,10 @@ def ask_store(root: Path, names: Iterable[str]) -> StoreSums:
     if not any(map(is_remote, roots_of(root))):
         return StoreSums({}, {})
     wanted = list(names)
-    found = dict(zip(wanted, at_once(lambda name: stored_sum(root / name), wanted), strict=True))
-    by_name = {name: one for name, one in found.items() if one is not None}
-    sums = {name: whole for name, one in by_name.items() if (whole := whole_sum(one)) is not None}
-    return StoreSums(sums, {name: one for name, one in by_name.items() if name not in sums})
+    sum_by_name = dict(zip(wanted, at_once(lambda name: stored_sum(root / name), wanted), strict=True))
+    by_name = {name: store_sum for name, store_sum in sum_by_name.items() if store_sum is not None}
+    sums = {name: whole for name, store_sum in by_name.items() if (whole := whole_sum(store_sum)) is not None}
+    return StoreSums(sums, {name: store_sum for name, store_sum in by_name.items() if name not in sums})
 
 
 def whole_sum(told: StoredSum) -> FileSum | None:
@@ -94,7 +94,7 @@ def tell_unproved(path: Path, sizes: Mapping[str, int], names: Collection[str], 
 
 
 NAME = "ckptkit.json"
-_LIMIT = 1 << 28  # bytes
+_LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
 _DESCRIBED_BY = (".metadata", ".index.json")  # suffixes of files that describe the other files
 _REPLACE = "`ckptkit manifest --overwrite` makes a new one"
 
@@ -121,8 +121,8 @@ class FileSum:
     def from_json(cls, value: Mapping[str, Any]) -> FileSum:
         """Return the object that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
         runs = {}
-        for place, crc in value.get("runs", {}).items():
-            offset, length = map(int, place.split("+"))
+        for byte_range, crc in value.get("runs", {}).items():
+            offset, length = map(int, byte_range.split("+"))
             runs[offset, length] = int(crc, 16)
         return cls(int(value["nbytes"]), int(value["crc32"], 16), runs)
 

@@ -27,9 +27,9 @@ def find_marks(components: Iterable[PlacedFiles], names: Collection[str], *, is_
     """
     manifests = [name for name in sorted(names) if PurePath(name).name == MANIFEST]
     described = []
-    for place, files, descriptions in reversed(list(components)):
+    for directory, files, descriptions in reversed(list(components)):
         last = [name for name in sorted(files) if name in descriptions] or sorted(files)[-1:]
-        described += [str(PurePath(place, name)) for name in last]
+        described += [str(PurePath(directory, name)) for name in last]
     config = [CONFIG] if CONFIG in names else []
     marks = [*manifests, *described, *config] if is_for_loaders else [*manifests, *config, *described]
     return tuple(dict.fromkeys(marks))

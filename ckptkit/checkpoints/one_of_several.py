@@ -71,9 +71,9 @@ def parts_beside(checkpoint: Checkpoint, file: Path) -> list[str]:
     series = series_of(file)
     if not series or has_number(file.name, len(series)):
         return series
-    here = checkpoint.model_component.layout.shapes
+    own_shapes = checkpoint.model_component.layout.shapes
     others = (Checkpoint.at(file.parent / name) for name in (series[0], series[-1]) if name != file.name)
-    return series if any(is_other_part(here, shapes_of(other)) for other in others) else []
+    return series if any(is_other_part(own_shapes, shapes_of(other)) for other in others) else []
 
 
 def series_of(file: Path) -> list[str]:
@@ -100,11 +100,16 @@ def is_other_part(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shap
     """Return whether two files each have tensors that the other lacks, or shapes that differ along one axis only."""
     if not two_shapes:
         return False
-    differing = [(one, two) for name, one in one_shapes.items() if (two := two_shapes.get(name, one)) != one]
+    differing = [
+        (shape, other_shape)
+        for name, shape in one_shapes.items()
+        if (other_shape := two_shapes.get(name, shape)) != shape
+    ]
     if one_shapes.keys() - two_shapes.keys() and two_shapes.keys() - one_shapes.keys():
         return True
     return bool(differing) and all(
-        len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) == 1 for one, two in differing
+        len(shape) == len(other_shape) and sum(a != b for a, b in zip(shape, other_shape, strict=True)) == 1
+        for shape, other_shape in differing
     )
 
 
@@ -147,11 +152,11 @@ def has_shards(checkpoint: Checkpoint) -> bool:
 
 def set_of(file: Path) -> list[str]:
     """Return the set of rank files or directories that a file belongs to, by its name or the directories above it."""
-    for place in (file, *file.absolute().parents):
-        if place != file and not is_numbered(place.name):
+    for path in (file, *file.absolute().parents):
+        if path != file and not is_numbered(path.name):
             break
-        if found := find_set(place.name, names_in(place.parent)):
-            return found
+        if names := find_set(path.name, names_in(path.parent)):
+            return names
     return []
 
 

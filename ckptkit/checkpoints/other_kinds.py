@@ -56,5 +56,5 @@ def members_of(path: Path) -> list[Path]:
     """Return the subdirectories of a local directory that groups directories of these kinds; else the path itself."""
     if is_remote(path) or not path.is_dir() or other_kind_of(path) or detect_format(path) is not None:
         return [path]
-    found = [folder for folder in folders(path) if not folder.name.startswith(".")]
-    return found if any(map(other_kind_of, found)) else [path]
+    subdirectories = [folder for folder in folders(path) if not folder.name.startswith(".")]
+    return subdirectories if any(map(other_kind_of, subdirectories)) else [path]

@@ -40,16 +40,16 @@ class Problems:
 
     def are_in(self, path: Path) -> bool:
         """Return whether file `path` has a problem."""
-        return path in self._lacking or any(found == path for found, *_ in self._found)
+        return path in self._lacking or any(known_path == path for known_path, *_ in self._found)
 
     def list(self) -> tuple[CkptError, ...]:
         """Return all problems: first the problems of files and single tensors, then of several tensors."""
         left = dict(self._lacking)
-        found = []
+        problems = []
         for problem in self._found.values():
             lacking = [left.pop(path) for path in sorted(files_of(problem) & left.keys())]
-            found.append(with_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors)))
-        return (*found, *map(of_tensors, left.values()))
+            problems.append(with_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors)))
+        return (*problems, *map(of_tensors, left.values()))
 
 
 def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]) -> tuple[CkptError, ...]:
@@ -59,23 +59,23 @@ def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]
     """
     problems = tuple(problems)
     wrong: dict[Path | None, set[str]] = {}
-    for one in problems:
-        if one.tensor is not None and not isinstance(one, Incomplete):
-            wrong.setdefault(one.path, set()).add(one.tensor)
+    for problem in problems:
+        if problem.tensor is not None and not isinstance(problem, Incomplete):
+            wrong.setdefault(problem.path, set()).add(problem.tensor)
     mismatched_files = {
         path for path, names in wrong.items() if len(names) > _NAMED and 2 * len(names) > entries.get(path, 0)
     }
     kept: dict[object, CkptError] = {}
-    for one in problems:
-        if one.path not in mismatched_files or one.tensor is None or isinstance(one, Incomplete):
-            kept[id(one)] = one
-        elif one.path not in kept:
-            known = entries.get(one.path, 0)  # 0 if the metadata could not be read to its end
+    for problem in problems:
+        if problem.path not in mismatched_files or problem.tensor is None or isinstance(problem, Incomplete):
+            kept[id(problem)] = problem
+        elif problem.path not in kept:
+            known = entries.get(problem.path, 0)  # 0 if the metadata could not be read to its end
             of_all = f" of {known:,}" if known else ""
-            what = f"{len(wrong[one.path]):,}{of_all} entries are not as the metadata describes them"
-            message = f"{what}, such as `{one.tensor}`: {one.message}"
+            what = f"{len(wrong[problem.path]):,}{of_all} entries are not as the metadata describes them"
+            message = f"{what}, such as `{problem.tensor}`: {problem.message}"
             hint = "restore the file from a copy: it may belong to another save"
-            kept[one.path] = Corrupt(message, path=one.path, hint=hint)
+            kept[problem.path] = Corrupt(message, path=problem.path, hint=hint)
     return tuple(kept.values())
 
 
@@ -91,11 +91,11 @@ def with_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
     """Return a file problem that also names the tensors that are incomplete because of it."""
     if not tensors:
         return problem
-    found = copy(problem)
-    some = count(len(tensors), "tensor", "is")
-    found.message = f"{problem.message}; {some} incomplete: {abridge(tensors)}"
-    found.args = (found.message,)
-    return found
+    extended = copy(problem)
+    affected = count(len(tensors), "tensor", "is")
+    extended.message = f"{problem.message}; {affected} incomplete: {abridge(tensors)}"
+    extended.args = (extended.message,)
+    return extended
 
 
 def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
@@ -110,5 +110,5 @@ def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
 
 def abridge(names: Iterable[str]) -> str:
     """Return the first names as text."""
-    some = list(islice(names, _NAMED + 1))
-    return ", ".join(some[:_NAMED]) + (", ..." if some[_NAMED:] else "")
+    first_names = list(islice(names, _NAMED + 1))
+    return ", ".join(first_names[:_NAMED]) + (", ..." if first_names[_NAMED:] else "")

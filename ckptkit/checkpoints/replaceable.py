@@ -42,9 +42,9 @@ def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool 
         check_training(dst, by_training=by_training)
         return
     with translate_os_errors(dst):
-        found = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
-    if found:
-        named = ", ".join(found[:_MOST_NAMED]) + and_more(len(found) - _MOST_NAMED)
+        unknown = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
+    if unknown:
+        named = ", ".join(unknown[:_MOST_NAMED]) + and_more(len(unknown) - _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)
@@ -105,11 +105,11 @@ def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tu
     if keeps_others(dst):
         return files_in(dst)
     check_replaceable(dst, made, by_training=by_training)
-    found = []
+    markers = []
     for part in Checkpoint.at(dst).components if dst.is_dir() else ():
         with suppress(*_UNREADABLE):  # unreadable, so it has no marker files
-            found += [str((part.layout.root / name).relative_to(dst)) for name in part.layout.descriptions]
-    return tuple(found)
+            markers += [str((part.layout.root / name).relative_to(dst)) for name in part.layout.descriptions]
+    return tuple(markers)
 
 
 def files_in(dst: Path) -> tuple[str, ...]:
@@ -117,9 +117,9 @@ def files_in(dst: Path) -> tuple[str, ...]:
 
     Raises `Occupied` for several models.
     """
-    here = Checkpoint.at(dst) if dst.is_dir() else None
-    parts = here.components if here else ()
-    if here and len(here.models) > 1:
+    checkpoint = Checkpoint.at(dst) if dst.is_dir() else None
+    parts = checkpoint.components if checkpoint else ()
+    if checkpoint and len(checkpoint.models) > 1:
         names = ", ".join(sorted({part.reader.name for part in parts}))
         message = f"the destination contains several models ({names}), but --overwrite replaces only one"
         raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
@@ -148,9 +148,9 @@ def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:
 
 def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
     """Return the paths of the components of the only checkpoint in a directory, and the files that they read."""
-    here = Checkpoint.at(root)
-    parts = here.components
-    if len(here.models) > 1:  # several models side by side: not one checkpoint
+    checkpoint = Checkpoint.at(root)
+    parts = checkpoint.components
+    if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
     files = set()
     for part in parts:

@@ -23,13 +23,13 @@ class RunFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
-        return [one for one in named_in(self.root) if one.is_complete]
+        return [checkpoint for checkpoint in named_in(self.root) if checkpoint.is_complete]
 
     def up_to_latest(self) -> list[Checkpoint]:
         """Return the complete checkpoints up to the latest one, oldest first."""
         latest = self.latest()
         last = latest.own_step if latest else None
-        return [one for one in self.checkpoints() if last is None or (one.own_step or 0) <= last]
+        return [checkpoint for checkpoint in self.checkpoints() if last is None or (checkpoint.own_step or 0) <= last]
 
     def latest(self) -> Checkpoint | None:
         """Return the latest complete checkpoint, or None; see `find_latest`."""

@@ -112,8 +112,8 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
 
     For joined directories, replaces every existing manifest, or writes to the first directory.
     """
-    for there in roots_of(root / NAME) or [next(iter(roots_of(root)), root) / NAME]:
-        publish(there, manifest.to_bytes(), overwrite=True)
+    for path in roots_of(root / NAME) or [next(iter(roots_of(root)), root) / NAME]:
+        publish(path, manifest.to_bytes(), overwrite=True)
 
 
 def files_in(root: Path) -> set[str]:

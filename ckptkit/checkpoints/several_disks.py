@@ -21,12 +21,12 @@ def join_places(path: Path, also: Others = ()) -> Path:
     """
     others = [also] if isinstance(also, str | os.PathLike) else also
     places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
-    for place in places if others else []:
-        if not place.is_dir():
-            what = "it is not a directory" if place.exists() else "the directory does not exist"
-            raise Usage(f"{what}, and --also needs directories", path=place)
-        steps = [step for one in (places[0], place) if (step := step_of_place(one)) is not None]
+    for directory in places if others else []:
+        if not directory.is_dir():
+            what = "it is not a directory" if directory.exists() else "the directory does not exist"
+            raise Usage(f"{what}, and --also needs directories", path=directory)
+        steps = [step for earlier in (places[0], directory) if (step := step_of_place(earlier)) is not None]
         if len(set(steps)) > 1:
             message = f"expected step {steps[0]} as in {places[0]}, found step {steps[1]}"
-            raise Corrupt(message, path=place, hint="pass directories of one checkpoint")
+            raise Corrupt(message, path=directory, hint="pass directories of one checkpoint")
     return joined(places) if others else path

@@ -108,9 +108,9 @@ def prove(
     computation that config.json describes is compared, too.
     """
     one, two = Checkpoint.open(made), Checkpoint.open(source)
-    found = compare_tensors(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
+    diffs = compare_tensors(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
     model = one.model_component.path
-    return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in found.items()}
+    return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in diffs.items()}
 
 
 def compare_tensors(
@@ -124,7 +124,7 @@ def compare_tensors(
 ) -> dict[Path, Diff]:
     """Return the result of `prove` without comparing config.json."""
     terms = CompareOptions(allow_cast=allow_cast, is_conversion=True)
-    found: dict[Path, Diff] = {}
+    diffs: dict[Path, Diff] = {}
     pairs, shared = pair_parts(one, two)
     renamed = rename_sides([theirs for _, theirs in pairs], named)
     for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
@@ -134,29 +134,29 @@ def compare_tensors(
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are not tensors were not compared")
         differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
-        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
-    if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in found.values()):
+        diffs[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
+    if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in diffs.values()):
         raise Usage(f"nothing to compare: this and {two.path} have no tensors", path=one.path, hint=_ON_ENTRIES)
-    return found
+    return diffs
 
 
 def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
     """Return the keys of config.json that make two models compute differently, and a note if only one has it."""
-    found = Diff(one.path, two.path)
+    result = Diff(one.path, two.path)
     if one.model_component.is_adapter and two.model_component.is_adapter:
         ours, others = (find_adapter_config(checkpoint.model_component.path) for checkpoint in (one, two))
-        return replace(found, configs=tuple(find_adapter_differences(ours, others)) if ours and others else ())
+        return replace(result, configs=tuple(find_adapter_differences(ours, others)) if ours and others else ())
     try:
         our_config, their_config = one.companions.config, two.companions.config
     except (Corrupt, IOFailure, Unsafe) as error:
-        return replace(found, notes=(f"{CONFIG} was not compared: {error.message}",))
+        return replace(result, notes=(f"{CONFIG} was not compared: {error.message}",))
     if our_config is not None and their_config is not None:
-        return replace(found, configs=tuple(find_differences(our_config, their_config)))
+        return replace(result, configs=tuple(find_differences(our_config, their_config)))
     if our_config is their_config:
-        return found
+        return result
     lacking = one.path if our_config is None else two.path
     return replace(
-        found, notes=(f"{CONFIG} is missing in {lacking}, so ckptkit did not compare how the models compute",)
+        result, notes=(f"{CONFIG} is missing in {lacking}, so ckptkit did not compare how the models compute",)
     )
 
 
@@ -186,10 +186,10 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
     measured, notes = compare_values(a, b, terms, jobs, progress)
     distances = measured.distances
     different = [
-        Difference(name, reason, one.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
-        for name, one in a.tensors.items()
+        Difference(name, reason, tensor.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
+        for name, tensor in a.tensors.items()
         if name in b.tensors
-        if (reason := reason_of(one.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
+        if (reason := reason_of(tensor.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
     ]
     shared = a.blobs.keys() & b.blobs.keys()
     entries, uncompared = differing_entries(select_blobs(a, shared), select_blobs(b, shared))

@@ -33,15 +33,15 @@ def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Sca
     remarks = []
     a, b = (locate(replace(layout, tensors={})) for layout in (a, b))
     unlike = a.blobs.keys() - same_bytes(a, b)
-    found: dict[str, tuple[Scalar, Scalar] | None] = {}
+    differing: dict[str, tuple[Scalar, Scalar] | None] = {}
     for name in sorted(unlike):
         try:
             one, two = (load_value(layout.root, layout.blobs[name]) for layout in (a, b))
             if not is_same(one, two):
-                found[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
+                differing[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
         except Unsupported as error:
             remarks.append(f"entry `{name}` was not compared: {error.message}")
-    return found, remarks
+    return differing, remarks
 
 
 def same_bytes(a: Layout, b: Layout) -> set[str]:
@@ -170,10 +170,16 @@ class Diff(Summarized):
         Tensors with NaN stay separate.
         """
         kinds: dict[tuple[object, ...], Kind] = {}
-        for one in self.different:
-            has_nan = one.distance is not None and one.distance.strange > 0
-            key = (one.name if has_nan else fold(one.name), one.reason, one.a, one.b, one.values)
-            kinds[key] = kinds[key].merge(one) if key in kinds else Kind(one, 1)
+        for difference in self.different:
+            has_nan = difference.distance is not None and difference.distance.strange > 0
+            key = (
+                difference.name if has_nan else fold(difference.name),
+                difference.reason,
+                difference.a,
+                difference.b,
+                difference.values,
+            )
+            kinds[key] = kinds[key].merge(difference) if key in kinds else Kind(difference, 1)
         return tuple(sorted(kinds.values(), key=lambda kind: kind.difference.rank))
 
     def __bool__(self) -> bool:
@@ -221,7 +227,7 @@ def conclude(found: Diff) -> str:
     configs = f"the configs differ in {describe_differences(found.configs, 'B')}" if found.configs else ""
     if found.has_same_entries:
         return f"not the same model: the tensors are equal, but {configs}; compared: {amount}"
-    weights = sum(one.is_weight for one in found.different)
+    weights = sum(difference.is_weight for difference in found.different)
     differ = "entry differs" if len(found.different) == 1 else "entries differ"
     lines = [
         (len(found.different), differ + (f" ({weights:,} of the model)" if weights else "")),

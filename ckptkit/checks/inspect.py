@@ -48,16 +48,16 @@ def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Grou
 
     `weights` are the model's tensors in the first component.
     """
-    found: dict[str, list[tuple[Layout, list[str]]]] = {"model": [], "optimizer": [], "rest": []}
+    entries_by_kind: dict[str, list[tuple[Layout, list[str]]]] = {"model": [], "optimizer": [], "rest": []}
     for i, part in enumerate(parts):
         ours = set(weights.values()) if i == 0 else set()
-        names: dict[str, list[str]] = {kind: [] for kind in found}
+        names: dict[str, list[str]] = {kind: [] for kind in entries_by_kind}
         for name in part.names:
             names["model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"].append(name)
         for kind, chosen in names.items():
             if chosen:
-                found[kind].append((part, chosen))
-    return {kind: sum_up(parts) for kind, parts in found.items() if parts}
+                entries_by_kind[kind].append((part, chosen))
+    return {kind: sum_up(parts) for kind, parts in entries_by_kind.items() if parts}
 
 
 def is_optimizer(layout: Layout, name: str) -> bool:
@@ -130,10 +130,10 @@ def group_by(
     tensors: Mapping[str, StoredTensor], key: Callable[[StoredTensor], Hashable]
 ) -> list[dict[str, StoredTensor]]:
     """Return the groups of tensors that share a key; tensors with a unique key are left out."""
-    found: dict[Hashable, dict[str, StoredTensor]] = {}
+    by_key: dict[Hashable, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        found.setdefault(key(tensor), {})[name] = tensor
-    return [some for some in found.values() if len(some) > 1]
+        by_key.setdefault(key(tensor), {})[name] = tensor
+    return [some for some in by_key.values() if len(some) > 1]
 
 
 def place_of(chunk: Chunk) -> Hashable:

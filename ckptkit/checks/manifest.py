@@ -30,24 +30,24 @@ def make_manifest(
             hint="pass the directory that the file is in",
         )
     parts = [
-        place for place in checkpoint.places if place.is_dir()
+        directory for directory in checkpoint.places if directory.is_dir()
     ]  # a file beside a model is listed in the model's manifest
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
     report = report_progress(progress, sum(map(size_of, parts)))
-    found = [verify_and_record(part, jobs, report) for part in parts]
-    seen = {part.path / name for part in found for name in (*part.sums, *files_in(part.path))}
-    return [replace(found[0], left_behind=tuple(checkpoint.left_behind(seen))), *found[1:]]
+    results = [verify_and_record(part, jobs, report) for part in parts]
+    seen = {part.path / name for part in results for name in (*part.sums, *files_in(part.path))}
+    return [replace(results[0], left_behind=tuple(checkpoint.left_behind(seen))), *results[1:]]
 
 
 def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify the files in a directory, and write its manifest."""
-    found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
+    result = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
     require_sound(
-        found, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
+        result, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
     )
-    others = files_in(root) - found.sums.keys()
-    replace_manifest(root, Manifest({**found.sums, **sum_files(root, others, ())}))
-    return found
+    others = files_in(root) - result.sums.keys()
+    replace_manifest(root, Manifest({**result.sums, **sum_files(root, others, ())}))
+    return result

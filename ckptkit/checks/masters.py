@@ -22,9 +22,9 @@ _LISTED = 8  # problems that are reported separately
 
 def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Iterator[str]:
     """Add a problem for each weight that differs from its rounded master; yield notes."""
-    weights, found = masters_in(layout, problems)
-    specs = {name: weights[name].spec.dtype for name in found}
-    masters = {name: layout.tensors[entry] for name, entry in found.items()}
+    weights, entries = masters_in(layout, problems)
+    specs = {name: weights[name].spec.dtype for name in entries}
+    masters = {name: layout.tensors[entry] for name, entry in entries.items()}
     remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
     if remainders:
         which = f"{count(len(remainders), 'weight')}, such as `{remainders[0]}`"
@@ -33,7 +33,7 @@ def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Ite
     if narrow:
         copies = {name: weights[name] for name in narrow}
         both = replace(layout, tensors={name: masters[name] for name in narrow}, twins=copies, blobs={}, keys={})
-        yield from compare_copies(both, problems, jobs, found)
+        yield from compare_copies(both, problems, jobs, entries)
 
 
 def masters_in(layout: Layout, problems: Problems) -> tuple[Mapping[str, StoredTensor], dict[str, str]]:
@@ -92,12 +92,12 @@ def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
     copy: StoredTensor = layout.twins[name]
     if copy.spec.dtype != COMPLETED:
         return False
-    one = replace(layout, tensors={name: layout.tensors[name]}, twins={}, blobs={}, keys={})
-    weights = replace(one, tensors={name: copy})
+    alone = replace(layout, tensors={name: layout.tensors[name]}, twins={}, blobs={}, keys={})
+    weights = replace(alone, tensors={name: copy})
     recipes = Taken(Operand(0, name, FLOAT32)), Master(name, 1, COMPLETED)
     weight, master = (ComparedTensor(recipe, FLOAT32) for recipe in recipes)
     try:
-        compare_computed(locate(weights), locate(one), {name: copy.spec.shape}, {name: (weight, master)}, jobs=jobs)
+        compare_computed(locate(weights), locate(alone), {name: copy.spec.shape}, {name: (weight, master)}, jobs=jobs)
     except Mismatch:
         return False
     return True

@@ -71,8 +71,8 @@ class Plain:
 
     def stored(self, names: set[str]) -> Layout:
         """Return the stored tensors that these weights are computed from."""
-        found = set(self.stored_names(names))
-        return replace(edits.select(self.layout, found.__contains__), blobs={}, twins={})
+        stored_names = set(self.stored_names(names))
+        return replace(edits.select(self.layout, stored_names.__contains__), blobs={}, twins={})
 
     def stored_names(self, names: set[str]) -> Iterator[str]:
         """Yield the names of the stored tensors that these weights are computed from."""
@@ -147,22 +147,22 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     one, two = (part.path for part in parts)
     sides = [by_own_names(part.layout) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
-    seen = [Plain.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
-    before, after = (one.specs for one in seen)
+    models = [Plain.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
+    before, after = (one.specs for one in models)
     shared = {name for name, spec in before.items() if name in after and can_move(spec, after[name])}
     if not shared:
         hint = "run `ckptkit diff` to see what both contain"
         raise Mismatch(f"no parameter has the same name and shape in {two}", path=one, hint=hint)
     rest = len(before.keys() | after.keys()) - len(shared)
     notes = [f"{count(rest, 'tensor', 'is')} missing in one, or of another shape, or not floats"] if rest else []
-    computed = {name for name in shared if any(name in one.packed for one in seen)}
-    notes += [remark for one in seen if (remark := one.remark(computed))]
+    computed = {name for name in shared if any(name in one.packed for one in models)}
+    notes += [remark for one in models if (remark := one.remark(computed))]
     if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
         notes.append(
             f"{count(cast, 'tensor', 'has')} another dtype in {two}: `equal` compares numbers there; "
             f"`ckptkit delta {one} {two} OUT --dry-run` rounds to the dtypes of {one} first, as an engine does"
         )
-    distances = distances_of(seen, shared - computed, computed, jobs, progress)
+    distances = distances_of(models, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
     return Moved(one, two, rank(movements), tuple(notes))
 

@@ -84,7 +84,7 @@ def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
     return build_model([part], options).say(*remarks)
 
 
-_MOST_LINES = 60
+_MOST_LINES = 60  # of a notebook's output, to keep it readable
 _INDENT = 1.2  # em for each level
 
 
@@ -194,7 +194,11 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         if name not in self._located:
             needed, recipe = {name: self.layout.tensors[name]}, self.recipes.get(name)
             if recipe is not None:
-                needed |= {one.name: self.sources[0].tensors[one.name] for one in recipe.operands if one.source == 0}
+                needed |= {
+                    operand.name: self.sources[0].tensors[operand.name]
+                    for operand in recipe.operands
+                    if operand.source == 0
+                }
             self._located[name] = locate(replace(self.layout, tensors=needed, blobs={}, keys={}, twins={}))
         return self._located[name]
 
@@ -246,8 +250,8 @@ class LazyTensor:
         """Read the tensor for `np.asarray(tensor)` and similar functions."""
         if copy is False:
             raise ValueError(f"`{self.name}` lies in a file: reading it makes a copy")
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype, copy=False)
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> object:
         """Read the tensor for `torch.as_tensor(tensor)` and similar functions, in its own dtype."""

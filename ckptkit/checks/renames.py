@@ -18,10 +18,10 @@ def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, 
     A renaming rule counts without reading data if it explains tensors of several kinds, not only layer numbers. Other
     tensors are read: they must have the same elements, and be the only ones that do.
     """
-    found = by_rule(shapes_of(a), shapes_of(b))
-    rest_a = edits.select(a, lambda name: name not in found)
-    rest_b = edits.select(b, lambda name: name not in found.values())
-    return found | by_content(rest_a, rest_b, jobs)
+    renames = by_rule(shapes_of(a), shapes_of(b))
+    rest_a = edits.select(a, lambda name: name not in renames)
+    rest_b = edits.select(b, lambda name: name not in renames.values())
+    return renames | by_content(rest_a, rest_b, jobs)
 
 
 def shapes_of(layout: Layout) -> dict[str, Shape | None]:

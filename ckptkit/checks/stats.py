@@ -53,13 +53,13 @@ def is_counter(key: KeyPath, spec: Spec, largest: Counter[KeyPath], is_own: bool
 
 def state_in(key: KeyPath) -> KeyPath:
     """Return the key path of the parameter state that contains an entry; () for an entry outside optimizer states."""
-    way = way_in_optimizer(key)
-    return (*key[:-1], way[1]) if way is not None and way[0] == _STATE else ()
+    state_path = way_in_optimizer(key)
+    return (*key[:-1], state_path[1]) if state_path is not None and state_path[0] == _STATE else ()
 
 
 def is_step(key: KeyPath) -> bool:
-    way = way_in_optimizer(key)
-    return way is not None and way[2] == _STEP
+    state_path = way_in_optimizer(key)
+    return state_path is not None and state_path[2] == _STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +100,9 @@ class Stats(Summarized):
 
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
         """Yield the tensors folded as in `inspect --tree`, each line with the counts of its tensors."""
-        found = {tensor.name: tensor for tensor in self.tensors}
+        by_name = {tensor.name: tensor for tensor in self.tensors}
         for branch in fold({tensor.name: tensor.spec for tensor in self.tensors}):
-            yield branch, merge([found[name] for name in branch.names])
+            yield branch, merge([by_name[name] for name in branch.names])
 
 
 def merge(tensors: Sequence[TensorStats]) -> Count:
@@ -156,8 +156,8 @@ def stats(
     layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
     if not layout.tensors and (include or exclude):
         raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
-    found = survey(layout, jobs=jobs, progress=report_progress(progress, layout.nbytes))
+    counts = survey(layout, jobs=jobs, progress=report_progress(progress, layout.nbytes))
     counters = find_counters(whole)
     specs = layout.specs.items()
-    tensors = tuple(TensorStats.of(name, spec, found[name], in_total=name not in counters) for name, spec in specs)
+    tensors = tuple(TensorStats.of(name, spec, counts[name], in_total=name not in counters) for name, spec in specs)
     return Stats(checkpoint.path, layout.format, tensors)

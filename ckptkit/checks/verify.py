@@ -101,9 +101,9 @@ class Verified(Summarized):
         return f"{self.path}: {what}; {ACCOUNT} lists them"
 
     def summary(self) -> Iterator[str]:
-        found = count(len(self.problems), "problem") if self.problems else "ok"
+        verdict = count(len(self.problems), "problem") if self.problems else "ok"
         checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
-        yield f"{self.path}: {found}; {checked} checked, {unchecked} without a checksum"
+        yield f"{self.path}: {verdict}; {checked} checked, {unchecked} without a checksum"
         yield from [self.loss] if self.loss else []
         yield from first_few((problem.line for problem in self.problems), len(self.problems))
 
@@ -146,22 +146,28 @@ def verify(
     checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
     report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
-    wholes = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
-    wholes = [(checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in wholes]
-    found = [part for one, parts in wholes for part in (parts if fast else with_masters(one, parts, jobs))]
-    if against is not None and all(part.is_ok for part in found):
+    results_by_checkpoint = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
+    results_by_checkpoint = [
+        (checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in results_by_checkpoint
+    ]
+    results = [
+        part for one, parts in results_by_checkpoint for part in (parts if fast else with_masters(one, parts, jobs))
+    ]
+    if against is not None and all(part.is_ok for part in results):
         from ckptkit.checks.diff import prove  # deferred: imports the engine
 
         named = NameOptions.of(map, rename)
         compare = partial(prove, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
         proofs = [compare(source, against) for source in sources]
         compared = {path: diff for proof in proofs for path, diff in proof.items()}
-        found = [with_comparison(part, compared.get(part.path)) for part in found]
-    if stats and all(part.is_ok for part in found):
+        results = [with_comparison(part, compared.get(part.path)) for part in results]
+    if stats and all(part.is_ok for part in results):
         from ckptkit.checks.stats import stats as survey_part  # deferred: imports numpy
 
-        found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
-    return found
+        results = [
+            replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in results
+        ]
+    return results
 
 
 def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[Verified]:
@@ -174,8 +180,13 @@ def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[
     if part := find_parts(checkpoint):
         return [replace(found[0], problems=(part,)), *found[1:]]
     odd, doubt = examine_checkpoint(checkpoint), find_doubt(checkpoint)
-    problems = [one.to_error(checkpoint.path) for one in odd if one.certainty is Certainty.CERTAIN]
-    notes = [*([doubt] if doubt else []), *(one.line for one in odd if one.certainty is not Certainty.CERTAIN)]
+    problems = [
+        inconsistency.to_error(checkpoint.path) for inconsistency in odd if inconsistency.certainty is Certainty.CERTAIN
+    ]
+    notes = [
+        *([doubt] if doubt else []),
+        *(inconsistency.line for inconsistency in odd if inconsistency.certainty is not Certainty.CERTAIN),
+    ]
     first = replace(found[0], problems=(*found[0].problems, *problems), notes=(*found[0].notes, *notes))
     return [first, *found[1:]]
 
@@ -216,9 +227,9 @@ def find_all(source: Source) -> list[Checkpoint]:
     """Return the checkpoint at a path, or all checkpoints of a run, complete or not, oldest first."""
     path = path_of(source)
     checkpoint = Checkpoint.at(path)
-    found = [] if checkpoint.is_direct else checkpoints_in(path)
-    if found and not all(one.unreadable for one in found):
-        return found
+    checkpoints = [] if checkpoint.is_direct else checkpoints_in(path)
+    if checkpoints and not all(candidate.unreadable for candidate in checkpoints):
+        return checkpoints
     if not checkpoint.components:
         raise checkpoint.unreadable or no_checkpoint(path)
     return [checkpoint]
@@ -234,25 +245,27 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
     The first result lists the other files.
     """
     places, root = places_of(checkpoint), checkpoint.path
-    found = [look(path) for path in places]
-    found[0] = replace(found[0], salvaged=read_account(root))
+    results = [look(path) for path in places]
+    results[0] = replace(results[0], salvaged=read_account(root))
     unfinished = find_unfinished(root)
-    if unfinished and all(problem.line != unfinished.line for part in found for problem in part.problems):
-        found[0] = replace(found[0], problems=(unfinished, *found[0].problems))
-    if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in found)):
-        return found
-    seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
+    if unfinished and all(problem.line != unfinished.line for part in results for problem in part.problems):
+        results[0] = replace(results[0], problems=(unfinished, *results[0].problems))
+    if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in results)):
+        return results
+    seen = frozenset(path for part in results for path in part.looked_at).union(set(places) - {root})
     left = checkpoint.left_behind(seen)
-    weights = [one.path for one in left if one.why in (*LOST, EXPORTED) and detect_format(one.path)]
-    rest = tuple(one for one in left if one.path not in weights)
-    return [replace(found[0], left_behind=rest), *found[1:], *map(look, weights)]
+    weights = [
+        left_file.path for left_file in left if left_file.why in (*LOST, EXPORTED) and detect_format(left_file.path)
+    ]
+    rest = tuple(left_file for left_file in left if left_file.path not in weights)
+    return [replace(results[0], left_behind=rest), *results[1:], *map(look, weights)]
 
 
 def size_of(part: Path) -> int:
     """Return the approximate number of bytes that verifying will read, from file sizes alone."""
     with translate_os_errors(part):
-        found = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
-        return sum(state.st_size for state in found if stat.S_ISREG(state.st_mode))
+        statuses = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
+        return sum(state.st_size for state in statuses if stat.S_ISREG(state.st_mode))
 
 
 def verify_part(
@@ -269,7 +282,7 @@ def verify_part(
     With `fast` and `by_store`, the checksums that a store keeps of files are compared with the manifest's.
     """
     problems, entries = Problems(), Counter[Path | None]()
-    found = Verified(path)
+    result = Verified(path)
     try:
         origin = Origin.of(path)
         checkpoint = Checkpoint.at(path)
@@ -284,15 +297,15 @@ def verify_part(
             manifest = read_known(path, problems) if with_manifest else None
             note_empty(checkpoint.components, layout, problems)
             own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in checkpoint.components[1:]))
-            found = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
+            result = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
             if layout.twins and not (fast or problems.list()):
-                found = replace(found, notes=(*found.notes, *compare_copies(layout, problems, jobs)))
+                result = replace(result, notes=(*result.notes, *compare_copies(layout, problems, jobs)))
             origin.check()
     except CkptError as error:
         problems.add(lost_since(error.blame(path=path), path))
-    return replace(found, problems=fold_files(problems.list(), entries))
+    return replace(result, problems=fold_files(problems.list(), entries))
 
 
 def entries_by_file(layout: Layout) -> Iterator[Path]:
@@ -323,8 +336,8 @@ def skim(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
     unknown = {extent.path for extent in extents if extent.crc32 is None}
     sums = sum_files(own.root, (rest.keys() & own.recorded.keys()) - unknown, extents)
     compare_files(own, {**sums, **proved}, problems)
-    found = summary(own, sizes, content)
-    return found if store_sums.is_empty else with_proof(own, found, sizes, proved, store_sums, problems)
+    result = summary(own, sizes, content)
+    return result if store_sums.is_empty else with_proof(own, result, sizes, proved, store_sums, problems)
 
 
 def with_proof(
@@ -350,15 +363,15 @@ def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told
     """Check everything, reading every byte."""
     sizes = sizes_of(own, problems)
     content, extents = look_inside(own, sizes, problems)
-    found = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
-    compare_extents(own, extents, found.extents, problems)
-    runs = runs_of(extents, found.extents)
-    sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in found.files.items()}
+    scanned = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
+    compare_extents(own, extents, scanned.extents, problems)
+    runs = runs_of(extents, scanned.extents)
+    sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in scanned.files.items()}
     compare_files(own, sums, problems)
     unread = [
         extent.length
         for extent in extents
-        if (extent.path, extent.offset) not in found.extents
+        if (extent.path, extent.offset) not in scanned.extents
         or (own.expected(extent) is None and extent.path not in own.recorded)
     ]
     result = summary(own, sizes, content)

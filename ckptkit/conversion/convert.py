@@ -82,10 +82,10 @@ def convert(
 
 def require_format(output: Path) -> str:
     """Return the format that the output's file name implies. Raises `Usage` if the name may be a directory's."""
-    found = format_of_file(output.name)
-    if found is None:
+    format_name = format_of_file(output.name)
+    if format_name is None:
         raise Usage("missing option '--to'", hint=f"pass one of {', '.join((*writable_formats(), ADAPTER))} as --to")
-    return found
+    return format_name
 
 
 def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
@@ -105,7 +105,7 @@ def older_than_latest(run: Path) -> Checkpoint | None:
     """Return the complete checkpoint before the latest one of a run; None without one, or if it is not a run."""
     if not run.is_dir() or Checkpoint.at(run).is_direct:
         return None
-    complete = [one for one in named_in(run) if one.is_complete]
+    complete = [checkpoint for checkpoint in named_in(run) if checkpoint.is_complete]
     return complete[-2] if len(complete) > 1 else None
 
 
@@ -164,11 +164,11 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
         if options.writer.is_model_only or not has_states(checkpoint, options):
             yield from warn_of_weights(checkpoint)
             continue
-        for one in examine_checkpoint(checkpoint, RULES):
-            if one.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
-                raise one.to_error(checkpoint.path)
-            if one.certainty > Certainty.NOTE:
-                yield Caution(f"{checkpoint.path}: {one.line}")
+        for inconsistency in examine_checkpoint(checkpoint, RULES):
+            if inconsistency.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
+                raise inconsistency.to_error(checkpoint.path)
+            if inconsistency.certainty > Certainty.NOTE:
+                yield Caution(f"{checkpoint.path}: {inconsistency.line}")
 
 
 def has_states(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
@@ -178,8 +178,8 @@ def has_states(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
 
 def warn_of_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
     """Yield a warning for each inconsistency of a checkpoint whose weights alone are written."""
-    for one in examine_checkpoint(checkpoint, OF_EXPORTS):
-        yield Caution(f"{checkpoint.path}: {one.line}")
+    for inconsistency in examine_checkpoint(checkpoint, OF_EXPORTS):
+        yield Caution(f"{checkpoint.path}: {inconsistency.line}")
 
 
 def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: Look | None = None) -> Conversion:
@@ -208,7 +208,7 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
         if any(may_be_adapted(part.layout.tensors) for part in parts):
             from ckptkit.adapters.draft import draft_adapters, open_adapters
 
-            if adapted := [found for part in parts if (found := open_adapters(part, options))]:
+            if adapted := [opened for part in parts if (opened := open_adapters(part, options))]:
                 conversion = draft_adapters(adapted, dst, options)
                 return replace(conversion, notes=[*remarks, *conversion.notes])
         if options.to == ADAPTER or options.experts:
@@ -237,14 +237,14 @@ def draft_training(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -
 
 def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:
     """Return the conversion with the files of its sources that it does not copy."""
-    found: list[LeftBehind] = []
+    files: list[LeftBehind] = []
     for checkpoint in checkpoints:
         used = {*conversion.files_used, *files_taken(checkpoint, conversion.made, conversion.output)}
         if len(checkpoints) > 1:  # `conversion` only knows the files of the first source
             layout = checkpoint.model_component.layout
             used |= {layout.root / name for name in layout.files}
-        found += checkpoint.left_behind(used)
-    return replace(conversion, left_behind=tuple(found))
+        files += checkpoint.left_behind(used)
+    return replace(conversion, left_behind=tuple(files))
 
 
 def require_all_taken(conversion: Conversion) -> None:

@@ -21,7 +21,7 @@ from ckptkit.state.pipeline import write_rest
 from ckptkit.state.report import Converted
 from ckptkit.state.to_store import KEY
 
-_LIMIT = 1 << 20  # bytes
+_LIMIT = 1 << 20  # bytes: a key is small; bounds the memory for a wrong file
 
 
 def finalize(
@@ -32,17 +32,17 @@ def finalize(
     Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still running, and `Corrupt` if a
     checksum of the source differs.
     """
-    place = to_destination(dst)
-    begun, text = find_key(place)
+    output = to_destination(dst)
+    begun, text = find_key(output)
     if text is None:
         raise NotACheckpoint(
             "no parts of this output have been made",
-            path=place,
+            path=output,
             hint="run the conversion with --part 1/N to --part N/N first",
         )
     sources, options, count = parse_key(text, begun)
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)
-    return report_on(sources, place, asked, partial(write_rest, count=count))
+    return report_on(sources, output, asked, partial(write_rest, count=count))
 
 
 def find_key(place: Path) -> tuple[Path, bytes | None]:

@@ -22,7 +22,7 @@ from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.file import open_file
 from ckptkit.io.pieces import FilePiece, PieceTaker, cut_file, new_piece, piece_bytes
 
-PieceKey = tuple[str, int]  # a file's name and a piece's number
+PieceKey = tuple[str, int]  # (file name, piece number)
 
 
 @dataclass(slots=True)
@@ -97,13 +97,13 @@ class Assembly:
 
         Sends the pieces that this thread has completed, in the order of the file.
         """
-        place = name, offset
+        gap_key = name, offset
         with self._lock:
-            self._sums.add(place, start, nbytes, crc)
-            gap = self._gaps.get(place)
-            total = None if gap is None else self._sums.whole(place, gap.nbytes)
+            self._sums.add(gap_key, start, nbytes, crc)
+            gap = self._gaps.get(gap_key)
+            total = None if gap is None else self._sums.whole(gap_key, gap.nbytes)
             if total is not None:
-                del self._gaps[place]
+                del self._gaps[gap_key]
         if gap is not None and total is not None:
             self.fill_in(name, gap, total)
         whole, self._own.whole = self._own.whole, []
@@ -135,13 +135,13 @@ class Assembly:
 
     def _known_before(self, piece: FilePiece) -> list[FilePiece]:
         """Return our pieces between this one and the last one before it that needs data."""
-        found: list[FilePiece] = []
+        pieces: list[FilePiece] = []
         for number in range(piece.number - 1, 0, -1):
             if (piece.name, number) in self._missing:
                 break
             start = (number - 1) * piece_bytes(self._sizes[piece.name])
-            found.append(FilePiece(piece.name, number, piece.count, start, piece_bytes(self._sizes[piece.name])))
-        return [known for known in reversed(found) if self.is_ours(known)]
+            pieces.append(FilePiece(piece.name, number, piece.count, start, piece_bytes(self._sizes[piece.name])))
+        return [known for known in reversed(pieces) if self.is_ours(known)]
 
     def is_ours(self, piece: FilePiece) -> bool:
         return self._only is None or piece.key in self._only

@@ -57,16 +57,16 @@ class StoreClaim:
     def parse(cls, content: bytes) -> Self:
         """Parse a claim. Unreadable content, such as another version's, becomes an upload with an empty plan."""
         try:
-            found = json.loads(content)
-            uploads = found.get("uploads")
+            fields = json.loads(content)
+            uploads = fields.get("uploads")
             return cls(
-                str(found["plan"]),
-                str(found["started"]),
-                str(found["host"]),
-                owner=str(found.get("owner", "")),
+                str(fields["plan"]),
+                str(fields["started"]),
+                str(fields["host"]),
+                owner=str(fields.get("owner", "")),
                 uploads=uploads and {str(name): str(upload) for name, upload in uploads.items()},
-                conditions=bool(found.get("conditions", True)),
-                checksums=bool(found.get("checksums", True)),
+                conditions=bool(fields.get("conditions", True)),
+                checksums=bool(fields.get("checksums", True)),
             )
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             return cls("", "", "")

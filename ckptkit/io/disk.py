@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from ckptkit.errors import IOFailure, Occupied, translate_os_errors, warn
 
-HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # siblings of a destination
+HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # hidden siblings of a destination
 NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the file system lacks the call
 _ENOUGH = 1 << 26  # bytes written between two early syncs
 _RENAME_EXCHANGE = 2  # <linux/fs.h>

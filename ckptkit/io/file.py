@@ -22,7 +22,7 @@ from ckptkit.io.stores import StoredSum
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _AHEAD = 1 << 12  # minimum bytes per request of `ReadAhead`
-_COMPARED_AT_ONCE = 1 << 20  # bytes
+_COMPARED_AT_ONCE = 1 << 20  # bytes per step, so that files of any size can be compared
 _COMPARED: set[tuple[tuple[int, ...], ...]] = (
     set()
 )  # pairs of files known to be equal, by device, inode, size and mtime
@@ -82,7 +82,7 @@ def require_same(one: Path, other: Path) -> None:
     """Raise `Corrupt` unless two files have the same bytes; each pair is compared only once."""
     with translate_os_errors(other):
         stamps = [
-            (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in (one.stat(), other.stat())
+            (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in (one.stat(), other.stat())
         ]
     if tuple(stamps) in _COMPARED:
         return
@@ -149,9 +149,9 @@ def stored_sum(path: Path) -> StoredSum | None:
 def names_in(path: Path) -> list[str]:
     """Return the names of the entries of directory `path`, in no order."""
     if isinstance(path, JoinedPath):
-        return list(dict.fromkeys(name for place in path.places or [path.place] for name in names_in(place)))
+        return list(dict.fromkeys(name for directory in path.places or [path.place] for name in names_in(directory)))
     if is_remote(path):
-        return again(lambda: [found.name for found in path.iterdir()])
+        return again(lambda: [child.name for child in path.iterdir()])
     return again(lambda: os.listdir(path))  # faster than creating thousands of paths
 
 
@@ -159,8 +159,8 @@ def is_there(path: Path) -> bool:
     """Return whether anything exists at a path, including a broken link. Raises `IOFailure` if that is unknown."""
     with translate_os_errors(path):
         try:
-            again(path.lstat)  # `os.path.lexists` takes any error for absence
-        except ValueError:  # no file can have such a name
+            again(path.lstat)  # unlike `os.path.lexists`, which treats every error as absence
+        except ValueError:  # no file can have such a name, e.g. with a NUL
             return False
         except OSError as error:
             if error.errno in _ABSENT:

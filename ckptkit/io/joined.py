@@ -43,8 +43,8 @@ class JoinedPath(PosixPath):
     @property
     def places(self) -> list[Path]:
         """Return the existing paths of the entry, one for each directory that has it."""
-        found = (root.joinpath(*self.parts[1:]) for root in self.roots)
-        return [path for path in found if path.exists() or path.is_symlink()]
+        paths = (root.joinpath(*self.parts[1:]) for root in self.roots)
+        return [path for path in paths if path.exists() or path.is_symlink()]
 
     @property
     def place(self) -> Path:
@@ -104,7 +104,7 @@ class JoinedPath(PosixPath):
 
     def iterdir(self) -> Generator[Self, None, None]:
         """Yield the entries of all directories, each name once."""
-        names = {child.name: None for place in self.places for child in place.iterdir()}
+        names = {child.name: None for directory in self.places for child in directory.iterdir()}
         yield from (self / name for name in names)
 
     def open(self, *_args: object, **_kwargs: object) -> NoReturn:

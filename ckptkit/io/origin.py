@@ -30,10 +30,10 @@ class Origin:
         others_now = tuple(map(Origin.of, others))
         with translate_os_errors(path):
             try:
-                found = path.stat()
+                status = path.stat()
             except FileNotFoundError:
                 return cls(path, 0, 0)
-        return cls(path, found.st_dev, found.st_ino, others_now)
+        return cls(path, status.st_dev, status.st_ino, others_now)
 
     def check(self) -> None:
         """Raise `IOFailure` if the checkpoint was replaced: the bytes that were read may mix two checkpoints."""

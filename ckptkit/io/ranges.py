@@ -21,7 +21,7 @@ T = TypeVar("T")
 Range = tuple[str, int, int]  # file name, start and end offset
 PageKey = tuple[str, str, int]  # file, its tag, page number
 
-_PAGE = 1 << 14  # bytes
+_PAGE = 1 << 14  # bytes: the unit of the cache
 _WINDOW = 1 << 18  # bytes that a small read fetches; longer reads are large
 _CACHE = 1 << 26  # bytes of cached pages
 _GAP = 1 << 19  # up to this many unneeded bytes cost less than another request: what arrives in one round trip
@@ -53,7 +53,7 @@ class Pages:
                 self._kept.popitem(last=False)
 
     def busy(self, *key: object) -> threading.Lock:
-        """Return the lock to hold while fetching `key`: other threads wait, and then find the pages in the cache."""
+        """Return the lock to take while fetching `key`: other threads wait, then find the pages in the cache."""
         return self._busy[hash(key) % len(self._busy)]
 
 
@@ -132,20 +132,20 @@ class RemoteFile:
         return sorted(number for number in numbers if PAGES.get(self._key(number)) is None)
 
     def _page(self, number: int) -> bytes:
-        found = PAGES.get(self._key(number))
-        if found is not None:
-            return found
+        page = PAGES.get(self._key(number))
+        if page is not None:
+            return page
         first = number - number % (_WINDOW // _PAGE)
         with PAGES.busy(str(self.path), first):
-            found = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
-            if found is None:
+            page = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
+            if page is None:
                 start, stop = first * _PAGE, min(self.size, first * _PAGE + _WINDOW)
                 data = self.fetch(start, stop)
                 for at in range(0, len(data), _PAGE):
                     PAGES.put(self._key(first + at // _PAGE), data[at : at + _PAGE])
                 at = (number - first) * _PAGE
-                found = data[at : at + _PAGE]
-        return found
+                page = data[at : at + _PAGE]
+        return page
 
     def _key(self, number: int) -> PageKey:
         return str(self.path), self._entry.tag, number
@@ -173,8 +173,8 @@ def prefetch(root: RemotePath, ranges: Iterable[Range]) -> None:
     by_file: dict[str, list[Range]] = {}
     for wanted in ranges:
         by_file.setdefault(wanted[0], []).append(wanted)
-    files = [(path, found) for name, found in by_file.items() if (path := root / name).is_file()]
-    runs = [(path, run) for path, found in files for run in coalesce(RemoteFile(path).pages(found))]
+    files = [(path, file_ranges) for name, file_ranges in by_file.items() if (path := root / name).is_file()]
+    runs = [(path, run) for path, file_ranges in files for run in coalesce(RemoteFile(path).pages(file_ranges))]
     at_once(lambda run: RemoteFile(run[0]).fetch_pages(run[1]), runs)
 
 

@@ -135,8 +135,8 @@ class Stage:
         self._is_ours = False  # from here on `path` may be the old destination, which `discard` must not remove
         try:
             if self.is_file:
-                (made,) = self.path.iterdir()
-                move_file_into_place(made, self.dst, self.overwrite)
+                (only_entry,) = self.path.iterdir()
+                move_file_into_place(only_entry, self.dst, self.overwrite)
             else:
                 move_into_place(self.path, self.dst, self.overwrite)
         except Exception:

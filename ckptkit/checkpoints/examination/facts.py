@@ -60,12 +60,12 @@ class Facts:
     @cached_property
     def shapes_by_name(self) -> Mapping[str, set[Shape]]:
         """Return the possible shapes for a parameter name; every suffix of a key path counts as a name."""
-        found: dict[str, set[Shape]] = defaultdict(set)
+        shapes: dict[str, set[Shape]] = defaultdict(set)
         for name in self.weights:
             key = self.layout.key(name)
             for start in range(len(key)):
-                found[".".join(map(str, key[start:]))].add(self.layout.tensors[name].spec.shape)
-        return found
+                shapes[".".join(map(str, key[start:]))].add(self.layout.tensors[name].spec.shape)
+        return shapes
 
     @cached_property
     def plain_names(self) -> Mapping[str, str]:
@@ -81,7 +81,10 @@ class Facts:
     def kinds(self) -> Mapping[KeyPath, Mapping[str, frozenset[str]]]:
         """Return the kinds of state that each parameter has in each optimizer, including non-tensor states."""
         return {
-            above: {one: frozenset(kind.partition(".")[0] for kind in entries) for one, entries in states.items()}
+            above: {
+                parameter: frozenset(kind.partition(".")[0] for kind in entries)
+                for parameter, entries in states.items()
+            }
             for above, states in self.states_among(self.layout.names).items()
         }
 
@@ -90,15 +93,15 @@ class Facts:
         """Return the entries that a salvage lost: the checkpoint was written without them."""
         account = read_account(self.layout.root) or {}
         entries = account.get("lost")
-        return frozenset(str(one.get("name")) for one in entries or () if isinstance(one, dict))
+        return frozenset(str(entry.get("name")) for entry in entries or () if isinstance(entry, dict))
 
     def states_among(self, names: Iterable[str]) -> Mapping[KeyPath, States]:
         """Return the entries with these names that are optimizer states, by the optimizer's key path."""
-        found: dict[KeyPath, dict[str, dict[str, str]]] = {}
+        by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
         for name in names:
-            if place := self.place_of(self.layout.key(name)):
-                found.setdefault(place.above, {}).setdefault(place.parameter, {})[place.kind] = name
-        return found
+            if state := self.place_of(self.layout.key(name)):
+                by_optimizer.setdefault(state.above, {}).setdefault(state.parameter, {})[state.kind] = name
+        return by_optimizer
 
     def is_known(self, name: str) -> bool:
         """Return whether a weight has this name, ignoring wrapper prefixes."""
@@ -132,9 +135,11 @@ class Facts:
 
     def names_of_indices(self, above: KeyPath) -> Mapping[str, str]:
         """Return the recorded name of each parameter of the optimizer at a key path, by its index as text."""
-        found = next((one for one in self.optimizers if one.above == above and one.is_numbered), None)
+        optimizer = next(
+            (candidate for candidate in self.optimizers if candidate.above == above and candidate.is_numbered), None
+        )
         try:
-            names = recorded_names(self.layout, found) if found else {}
+            names = recorded_names(self.layout, optimizer) if optimizer else {}
         except _UNREADABLE:
             return {}
         return {str(index): name for index, name in names.items()}
@@ -156,21 +161,21 @@ class Facts:
 
     def settings_of(self, above: KeyPath) -> Mapping[str, frozenset[str]]:
         """Return the names of the settings that apply to each parameter of the optimizer at a key path."""
-        found: dict[str, set[str]] = defaultdict(set)
+        settings_by_parameter: dict[str, set[str]] = defaultdict(set)
         members = {
             self.layout.key(entry)[:-1]: group
-            for one in self.optimizers
-            if one.above == above
-            for entry, group in zip(one.lists, one.groups, strict=True)
+            for optimizer in self.optimizers
+            if optimizer.above == above
+            for entry, group in zip(optimizer.lists, optimizer.groups, strict=True)
         }
         for entry in self.layout.names:
             key = self.layout.key(entry)
             for parameter in members.get(key[:-1], ()):
-                found[str(parameter)].add(str(key[-1]))
+                settings_by_parameter[str(parameter)].add(str(key[-1]))
             if key[:-1] == above and str(key[-1]).startswith(FLATTENED[1]):
                 _, parameter, setting = split_flattened(str(key[-1]))
-                found[parameter].add(setting)
-        return {parameter: frozenset(settings) for parameter, settings in found.items()}
+                settings_by_parameter[parameter].add(setting)
+        return {parameter: frozenset(settings) for parameter, settings in settings_by_parameter.items()}
 
     def has_setting(self, above: KeyPath, names: frozenset[str]) -> bool:
         """Return whether a group of the optimizer at a key path has one of these settings."""

@@ -104,15 +104,21 @@ class Inconsistency:
 def fold_layers(found: Iterable[Inconsistency]) -> tuple[Inconsistency, ...]:
     """Merge the inconsistencies that are the same in every layer: `layers.*.q_proj.weight.exp_avg`."""
     by_pattern: dict[object, list[Inconsistency]] = {}
-    for one in found:
-        by_pattern.setdefault((one.code, one.tensor and fold(one.tensor), one.message), []).append(one)
+    for inconsistency in found:
+        by_pattern.setdefault(
+            (inconsistency.code, inconsistency.tensor and fold(inconsistency.tensor), inconsistency.message), []
+        ).append(inconsistency)
     return tuple(merge(same) for same in by_pattern.values())
 
 
 def merge(same: list[Inconsistency]) -> Inconsistency:
     """Merge inconsistencies whose entries differ only in numbers."""
     first = same[0]
-    names = tuple(name for one in same for name in (one.names or ((one.tensor,) if one.tensor else ())))
+    names = tuple(
+        name
+        for inconsistency in same
+        for name in (inconsistency.names or ((inconsistency.tensor,) if inconsistency.tensor else ()))
+    )
     return replace(first, tensor=fold(first.tensor) if first.tensor and len(same) > 1 else first.tensor, names=names)
 
 

@@ -83,15 +83,15 @@ def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape
     specs = {kind: facts.layout.tensors[name].spec for kind, name in entries.items()}
     if any(word in kind for word in _MARKS for kind in specs):
         return {}
-    found: dict[Shape, tuple[str, ...]] = {}
+    kinds_by_shape: dict[Shape, tuple[str, ...]] = {}
     main_shapes = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND}
     for kind in _ELEMENTWISE & specs.keys():
         spec = specs[kind]
         is_reduced = kind in _SECOND and spec.shape not in main_shapes
         fits = any(may_be_of(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
-            found[spec.shape] = (*found.get(spec.shape, ()), entries[kind])
-    return {shape: tuple(sorted(kinds)) for shape, kinds in found.items()}
+            kinds_by_shape[spec.shape] = (*kinds_by_shape.get(spec.shape, ()), entries[kind])
+    return {shape: tuple(sorted(kinds)) for shape, kinds in kinds_by_shape.items()}
 
 
 def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
@@ -103,19 +103,19 @@ def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
     for above, kinds in facts.kinds.items():
         settings = facts.settings_of(above)
         kinds_of_similar: dict[object, set[frozenset[str]]] = defaultdict(set)
-        similarity = {one: (settings.get(one), axes_of(facts, above, one)) for one in kinds}
-        for one, own in kinds.items():
-            kinds_of_similar[similarity[one]].add(own)
+        similarity = {parameter: (settings.get(parameter), axes_of(facts, above, parameter)) for parameter in kinds}
+        for parameter, own in kinds.items():
+            kinds_of_similar[similarity[parameter]].add(own)
         lacking: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for one, own in kinds.items():
+        for parameter, own in kinds.items():
             more = {
-                kind for other in kinds_of_similar[similarity[one]] if own < other for kind in other - own
+                kind for other in kinds_of_similar[similarity[parameter]] if own < other for kind in other - own
             } & _TOGETHER
-            if _AMSGRAD in settings.get(one, ()) and own <= _ADAM | _BESIDE:
+            if _AMSGRAD in settings.get(parameter, ()) and own <= _ADAM | _BESIDE:
                 more |= _ADAM - own
-            more = {kind for kind in more if f"{entry_of(above, one)}.{kind}" not in facts.lost}
+            more = {kind for kind in more if f"{entry_of(above, parameter)}.{kind}" not in facts.lost}
             if more:
-                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(entry_of(above, one))
+                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(entry_of(above, parameter))
         for (expected, found), names in lacking.items():
             yield Inconsistency("state_kinds", names[0], {"expected": expected, "found": found}, tuple(names))
 
@@ -139,7 +139,7 @@ def may_be_of(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
 
 def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the optimizers whose parameter names have a wrapper prefix that the weights lack, or vice versa."""
-    found: dict[tuple[str, WrapperPrefix, KeyPath], list[str]] = defaultdict(list)
+    entries_by_wrapper: dict[tuple[str, WrapperPrefix, KeyPath], list[str]] = defaultdict(list)
     for above, states in facts.states.items():
         if has_group_map(facts.layout, above):
             continue  # this trainer looks the states up by their wrapped names
@@ -148,15 +148,17 @@ def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
             if weight is None or name.isdecimal():
                 continue
             code, text = ("wrapped_state", name) if unwrap(name) != name else ("wrapped_weight", weight)
-            wrapper = next(one for one in reversed(WRAPPERS) if one.text in text)
-            found[code, wrapper, above] += entries.values()
-    for (code, wrapper, _), names in found.items():
+            wrapper = next(candidate for candidate in reversed(WRAPPERS) if candidate.text in text)
+            entries_by_wrapper[code, wrapper, above] += entries.values()
+    for (code, wrapper, _), names in entries_by_wrapper.items():
         yield Inconsistency(code, names[0], {"prefix": wrapper.text, "whose": wrapper.whose}, tuple(names))
 
 
 def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the optimizer's parameter names that match no weight, because of an unknown prefix or altogether."""
-    listed = {one.above: {str(name) for group in one.groups for name in group} for one in facts.optimizers}
+    listed = {
+        optimizer.above: {str(name) for group in optimizer.groups for name in group} for optimizer in facts.optimizers
+    }
     for above, kinds in facts.kinds.items():
         names = {name for name in kinds.keys() | listed.get(above, set()) if not name.isdecimal()}
         unknown = sorted(name for name in names if not facts.is_known(name))
@@ -181,7 +183,11 @@ def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) 
     for prefix in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
         rest = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
         is_free = not any(name.startswith(prefix) for name in facts.shapes_by_name)
-        if len(rest) == len(unknown) and is_free and all(facts.is_known(one) and one not in states for one in rest):
+        if (
+            len(rest) == len(unknown)
+            and is_free
+            and all(facts.is_known(suffix) and suffix not in states for suffix in rest)
+        ):
             return prefix
     return None
 
@@ -190,7 +196,7 @@ def lacking_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
     """Return the prefix that turns all unknown names into names of weights; None if no prefix does."""
     first = f".{unknown[0]}"
     prefixes = (name.removesuffix(unknown[0]) for name in facts.shapes_by_name if name.endswith(first))
-    fitting = [one for one in prefixes if all(facts.is_known(one + name) for name in unknown)]
+    fitting = [prefix for prefix in prefixes if all(facts.is_known(prefix + name) for name in unknown)]
     return min(fitting, key=len, default=None)
 
 
@@ -217,14 +223,14 @@ def find_lists(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the parameters that groups list twice, and known parameters with a state that no group lists."""
     for optimizer in facts.optimizers:
         above = optimizer.above
-        times = Counter(str(one) for group in optimizer.groups for one in group)
-        for one, number in times.items():
+        times = Counter(str(parameter) for group in optimizer.groups for parameter in group)
+        for parameter, number in times.items():
             if number > 1:
-                yield Inconsistency("listed_twice", entry_of(above, one), {"times": number})
+                yield Inconsistency("listed_twice", entry_of(above, parameter), {"times": number})
         listed = set(map(unwrap, times))
-        for one in facts.kinds.get(above, {}):
-            if unwrap(one) not in listed and (one.isdecimal() or facts.is_known(one)):
-                yield Inconsistency("unlisted_state", entry_of(above, one))
+        for parameter in facts.kinds.get(above, {}):
+            if unwrap(parameter) not in listed and (parameter.isdecimal() or facts.is_known(parameter)):
+                yield Inconsistency("unlisted_state", entry_of(above, parameter))
 
 
 def entry_of(above: KeyPath, parameter: str) -> str:

@@ -43,9 +43,9 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
         return  # an adapter only has the layers that it changes
     for name in facts.weights.values():
         at = 0
-        while found := _NUMBERED.match(name, at):
-            members[name[: found.end(1)]][int(found[2])].add(found[3])
-            at = found.start(3)
+        while match := _NUMBERED.match(name, at):
+            members[name[: match.end(1)]][int(match[2])].add(match[3])
+            at = match.start(3)
     for above, numbered in members.items():
         missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
         has_modules = any("." in rest for rests in numbered.values() for rest in rests)
@@ -59,11 +59,11 @@ def find_router_rows(facts: Facts) -> Iterator[Inconsistency]:
     layers: dict[str, dict[str, int]] = defaultdict(dict)
     numbered: dict[str, set[int]] = defaultdict(set)
     for name, path in facts.weights.items():
-        found = _EXPERTS.fullmatch(path)
+        match = _EXPERTS.fullmatch(path)
         shape = facts.layout.tensors[name].spec.shape
-        if found is None:
+        if match is None:
             continue
-        above, rest = found[1] or "", found[2]
+        above, rest = match[1] or "", match[2]
         if rest.partition(".")[0].isdecimal():
             numbered[above].add(int(rest.partition(".")[0]))
         elif len(shape) > _MATRIX:

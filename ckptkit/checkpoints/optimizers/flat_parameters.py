@@ -138,7 +138,11 @@ def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator
     """
     world = layout.world_size or 1
     members = known.shapes
-    starts = {tuple(found): found for a in _ALIGNMENTS if (found := starts_of(members, flat.spec.numel, a, world))}
+    starts = {
+        tuple(start_list): start_list
+        for a in _ALIGNMENTS
+        if (start_list := starts_of(members, flat.spec.numel, a, world))
+    }
     if len(starts) > 1:
         message = (
             f"{known.said_by} has {len(members)} parameters for this flat parameter, which fit in {len(starts)} ways"
@@ -155,10 +159,10 @@ def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator
 
 def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> list[int] | None:
     """Return the start of each member, aligned to `alignment` elements; None if the members do not fill the tensor."""
-    found, at = [], 0
+    starts, at = [], 0
     for shape in members.values():
         at += -at % alignment
-        found.append(at)
+        starts.append(at)
         at += prod(shape)
     end = at if alignment == 1 else at + -at % world
-    return found if end == numel else None
+    return starts if end == numel else None

@@ -36,7 +36,7 @@ class FlattenedOptimizer:
 
         Raises `Unsupported` for a setting that is a tensor.
         """
-        found: dict[bytes, list[str]] = {}
+        by_values: dict[bytes, list[str]] = {}
         for parameter in order:
             entries = self.settings[parameter]
             tensor = next((name for name in entries.values() if name not in layout.blobs), None)
@@ -44,19 +44,19 @@ class FlattenedOptimizer:
                 message = "a setting of the optimizer is a tensor, so ckptkit does not know which parameters share it"
                 raise Unsupported(message, path=layout.path, tensor=tensor)
             values = {what: load_value(layout.root, layout.blobs[name]) for what, name in sorted(entries.items())}
-            found.setdefault(dump(values), []).append(parameter)
-        return list(found.values())
+            by_values.setdefault(dump(values), []).append(parameter)
+        return list(by_values.values())
 
 
 def find_flattened(layout: Layout) -> list[FlattenedOptimizer]:
     """Return the optimizers in a layout whose settings torch has flattened."""
-    found: dict[KeyPath, dict[str, dict[str, str]]] = {}
+    settings_by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
     for name in layout.names:
         key = layout.key(name)
         if isinstance(key[-1], str) and key[-1].startswith(f"{_GROUPS}."):
             _, parameter, what = split_flattened(key[-1])
-            found.setdefault(key[:-1], {}).setdefault(parameter, {})[what] = name
-    return [FlattenedOptimizer(above, settings) for above, settings in found.items()]
+            settings_by_optimizer.setdefault(key[:-1], {}).setdefault(parameter, {})[what] = name
+    return [FlattenedOptimizer(above, settings) for above, settings in settings_by_optimizer.items()]
 
 
 def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) -> Layout:

@@ -127,12 +127,12 @@ def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> 
     """
     values = [load_value(layout.root, layout.blobs[name]) for name in lists]
     for name, value in zip(lists, values, strict=True):
-        if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
+        if not isinstance(value, list) or not all(type(item) in (int, str) for item in value):
             raise Corrupt("no list of parameters", path=layout.path, tensor=name)
-    found = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
-    if not (found.is_numbered or found.is_named):
-        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.path, tensor=found.name)
-    return found
+    optimizer = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
+    if not (optimizer.is_numbered or optimizer.is_named):
+        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.path, tensor=optimizer.name)
+    return optimizer
 
 
 def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
@@ -153,18 +153,18 @@ def sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
     """
     check_numbers(optimizer.groups)
     states = states_of(layout, optimizer)
-    return {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
+    return {number: shape for number, state in states.items() if (shape := shape_of(state)) is not None}
 
 
 def known_sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
     """Return the result of `sizes_of`, skipping states that do not show the shape of their parameter."""
     check_numbers(optimizer.groups)
-    found: dict[int, Shape] = {}
+    shapes: dict[int, Shape] = {}
     for number, state in states_of(layout, optimizer).items():
         with suppress(Unsupported):
             shape = shape_of(state)
-            found |= {} if shape is None else {number: shape}
-    return found
+            shapes |= {} if shape is None else {number: shape}
+    return shapes
 
 
 def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
@@ -175,8 +175,8 @@ def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
     every = [name for group in optimizer.groups for name in group]
     numbers: dict[Any, str | int] = {name: number for number, name in enumerate(every)}
     if len(numbers) < len(every):
-        (twice, _), *_ = Counter(every).most_common(1)
-        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.path, tensor=twice)
+        (repeated, _), *_ = Counter(every).most_common(1)
+        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.path, tensor=repeated)
     at = len(optimizer.above) + 1
     strays = {str(key[at]) for key in keys_of_states(layout, optimizer).values()} - numbers.keys()
     if strays:
@@ -198,7 +198,7 @@ def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | in
     blobs = dict(layout.blobs)
     for name, record, group in zip(optimizer.lists, optimizer.name_lists, optimizer.groups, strict=True):
         if name in blobs:
-            blobs[name] = with_value(blobs[name], [members[one] for one in group])
+            blobs[name] = with_value(blobs[name], [members[parameter] for parameter in group])
         if record in blobs and optimizer.is_named and not is_record_of(load_value(layout.root, blobs[record]), group):
             blobs[record] = with_value(blobs[record], list(group))
     return edits.rekey(replace(layout, blobs=blobs), keys)
@@ -216,17 +216,17 @@ def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape
 
     Raises `Corrupt` for a state of a parameter that is in no group.
     """
-    found: dict[int, dict[str, Shape]] = {}
+    states: dict[int, dict[str, Shape]] = {}
     numbers = {str(number): number for group in optimizer.groups for number in group}
     at = len(optimizer.above) + 1
     for name, key in keys_of_states(layout, optimizer).items():
         if str(key[at]) not in numbers:
             message = "the optimizer has a state for this parameter, but no group contains the parameter"
             raise Corrupt(message, path=layout.path, tensor=name)
-        state = found.setdefault(numbers[str(key[at])], {})
+        state = states.setdefault(numbers[str(key[at])], {})
         if name in layout.tensors:
             state[".".join(map(str, key[at + 1 :]))] = layout.tensors[name].spec.shape
-    return found
+    return states
 
 
 def shape_of(state: Mapping[str, Shape]) -> Shape | None:

@@ -27,11 +27,11 @@ def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
 
     Raises `Mismatch` for a master whose shape differs from its weight's, or whose dtype no master has.
     """
-    found = {}
+    masters = {}
     for name, parameter in masters_in(layout, weights):
         check_master(layout, name, parameter, weights[parameter])
-        found[parameter] = name
-    return found
+        masters[parameter] = name
+    return masters
 
 
 def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[str, str]]:
@@ -39,8 +39,8 @@ def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[st
     own = set(weights)
     for name in layout.tensors:
         with suppress(Unsupported):  # an optimizer with indices instead of names
-            if (found := find_place(layout.key(name), own)) and kind_at(found[0]) in _KINDS:
-                yield name, found[1]
+            if (located := find_place(layout.key(name), own)) and kind_at(located[0]) in _KINDS:
+                yield name, located[1]
 
 
 def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
@@ -56,8 +56,8 @@ def kind_at(place: EntryPlace) -> str:
 
 def check_master(layout: Layout, name: str, parameter: str, weight: Spec) -> None:
     """Raise `Mismatch` for a master whose shape or dtype does not fit the weight."""
-    found = layout.tensors[name].spec
-    fits = found.dtype.can_become(DTYPES["float32"]) or (found.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
-    if found.shape != weight.shape or not fits:
-        message = f"expected a master for `{parameter}`, {weight}; found {found}"
+    spec = layout.tensors[name].spec
+    fits = spec.dtype.can_become(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
+    if spec.shape != weight.shape or not fits:
+        message = f"expected a master for `{parameter}`, {weight}; found {spec}"
         raise Mismatch(message, path=layout.path, tensor=name, hint="check that both come from one save")

@@ -46,13 +46,13 @@ class States:
     @property
     def lacking(self) -> list[str]:
         """Return the parameters in its groups without a state."""
-        return [one for group in self.groups for one in group if one not in self.of]
+        return [parameter for group in self.groups for parameter in group if parameter not in self.of]
 
     @property
     def strays(self) -> list[str]:
         """Return the parameters with a state that are in no group."""
-        listed = {one for group in self.groups for one in group}
-        return [one for one in self.of if one not in listed]
+        listed = {parameter for group in self.groups for parameter in group}
+        return [parameter for parameter in self.of if parameter not in listed]
 
     def way(self, parameter: str, kind: str) -> KeyPath:
         """Return the key path of a parameter's state."""
@@ -97,10 +97,10 @@ def flattened(layout: Layout) -> Iterator[States]:
     of: dict[KeyPath, dict[str, dict[str, str]]] = {}
     for name in layout.names:
         key = layout.key(name)
-        way = way_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
-        if way is None:
+        state_path = way_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
+        if state_path is None:
             continue
-        above, (group_or_state, parameter, kind) = key[:-1], map(str, way)
+        above, (group_or_state, parameter, kind) = key[:-1], map(str, state_path)
         if group_or_state == "state":
             of.setdefault(above, {}).setdefault(parameter, {})[kind] = name
         else:
@@ -118,13 +118,13 @@ def complete_states(
     non-tensor. Raises `Unsupported` if the form of the states is unknown, or if they do not start as zeros.
     """
     tensors, blobs, keys = dict(layout.tensors), dict(layout.blobs), dict(layout.keys)
-    made: dict[str, Spec | None] = {}
+    new_entries: dict[str, Spec | None] = {}
     at = 0  # tensors are identified by their byte offsets, so the new ones get offsets in a file that does not exist
     try:
         if states.lacking:
             require_known_states(states, parameters)
         for group in states.groups:
-            lacking = [one for one in group if one not in states.of]
+            lacking = [parameter_name for parameter_name in group if parameter_name not in states.of]
             forms = forms_for(layout, states, group, parameters) if lacking else {}
             for parameter in lacking:
                 like = parameter_of(parameters, parameter)
@@ -133,14 +133,14 @@ def complete_states(
                     name = ".".join(map(str, key))
                     keys[name] = key
                     if form.zero is not None:
-                        blobs[name], made[name] = form.zero, None
+                        blobs[name], new_entries[name] = form.zero, None
                         continue
                     spec = Spec(form.dtype or like.spec.dtype, () if form.is_single else like.spec.shape)
-                    tensors[name], made[name] = zeros(spec, like, at), spec
+                    tensors[name], new_entries[name] = zeros(spec, like, at), spec
                     at += spec.nbytes
     except CkptError as error:
         raise error.blame(path=layout.path) from None
-    return replace(layout, tensors=tensors, blobs=blobs, keys=keys), made
+    return replace(layout, tensors=tensors, blobs=blobs, keys=keys), new_entries
 
 
 def require_known_states(states: States, parameters: Mapping[str, StoredTensor]) -> None:
@@ -174,23 +174,27 @@ def forms_for(
     layout: Layout, states: States, group: Sequence[str], parameters: Mapping[str, StoredTensor]
 ) -> dict[str, StateForm]:
     """Return the form of the states in a group, taken from the group's other states, or else from all states."""
-    peers = [one for one in group if one in states.of] or list(states.of)
+    peers = [parameter for parameter in group if parameter in states.of] or list(states.of)
     if not peers:
         message = f"`{states.name}` has no states to copy the form from"
         raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not stepped yet")
     first = states.of[peers[0]].keys()
-    other = next((one for one in peers if states.of[one].keys() != first), None)
+    other = next((parameter for parameter in peers if states.of[parameter].keys() != first), None)
     if other is not None:
-        kinds = " and ".join(f"`{one}` has {', '.join(sorted(states.of[one]))}" for one in (peers[0], other))
+        kinds = " and ".join(
+            f"`{parameter}` has {', '.join(sorted(states.of[parameter]))}" for parameter in (peers[0], other)
+        )
         message = f"the state that this parameter should have is unknown: {kinds}"
-        raise Unsupported(message, tensor=next(one for one in group if one not in states.of), hint=_HINT)
+        raise Unsupported(
+            message, tensor=next(parameter for parameter in group if parameter not in states.of), hint=_HINT
+        )
     unknown = sorted(first - FIRST_ZERO)
     if unknown:
         message = f"its states have `{unknown[0]}`, which does not start as zeros, or which ckptkit does not know"
         raise Unsupported(message, tensor=states.name, hint=_HINT)
     if _MOMENTUM in first:
         require_no_dampening(layout, states)
-    entries = {kind: {one: states.of[one][kind] for one in peers} for kind in first}
+    entries = {kind: {parameter: states.of[parameter][kind] for parameter in peers} for kind in first}
     return {kind: form_of(layout, kind, found, parameters) for kind, found in entries.items()}
 
 
@@ -214,7 +218,9 @@ def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: M
         return StateForm(zero=zero_of(layout, names[0]))
     if not all(name in layout.tensors for name in names):
         raise unlike(kind, names)
-    pairs = [(parameter_of(parameters, one).spec, layout.tensors[name].spec) for one, name in entries.items()]
+    pairs = [
+        (parameter_of(parameters, parameter).spec, layout.tensors[name].spec) for parameter, name in entries.items()
+    ]
     is_shaped = all(own.shape == found.shape for own, found in pairs)
     is_single = all(not found.shape for _, found in pairs)
     if not (is_shaped or is_single):

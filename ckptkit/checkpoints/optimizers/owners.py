@@ -79,9 +79,9 @@ def read_order(text: str) -> Order:
         names = [line.strip() for line in content.splitlines() if line.strip()]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise Usage(f"{ORDER}: expected names of parameters in `{text}`, found none", hint=hint)
-    twice = next((name for name, times in Counter(names).items() if times > 1), None)
-    if twice is not None:
-        raise Usage(f"{ORDER}: `{text}` lists `{twice}` twice", hint="list each parameter once")
+    repeated = next((name for name, times in Counter(names).items() if times > 1), None)
+    if repeated is not None:
+        raise Usage(f"{ORDER}: `{text}` lists `{repeated}` twice", hint="list each parameter once")
     return Order(text, tuple(names))
 
 
@@ -224,13 +224,13 @@ def find_by_shapes(optimizer: Optimizer, sizes: Mapping[int, Shape], models: Seq
     Raises `Unsupported` otherwise.
     """
     every = {Candidate(bare(name), shape): shape for model in models for name, shape in model.parameters.items()}
-    found = match_by_size(optimizer.groups, sizes, every)
+    assignment = match_by_size(optimizer.groups, sizes, every)
     for model in models:
         own = {Candidate(bare(name), shape): name for name, shape in model.parameters.items()}
-        if own.keys() >= set(found.values()):
-            names = {number: own[candidate] for number, candidate in found.items()}
+        if own.keys() >= set(assignment.values()):
+            names = {number: own[candidate] for number, candidate in assignment.items()}
             return NamedNumbers(names, model, "their shapes allow only one assignment")
-    raise Unsupported(f"its {len(found)} parameters belong to several models", hint=_HINT)
+    raise Unsupported(f"its {len(assignment)} parameters belong to several models", hint=_HINT)
 
 
 def order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:
@@ -279,15 +279,15 @@ def find_recorded(
     Raises `Mismatch` or `Unsupported` if there is no such model, or several.
     """
     try:
-        return choose(models, lambda one: [match_recorded(recorded, sizes, one.shapes, lister)], optimizer)
+        return choose(models, lambda model: [match_recorded(recorded, sizes, model.shapes, lister)], optimizer)
     except Mismatch:
-        ways = [(one, names) for one in models for names in match_with_prefix(recorded, sizes, one.shapes)]
-        if not ways:
+        assignments = [(model, names) for model in models for names in match_with_prefix(recorded, sizes, model.shapes)]
+        if not assignments:
             raise
-    first, *others = ways
+    first, *others = assignments
     if not all(is_same(names, first[1]) for _, names in others):
         number, name = next(iter(recorded.items()))
-        names = ", ".join(f"`{one}`" for one in dict.fromkeys(way[number] for _, way in ways))
+        names = ", ".join(f"`{model}`" for model in dict.fromkeys(assignment[number] for _, assignment in assignments))
         raise Unsupported(f"{lister} has `{name}`, which can be {names}", hint=_HINT)
     return first
 

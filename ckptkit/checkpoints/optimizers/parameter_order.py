@@ -93,8 +93,8 @@ def shared(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def is_lower_number(left: str, entered: str) -> bool:
-    one, other = left.rpartition(".")[2], entered.rpartition(".")[2]
-    return one.isdecimal() and other.isdecimal() and int(one) > int(other)
+    left_label, entered_label = left.rpartition(".")[2], entered.rpartition(".")[2]
+    return left_label.isdecimal() and entered_label.isdecimal() and int(left_label) > int(entered_label)
 
 
 def place_of(name: str, tensor: StoredTensor) -> object:

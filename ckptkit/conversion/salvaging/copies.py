@@ -45,10 +45,10 @@ class Faults:
 def lost_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[Lost]:
     """Yield a record for each tensor that has lost chunks."""
     for name, tensor in tensors.items():
-        gone = [(chunk.box, chunk.where) for chunk in tensor.chunks if isinstance(chunk.where, Fault)]
-        if gone:
-            fault, spec = gone[0][1], tensor.spec
-            boxes = () if tensor.splits else tuple(sorted(box for box, _ in gone))
+        lost_chunks = [(chunk.box, chunk.where) for chunk in tensor.chunks if isinstance(chunk.where, Fault)]
+        if lost_chunks:
+            fault, spec = lost_chunks[0][1], tensor.spec
+            boxes = () if tensor.splits else tuple(sorted(box for box, _ in lost_chunks))
             is_all = boxes == (whole(spec.shape),)
             yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
 
@@ -116,9 +116,9 @@ def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: 
 
 def fits(tensor: StoredTensor, other: StoredTensor) -> bool:
     """Return whether chunks of `other` can replace chunks of `tensor`."""
-    one, two = tensor.spec, other.spec
-    is_castable = one.dtype == two.dtype or two.dtype.can_become(one.dtype)
-    return one.shape == two.shape and is_castable and tensor.splits is None
+    spec, other_spec = tensor.spec, other.spec
+    is_castable = spec.dtype == other_spec.dtype or other_spec.dtype.can_become(spec.dtype)
+    return spec.shape == other_spec.shape and is_castable and tensor.splits is None
 
 
 def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
@@ -141,4 +141,4 @@ def absolute(root: Path, name: str) -> str:
 
 def names_repaired(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> list[str]:
     """Return the names of tensors that were damaged before and are undamaged after."""
-    return [name for name, one in before.items() if after[name] is not one and not after[name].is_lost]
+    return [name for name, tensor in before.items() if after[name] is not tensor and not after[name].is_lost]

@@ -38,10 +38,10 @@ class FillSource:
 
     def tensor(self, own: str) -> StoredTensor | None:
         """Return the tensor of a name with absolute paths; None if it is missing."""
-        found = self.layout.tensors.get(self.entry_name(own))
-        if found is None:
+        stored = self.layout.tensors.get(self.entry_name(own))
+        if stored is None:
             return None
-        return replace(found, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in found.chunks))
+        return replace(stored, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in stored.chunks))
 
     def entry_name(self, own: str) -> str:
         """Return its own name of an entry, "" if it has no such entry."""
@@ -49,8 +49,8 @@ class FillSource:
 
     def entry(self, own: str) -> Blob | None:
         """Return the non-tensor entry of a name, with its absolute path; None if it is missing."""
-        found = self.layout.blobs.get(self.entry_name(own))
-        return found and found._replace(path=absolute(self.layout.root, found.path))
+        blob = self.layout.blobs.get(self.entry_name(own))
+        return blob and blob._replace(path=absolute(self.layout.root, blob.path))
 
 
 def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
@@ -82,8 +82,8 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: 
             layout, remarks = name_training(layout, asked)
         except (Mismatch, Unsupported) as error:
             remarks = [f"the names in {other.path} stay as they are: {error.message}"]
-    own, found = own_names(layout), find_model(layout)
-    weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
+    own, model_of_layout = own_names(layout), find_model(layout)
+    weights = frozenset(own[name] for name in model_of_layout.came_from.values()) if model_of_layout else frozenset()
     return FillSource(
         other.path, layout, {new: name for name, new in own.items()}, weights, renaming(named.rename), tuple(remarks)
     )
@@ -91,11 +91,11 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: 
 
 def own_names(layout: Layout) -> dict[str, str]:
     """Return the name of each entry without the prefix of the model; the full name if that would be ambiguous."""
-    found = find_model(layout)
+    model = find_model(layout)
     names = {name: name for name in layout.names}
-    if found is None:
+    if model is None:
         return names
-    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, found).items()}
+    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, model).items()}
     return own if len(set(own.values())) == len(own) else names
 
 
@@ -110,21 +110,23 @@ def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Comp
     own = own_names(layout)
     tensors, blobs = dict(layout.tensors), dict(layout.blobs)
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
-        found = filler.tensor(own[name])
-        if found is not None and not fits(replace(tensors[name], splits=None), found):
-            remarks.append(f"did not fill `{name}`: expected {tensors[name].spec}, found {found.spec} in {filler.path}")
-        elif found is not None:
-            faults.note_filled(found.chunks, str(filler.path))
-            tensors[name] = replace(found, spec=tensors[name].spec)
+        filling = filler.tensor(own[name])
+        if filling is not None and not fits(replace(tensors[name], splits=None), filling):
+            remarks.append(
+                f"did not fill `{name}`: expected {tensors[name].spec}, found {filling.spec} in {filler.path}"
+            )
+        elif filling is not None:
+            faults.note_filled(filling.chunks, str(filler.path))
+            tensors[name] = replace(filling, spec=tensors[name].spec)
     for name, blob in list(entries_in(own_of_lost(layout, faults.entries), filler)):
         blobs[name] = blob
         faults.filled_entries[name] = str(filler.path)
         del faults.entries[name]
     for name in absent_from(part, layout, filler, faults):
-        found = filler.tensor(name)
-        if found is not None:
-            faults.note_filled(found.chunks, str(filler.path))
-            tensors[name] = found
+        filling = filler.tensor(name)
+        if filling is not None:
+            faults.note_filled(filling.chunks, str(filler.path))
+            tensors[name] = filling
             faults.unplaced.pop(name, None)
     return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
 

@@ -62,14 +62,14 @@ class Survey:
 
 def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> Survey:
     """Find all damage in a layout: read every byte of its tensors once, except those of lost chunks."""
-    found, located = look_inside(layout)
-    sound = found.mark(located)
+    damage_found, located = look_inside(layout)
+    sound = damage_found.mark(located)
     damage = find_damage(sound, jobs=jobs, progress=report_progress(progress, nbytes_of(sound)))
     for name, i, chunk in numbered(sound) if damage else ():
         wrong = None if chunk.is_lost else damage.get(run_of(chunk))
         if wrong is not None:
-            found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
-    return found
+            damage_found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
+    return damage_found
 
 
 def look_at_structure(layout: Layout) -> Survey:
@@ -79,17 +79,17 @@ def look_at_structure(layout: Layout) -> Survey:
 
 def look_inside(layout: Layout) -> tuple[Survey, Layout]:
     """Return the damage that can be found without reading tensor data, and the layout with located tensors."""
-    found = look_at_sizes(layout)
+    damage = look_at_sizes(layout)
     reported: list[CkptError] = []
-    located = locate(unpack(found.mark(layout), reported.append), reported.append)
+    located = locate(unpack(damage.mark(layout), reported.append), reported.append)
     reported_by_place = {(error.tensor, error.offset): error for error in reversed(reported)}
     for name, error in ((name, error) for (name, _), error in reported_by_place.items() if name in located.blobs):
-        found.entries[str(name)] = error
+        damage.entries[str(name)] = error
     for name, i, chunk in numbered(located):
         if chunk.wrapper is not None:
             unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
-            found.chunks[name, i] = reported_by_place.get((name, chunk.offset), unknown)
-    return found, located
+            damage.chunks[name, i] = reported_by_place.get((name, chunk.offset), unknown)
+    return damage, located
 
 
 def without_files(layout: Layout) -> Layout:
@@ -118,16 +118,16 @@ def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
 
 def look_at_sizes(layout: Layout) -> Survey:
     """Return the chunks and entries of missing files, and those beyond the end of a file."""
-    found, sizes = Survey(), dict[str, int | CkptError]()
+    damage, sizes = Survey(), dict[str, int | CkptError]()
     for name, i, chunk in numbered(layout):
         error = None if chunk.is_lost else problem_of(chunk, layout.root, sizes)
         if error is not None:
-            found.chunks[name, i] = error
+            damage.chunks[name, i] = error
     for name, blob in layout.blobs.items():
         error = problem_of(blob, layout.root, sizes) if blob.content is None and blob.length else None
         if error is not None:
-            found.entries[name] = error
-    return found
+            damage.entries[name] = error
+    return damage
 
 
 def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
@@ -193,18 +193,22 @@ def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look:
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_absent(part.with_sums(read, manifest), part, faults, unexplained, why)
     layout = without_different(without_files(layout), faults, with_bytes=False)
-    found = look(layout).explained(error for error in reported if error.tensor is None)
-    faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
-    told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
-    repaired = with_copies(found.mark(layout), faults, look, told)
+    damage = look(layout).explained(error for error in reported if error.tensor is None)
+    faults.entries.update((name, Fault.of(error)) for name, error in damage.entries.items())
+    faults_by_tensor = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
+    repaired = with_copies(damage.mark(layout), faults, look, faults_by_tensor)
     return replace(part, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
 
 
 def read_part(part: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
     """Return the layout of a component, by the metadata of another checkpoint if its own is missing."""
     if other is not None:
-        alike = (one for one in other.components if (one.place, one.reader.name) == (part.place, part.reader.name))
-        layouts = (part.reader.read_like(part.path, one.path, report) for one in alike)
+        alike = (
+            candidate
+            for candidate in other.components
+            if (candidate.place, candidate.reader.name) == (part.place, part.reader.name)
+        )
+        layouts = (part.reader.read_like(part.path, candidate.path, report) for candidate in alike)
         layout = next(layouts, None)
         if layout is not None:
             faults.described_by = other.path
@@ -305,5 +309,5 @@ def undamaged_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]
         if name in layout.tensors
     }
     seen = replace(layout, tensors=spares, blobs={}, twins={})
-    found = look(seen).mark(seen).tensors if spares else {}
-    return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in found.items()}
+    surveyed = look(seen).mark(seen).tensors if spares else {}
+    return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in surveyed.items()}

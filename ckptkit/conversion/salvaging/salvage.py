@@ -68,17 +68,19 @@ class Salvage:
             raise no_weights_left(self.checkpoint, lost, weights)
         copied_files, unread = self.readable(conversion.copied_files)
         path, described_by = self.checkpoint.path, faults.described_by
-        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by, self.other, weights)
+        result = Account(
+            [*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by, self.other, weights
+        )
         made: Mapping[str, bytes] = conversion.made
-        if not (found.is_whole or conversion.is_file):
-            made = {**made, NAME: found.to_bytes(copied_files.pop(NAME, None))}
+        if not (result.is_whole or conversion.is_file):
+            made = {**made, NAME: result.to_bytes(copied_files.pop(NAME, None))}
         return replace(
             conversion,
             origins=[*conversion.origins, *self.origins],
             made=made,
             copied_files=copied_files,
             notes=[*conversion.notes, *self.notes, *self.say_unused(filled)],
-            salvaged=found,
+            salvaged=result,
         )
 
     def count_lost_weights(self, conversion: Conversion) -> SalvagedWeights:
@@ -90,8 +92,8 @@ class Salvage:
             tensors = draft.given.tensors
             for name in tensors if draft.writer.is_model_only else weights_in(draft.given):
                 is_filled = any(self.faults.filled.get(chunk.path) == str(self.other) for chunk in tensors[name].chunks)
-                place = lost if tensors[name].is_lost else filled if is_filled else own
-                place |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
+                group = lost if tensors[name].is_lost else filled if is_filled else own
+                group |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
         return SalvagedWeights(own, filled, lost)
 
     def say_unused(self, filled: Sequence[Filled]) -> list[str]:
@@ -128,7 +130,7 @@ def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
 def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: SalvagedWeights) -> Corrupt:
     """Return the error for a checkpoint in which every weight lost some data."""
     path = checkpoint.path
-    first = next(one for one in lost if one.name in weights.lost)
+    first = next(tensor for tensor in lost if tensor.name in weights.lost)
     message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights lost some data"
     wrapper = find_weights(checkpoint.model_component.layout).wrapper
     rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""

@@ -176,7 +176,7 @@ class CachedStore:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if not entry.is_dir:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            self.listed[key] = {found.name: found for found in self.store.entries(key)}
+            self.listed[key] = {child.name: child for child in self.store.entries(key)}
         return self.listed[key]
 
     def find_change(self, key: str) -> str | None:
@@ -211,8 +211,8 @@ class CachedStore:
 
 def known_by_url(url: str) -> KnownStore:
     """Return the row of the store table for a URL at or below a store's root."""
-    scheme, _, place = url.partition("://")
-    return STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
+    scheme, _, rest = url.partition("://")
+    return STORES.get(f"{scheme}://{rest.partition('/')[0]}") or STORES.get(scheme, OTHERS)
 
 
 @cache

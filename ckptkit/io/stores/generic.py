@@ -56,8 +56,8 @@ class FileSystem:
 
     def entries(self, key: str) -> list[StoreEntry]:
         """Return the entries of the directory at `key`, without the empty placeholder object that some tools create."""
-        place = self._path(key).strip("/")
-        return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != place]
+        directory = self._path(key).strip("/")
+        return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != directory]
 
     def open(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`. On S3, reads only the listed object, by ETag."""
@@ -87,8 +87,8 @@ class FileSystem:
         return f"{self._base}/{key}" if key else self._base
 
     def _list(self, key: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._files.ls(self._path(key), detail=True)
-        return found
+        listing: list[dict[str, Any]] = self._files.ls(self._path(key), detail=True)
+        return listing
 
     def _read_alone(self, path: str, start: int, stop: int) -> bytes:
         with _ONE_BY_ONE:

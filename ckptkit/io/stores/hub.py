@@ -43,12 +43,12 @@ class HubStore:
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         try:
-            found = self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind)
+            info = self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind)
         except RevisionNotFoundError as error:
             raise NotACheckpoint(f"the repository does not have revision `{self._revision}`") from error
         except RepositoryNotFoundError as error:
             raise NotACheckpoint("the Hub has no such repository, or you may not see it", hint=self.hint) from error
-        return str(found.sha)
+        return str(info.sha)
 
     def find(self, key: str) -> StoreEntry | None:
         if not key:
@@ -64,7 +64,7 @@ class HubStore:
 
         try:
             tree = self._api.list_repo_tree(self._id, key or None, revision=self.commit, repo_type=self._kind)
-            return [entry_of(found) for found in tree]
+            return [entry_of(item) for item in tree]
         except EntryNotFoundError as error:
             raise FileNotFoundError(key) from error
 

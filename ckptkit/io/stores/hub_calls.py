@@ -91,15 +91,15 @@ def look_up(repo_id: str, revision: str) -> HubRepository:
     Raises `NotACheckpoint` if it does not exist or is not visible to us.
     """
     with translate_hub_errors(repo_id, revision):
-        found = connect().model_info(repo_id, revision=revision, files_metadata=True)
+        info = connect().model_info(repo_id, revision=revision, files_metadata=True)
     files = {}
-    for file in found.siblings or ():
+    for file in info.siblings or ():
         if file.size is None or file.blob_id is None:
-            raise Corrupt(f"the Hub does not say what `{file.rfilename!a}` is", path=found.id)
+            raise Corrupt(f"the Hub does not say what `{file.rfilename!a}` is", path=info.id)
         files[file.rfilename] = HubFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
-    if found.sha is None:
-        raise Corrupt("the Hub does not say which commit this is", path=found.id)
-    return HubRepository(found.id, found.sha, bool(found.private), files)
+    if info.sha is None:
+        raise Corrupt("the Hub does not say which commit this is", path=info.id)
+    return HubRepository(info.id, info.sha, bool(info.private), files)
 
 
 def require_token() -> None:
@@ -112,10 +112,10 @@ def create_repository(repo_id: str, *, private: bool) -> HubRepository:
     """Create a repository. Raises `Unsafe` if the Hub made it public although `private` was requested."""
     with translate_hub_errors(repo_id):
         connect().create_repo(repo_id, private=private)
-    made = look_up(repo_id, MAIN)
-    if private and not made.is_private:
+    repository = look_up(repo_id, MAIN)
+    if private and not repository.is_private:
         raise Unsafe("the Hub made the repository public; nothing was sent", path=repo_id)
-    return made
+    return repository
 
 
 def create_branch(repo_id: str, branch: str, commit: str) -> None:
@@ -132,13 +132,13 @@ def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool
     asked = {"path": name, "size": len(data), "sample": b64encode(data[:_SAMPLE]).decode()}
     with translate_hub_errors(repo_id, revision):
         address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/preupload/{quote(revision, safe='')}"
-        answer = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
-        hf_raise_for_status(answer)
-        (found,) = answer.json()["files"]
-    if found.get("shouldIgnore"):
+        response = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
+        hf_raise_for_status(response)
+        (upload_mode,) = response.json()["files"]
+    if upload_mode.get("shouldIgnore"):
         hint = "take the line out of .gitignore, or write to another repository"
         raise Unsupported(f"the .gitignore of the repository excludes `{name}`", hint=hint)
-    return bool(found["uploadMode"] == "lfs" and data)  # the storage accepts no empty files
+    return bool(upload_mode["uploadMode"] == "lfs" and data)  # the storage accepts no empty files
 
 
 def ask_access(kind: str, place_id: str, revision: str | None = None) -> XetAccess:
@@ -147,10 +147,10 @@ def ask_access(kind: str, place_id: str, revision: str | None = None) -> XetAcce
     address = f"{constants.ENDPOINT}/api/{kind}/{place_id}/xet-write-token{at}"
     headers = our_headers()
     with translate_hub_errors(place_id, revision or MAIN):
-        answer = http_backoff("GET", address, headers=headers)
-        hf_raise_for_status(answer)
-        found = answer.json()
-        return XetAccess(found["casUrl"], found["accessToken"], int(found["exp"]), address, headers)
+        response = http_backoff("GET", address, headers=headers)
+        hf_raise_for_status(response)
+        access = response.json()
+        return XetAccess(access["casUrl"], access["accessToken"], int(access["exp"]), address, headers)
 
 
 def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: Iterable[Line]) -> str:
@@ -162,9 +162,9 @@ def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: 
     header = {"key": "header", "value": {"summary": message, "description": "", "parentCommit": parent}}
     address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
     with translate_hub_errors(repo_id, revision):
-        answer = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
-        hf_raise_for_status(answer)
-        return str(answer.json()["commitOid"])
+        response = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
+        hf_raise_for_status(response)
+        return str(response.json()["commitOid"])
 
 
 def inline_line(name: str, data: bytes) -> Line:
@@ -212,8 +212,8 @@ def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
 def describe_paths(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
     """Return the existing files among these paths of a bucket, by path."""
     with translate_hub_errors(bucket_id):
-        found = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
-    return {file.path: StoredFile(file.size, file.xet_hash) for file in found}
+        files = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
+    return {file.path: StoredFile(file.size, file.xet_hash) for file in files}
 
 
 def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
@@ -224,13 +224,13 @@ def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
     """
     with translate_hub_errors(bucket_id):
         address = f"{constants.ENDPOINT}/api/{BUCKET}/{bucket_id}/batch"
-        answer = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
-        failed = answer.json().get("failed") if answer.status_code in (200, 422) else None
+        response = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
+        failed = response.json().get("failed") if response.status_code in (200, 422) else None
         if failed:
             first = failed[0]
             message = f"the Hub did not change {len(failed)} of {len(lines)} files: {redact(str(first.get('error')))}"
             raise IOFailure(message, path=f"hf://{BUCKET}/{bucket_id}/{first.get('path')}", hint=AGAIN)
-        hf_raise_for_status(answer)
+        hf_raise_for_status(response)
 
 
 def pack(lines: Iterable[Line]) -> bytes:

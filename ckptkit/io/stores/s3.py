@@ -37,14 +37,14 @@ class S3Store(FileSystem):
 
         https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
         """
-        found = self._files.call_s3("head_object", Bucket=self._base, Key=key, ChecksumMode="ENABLED")
-        sums = {name.removeprefix(_SUM): found[name] for name in found if name.startswith(_SUM)}
+        response = self._files.call_s3("head_object", Bucket=self._base, Key=key, ChecksumMode="ENABLED")
+        sums = {name.removeprefix(_SUM): response[name] for name in response if name.startswith(_SUM)}
         kinds = tuple(
-            f"{kind} of parts" if is_of_parts(found, text) else kind
+            f"{kind} of parts" if is_of_parts(response, text) else kind
             for kind, text in sums.items()
             if kind not in _NOT_SUMS
         )
-        size, crc = int(found["ContentLength"]), crc_of(found)
+        size, crc = int(response["ContentLength"]), crc_of(response)
         if crc is None and "CRC32 of parts" in kinds:
             return StoredSum(size, self._sums_of_parts(key), kinds)
         return StoredSum(size, () if crc is None else ((crc, size),), kinds)
@@ -66,10 +66,10 @@ class S3Store(FileSystem):
         """Return a page of the parts of an object; {} if the store does not list parts."""
         asked = {"ObjectAttributes": ["ObjectParts"], "MaxParts": 1000, "PartNumberMarker": after}
         try:
-            found = self._files.call_s3("get_object_attributes", Bucket=self._base, Key=key, **asked)
+            response = self._files.call_s3("get_object_attributes", Bucket=self._base, Key=key, **asked)
         except OSError:  # needs the permission s3:GetObjectAttributes; many stores lack the operation
             return {}
-        page: Mapping[str, Any] = found.get("ObjectParts", {})
+        page: Mapping[str, Any] = response.get("ObjectParts", {})
         return page if page.get("Parts") else {}
 
     def _is_absent(self, error: FileNotFoundError) -> bool:
@@ -99,10 +99,10 @@ class S3Bucket:
             arguments["Body"] = RequestBody(arguments["Body"])
         named = {"Bucket": self.name, "Key": key} if key else {"Bucket": self.name}
         try:
-            answer: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
+            response: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
         except Exception as error:  # every library has its own exceptions, and those of its dependencies
             raise self._refusal(error, key) from error
-        return answer
+        return response
 
     def read(self, key: str) -> bytes:
         """Return the content of a small object. Retries once if the connection breaks in the middle."""
@@ -175,16 +175,16 @@ def fetch_error_detail(files: Any, bucket: str, error: Exception) -> Exception:
     return error
 
 
-def crc_of(answer: Mapping[str, Any]) -> int | None:
+def crc_of(response: Mapping[str, Any]) -> int | None:
     """Return the CRC-32 of a part or a full object in a response; None if it has none."""
-    text = answer.get("ChecksumCRC32")
-    return None if text is None or is_of_parts(answer, text) else int.from_bytes(b64decode(text))
+    text = response.get("ChecksumCRC32")
+    return None if text is None or is_of_parts(response, text) else int.from_bytes(b64decode(text))
 
 
-def is_of_parts(answer: Mapping[str, Any], text: str) -> bool:
+def is_of_parts(response: Mapping[str, Any], text: str) -> bool:
     """Return whether an object's checksum is a checksum of the checksums of its parts.
 
     Some stores neither return its type nor append the number of parts to it: then the ETag shows that there are parts.
     """
-    kind = answer.get("ChecksumType")
-    return kind == "COMPOSITE" or "-" in text or (kind is None and "-" in answer.get("ETag", ""))
+    kind = response.get("ChecksumType")
+    return kind == "COMPOSITE" or "-" in text or (kind is None and "-" in response.get("ETag", ""))

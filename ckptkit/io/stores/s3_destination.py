@@ -31,7 +31,7 @@ from ckptkit.io.stores.s3_objects import abort_upload, list_objects, list_upload
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
 _CONFLICT = ("409", "ConditionalRequestConflict")  # S3 asks the client to retry these
-_TRIES = 3
+_TRIES = 3  # attempts of a request that conflicts with another one
 _NO_LISTS = ("403", "AccessDenied", "405", "MethodNotAllowed", "501", "NotImplemented")
 _NO_CHECKSUMS = ("400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented", "SignatureDoesNotMatch")
 
@@ -119,14 +119,14 @@ class S3Destination:
             self._count(kept=len(data))
             return
         parts = self._parts.setdefault(piece.name, {})
-        there = parts.get(piece.number)
-        if there is not None and there.nbytes == len(data) and is_same(there, data, crc):
-            parts[piece.number] = SentPart(there.etag, len(data), crc)
+        stored_part = parts.get(piece.number)
+        if stored_part is not None and stored_part.nbytes == len(data) and is_same(stored_part, data, crc):
+            parts[piece.number] = SentPart(stored_part.etag, len(data), crc)
             self._count(kept=len(data))
             return
         more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
-        answer = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
-        parts[piece.number] = SentPart(answer["ETag"], len(data), crc)
+        response = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
+        parts[piece.number] = SentPart(response["ETag"], len(data), crc)
         self._count(sent=len(data))
 
     def complete(self, name: str, crc: int) -> None:
@@ -138,7 +138,7 @@ class S3Destination:
             return
         if name not in self.whole:
             parts = sorted(self._parts[name].items())
-            listed = [{"PartNumber": n, "ETag": one.etag, **self._checksum(one.crc32)} for n, one in parts]
+            listed = [{"PartNumber": n, "ETag": part.etag, **self._checksum(part.crc32)} for n, part in parts]
             kind = {"ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
             more = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
             condition = _ONLY_NEW if name in self.marks else {}
@@ -223,15 +223,15 @@ class S3Destination:
         """Abort uploads of our files that no claim names: the response with their ids was lost."""
         keys = {self._place.key(name) for name, size in self.sizes.items() if is_large(size)}
         try:
-            found = list_uploads(self._bucket, self._place.key("")) if keys else []
+            uploads = list_uploads(self._bucket, self._place.key("")) if keys else []
         except IOFailure as error:
             if find_code(error) not in _NO_LISTS:
                 raise
             self.lists_uploads = False
             return
-        for one in found:
-            if one.key in keys:
-                abort_upload(self._bucket, one.key, one.upload)
+        for upload in uploads:
+            if upload.key in keys:
+                abort_upload(self._bucket, upload.key, upload.upload)
 
     def _begin_again(self, name: str) -> None:
         """Restart the upload of a large file, because the store has dropped the earlier upload."""
@@ -244,13 +244,13 @@ class S3Destination:
             self.kept_bytes += kept
 
     def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
-        there = self._list()
-        if there and not overwrite:
+        existing = self._list()
+        if existing and not overwrite:
             raise destination_exists(self.path)
         if not self.resumed:
             self._create_claim()
         self._probe()
-        self._delete([*(name for name in (*first, *self.marks) if name in there), *there])
+        self._delete([*(name for name in (*first, *self.marks) if name in existing), *existing])
         self._uploads = {}
         try:
             at_once(self._create, [name for name, size in self.sizes.items() if is_large(size)])
@@ -305,15 +305,15 @@ class S3Destination:
         self._uploads[name] = str(self._call("create_multipart_upload", name, **how)["UploadId"])
 
     def _list_parts(self, name: str, upload: str) -> dict[int, SentPart]:
-        found: dict[int, SentPart] = {}
+        parts: dict[int, SentPart] = {}
         after = 0
         while True:
             page = self._call("list_parts", name, UploadId=upload, PartNumberMarker=after)
-            for one in page.get("Parts", ()):
-                after = int(one["PartNumber"])
-                found[after] = SentPart(one["ETag"], int(one["Size"]), crc_of(one))
+            for part in page.get("Parts", ()):
+                after = int(part["PartNumber"])
+                parts[after] = SentPart(part["ETag"], int(part["Size"]), crc_of(part))
             if not page.get("IsTruncated"):
-                return found
+                return parts
 
     def _has(self, name: str, nbytes: int, crc: int) -> bool:
         """Return whether an earlier attempt has sent a small file, by size and the store's CRC-32."""
@@ -322,12 +322,12 @@ class S3Destination:
     def _find_crc(self, name: str, nbytes: int) -> int | None:
         """Return the CRC-32 of an object of this size; None if it is missing or the store has no CRC-32."""
         try:
-            found = self._call("head_object", name, ChecksumMode="ENABLED")
+            response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
             if find_code(error) not in _ABSENT:
                 raise
             return None
-        return crc_of(found) if int(found["ContentLength"]) == nbytes else None
+        return crc_of(response) if int(response["ContentLength"]) == nbytes else None
 
     def _require_same(self, name: str, nbytes: int, crc: int, refusal: IOFailure | None = None) -> None:
         """Raise `Occupied` unless the object has this size and CRC-32 (if the store has one).
@@ -335,13 +335,13 @@ class S3Destination:
         If the object does not exist, raises `refusal`, the store's error when creating it.
         """
         try:
-            found = self._call("head_object", name, ChecksumMode="ENABLED")
+            response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
             raise refusal if refusal and find_code(error) in _ABSENT else error from None
-        size, known = int(found["ContentLength"]), crc_of(found)
+        size, known = int(response["ContentLength"]), crc_of(response)
         if size != nbytes or known not in (None, crc):
-            there = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
-            message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {there}"
+            known_text = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
+            message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {known_text}"
             hint = "delete this object, then run the same command again"
             raise Occupied(message, path=self.path / name, hint=hint)
 
@@ -388,8 +388,8 @@ class S3Destination:
         known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
         data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
         key, compared = self._place.claim_key, self._compared(crc32(data))
-        answer = self._bucket.call("put_object", key, Body=data, **compared, **condition)
-        self._tag = str(answer["ETag"])
+        response = self._bucket.call("put_object", key, Body=data, **compared, **condition)
+        self._tag = str(response["ETag"])
 
     def _delete(self, names: Sequence[str]) -> None:
         """Delete files, in this order."""
@@ -399,19 +399,19 @@ class S3Destination:
     def _list(self) -> dict[str, int]:
         """Return the size of each existing file, by name, without the claim and notes."""
         base = self._place.key("")
-        found = {key: one.nbytes for key, one in list_objects(self._bucket, base).items()}
+        sizes_by_key = {key: stored.nbytes for key, stored in list_objects(self._bucket, base).items()}
         if self.is_file:
             (name,) = self.sizes
-            return {name: found[base]} if base in found else {}
-        return {key.removeprefix(base): size for key, size in found.items() if not self._place.is_own(key)}
+            return {name: sizes_by_key[base]} if base in sizes_by_key else {}
+        return {key.removeprefix(base): size for key, size in sizes_by_key.items() if not self._place.is_own(key)}
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
         return self._bucket.call(operation, self._place.key(name), **arguments)
 
     def _compared(self, crc: int) -> dict[str, str]:
         """Return the arguments that make the store compare a body with its CRC-32."""
-        found = self._checksum(crc)
-        return {"ChecksumAlgorithm": "CRC32", **found} if found else {}
+        checksum = self._checksum(crc)
+        return {"ChecksumAlgorithm": "CRC32", **checksum} if checksum else {}
 
     def _checksum(self, crc: int | None) -> dict[str, str]:
         return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}

@@ -124,7 +124,7 @@ def find_words(error: BaseException, code: str) -> tuple[str, str | None]:
     if code:
         return REFUSALS.get(code, ("the store refuses", None))
     known_errors = (
-        LIBRARY[kind.__name__] for one in causes(error) for kind in type(one).__mro__ if kind.__name__ in LIBRARY
+        LIBRARY[kind.__name__] for cause in causes(error) for kind in type(cause).__mro__ if kind.__name__ in LIBRARY
     )
     if "Invalid endpoint" in str(error):
         return "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
@@ -161,7 +161,9 @@ def bucket_of(path: Path) -> Path:
 
 def answer_of(error: BaseException | None) -> dict[str, Any]:
     """Return the store's response behind an error; {} without one."""
-    return next((found for one in causes(error) if isinstance(found := getattr(one, "response", None), dict)), {})
+    return next(
+        (response for cause in causes(error) if isinstance(response := getattr(cause, "response", None), dict)), {}
+    )
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

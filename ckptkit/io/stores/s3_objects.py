@@ -58,14 +58,14 @@ class SentParts:
 
 def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
     """Return each object whose key begins with `prefix`."""
-    found: dict[str, StoredObject] = {}
+    objects: dict[str, StoredObject] = {}
     more: dict[str, str] = {}
     while True:
         page = bucket.call("list_objects_v2", Prefix=prefix, **more)
-        for one in page.get("Contents", ()):
-            found[one["Key"]] = StoredObject(int(one["Size"]), to_seconds(one["LastModified"]))
+        for item in page.get("Contents", ()):
+            objects[item["Key"]] = StoredObject(int(item["Size"]), to_seconds(item["LastModified"]))
         if not page.get("IsTruncated"):
-            return found
+            return objects
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
@@ -81,14 +81,14 @@ def read_object(bucket: S3Bucket, key: str) -> bytes | None:
 
 def list_uploads(bucket: S3Bucket, prefix: str) -> list[MultipartUpload]:
     """Return the unfinished multipart uploads whose keys begin with `prefix`."""
-    found: list[MultipartUpload] = []
+    pending: list[MultipartUpload] = []
     more: dict[str, str] = {}
     while True:
         page = bucket.call("list_multipart_uploads", Prefix=prefix, **more)
         uploads = page.get("Uploads", ())
-        found += [MultipartUpload(one["Key"], one["UploadId"], to_seconds(one["Initiated"])) for one in uploads]
+        pending += [MultipartUpload(item["Key"], item["UploadId"], to_seconds(item["Initiated"])) for item in uploads]
         if not page.get("IsTruncated"):
-            return found
+            return pending
         more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
@@ -102,10 +102,10 @@ def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None
             if find_code(error) not in ABSENT:
                 raise
             return None
-        for one in page.get("Parts", ()):
-            after = int(one["PartNumber"])
-            nbytes += int(one["Size"])
-            changed = max(changed, to_seconds(one["LastModified"]))
+        for part in page.get("Parts", ()):
+            after = int(part["PartNumber"])
+            nbytes += int(part["Size"])
+            changed = max(changed, to_seconds(part["LastModified"]))
         if not page.get("IsTruncated"):
             return SentParts(nbytes, changed)
 
@@ -147,8 +147,8 @@ def ask_to_delete(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefus
     """Send one deletion request; return the objects that the store did not delete, each with its reason."""
     answer = bucket.call("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
     return {
-        str(one["Key"]): StoreRefused(str(one.get("Code", "")), str(one.get("Message", "")))
-        for one in answer.get("Errors", ())
+        str(error["Key"]): StoreRefused(str(error.get("Code", "")), str(error.get("Message", "")))
+        for error in answer.get("Errors", ())
     }
 
 
