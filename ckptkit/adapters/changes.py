@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptkit.adapters.config import AdapterConfig, is_called
+from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Kind, expert_place, own_name
 from ckptkit.errors import CkptError, Mismatch
@@ -28,7 +28,7 @@ _PARTNERS: dict[Kind, Kind] = {"A": "B", "B": "A", "embedding_A": "embedding_B",
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WeightUpdate:
     """A low-rank weight update of a module or of one of its parameters: the names of its tensors.
 
     With a `magnitude` the update is DoRA's; with a `bias` it also changes the module's bias.
@@ -43,7 +43,7 @@ class Change:
     magnitude: str | None = None
 
 
-def changes_of(adapter: Adapter) -> Iterator[Change]:
+def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
     """Yield the low-rank weight updates of an adapter. Raises `Mismatch` if one of the two matrices is missing."""
     names_by_module: dict[tuple[str, int], dict[Kind, str]] = defaultdict(dict)
     for name, entry in adapter.entries.items():
@@ -65,10 +65,10 @@ def changes_of(adapter: Adapter) -> Iterator[Change]:
             first = next(iter(names.values()))
             raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.path, tensor=first)
         a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
-        yield Change(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
+        yield WeightUpdate(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
 
 
-def without_copies(adapter: Adapter, config: AdapterConfig) -> Adapter:
+def without_tied_duplicates(adapter: Adapter, config: AdapterConfig) -> Adapter:
     """Return an adapter without the trained rows of layers that are tied to an embedding, which are duplicates.
 
     A training state contains these rows once per tied layer. The layers that the config names keep their rows; if the
@@ -79,7 +79,7 @@ def without_copies(adapter: Adapter, config: AdapterConfig) -> Adapter:
     if len(rows) < 2 or asked is None:
         return adapter
     named = map(str, asked) if isinstance(asked, dict) else _INPUTS
-    matches_by_layer = [{name for name, module in rows.items() if is_called(module, layer)} for layer in named]
+    matches_by_layer = [{name for name, module in rows.items() if ends_with_name(module, layer)} for layer in named]
     own = set().union(*matches_by_layer) if isinstance(asked, dict) else next(filter(None, matches_by_layer), set())
     copies = rows.keys() - own if own else set()
     return replace(adapter, entries={name: entry for name, entry in adapter.entries.items() if name not in copies})
@@ -91,29 +91,33 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
     A parameter of fused experts has the rows of all experts in one matrix, so its rank must be a multiple of the
     config's.
     """
-    targets, changes = config.values.get("target_modules"), list(changes_of(adapter))
+    targets, changes = config.values.get("target_modules"), list(weight_updates_of(adapter))
     has_tied = config.flag("ensure_weight_tying") and any(
         change.is_embedding for change in changes
     )  # tied targets are not listed
     for change in changes:
         if config.method != "LORA":
-            raise unfit(adapter, change.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}")
+            raise mismatch_with_config(
+                adapter, change.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}"
+            )
         check_rank(adapter, config, change)
         parameters = config.parameters_of(change.module)
         for key in parameters or (change.module,):
             config.scaling_of(key)
         if config.flag("use_dora") != (change.magnitude is not None) and not parameters:
             has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
-            raise unfit(adapter, change.a, f"`{change.module}` has {has}, but `{config.path}` says {says}")
+            raise mismatch_with_config(
+                adapter, change.a, f"`{change.module}` has {has}, but `{config.path}` says {says}"
+            )
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
         if is_listed and not has_tied and not is_target(change.module, config):
             message = (
                 f"`{change.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
             )
-            raise unfit(adapter, change.a, message)
+            raise mismatch_with_config(adapter, change.a, message)
         if not is_in_layers(change.module, config):
             layers = config.values["layers_to_transform"]
-            raise unfit(
+            raise mismatch_with_config(
                 adapter, change.a, f"`{change.module}` is not in any of the layers {layers} that `{config.path}` lists"
             )
     check_complete(adapter, config)
@@ -123,12 +127,14 @@ def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if the tensors of modules or token rows that were trained in full are missing."""
     whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
     if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
-        raise unfit(
+        raise mismatch_with_config(
             adapter, first, f"`{config.path}` says that {whole} was trained in full, but none of its tensors are here"
         )
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:
-        raise unfit(adapter, first, f"`{config.path}` says that token rows were trained, but there are none")
+        raise mismatch_with_config(
+            adapter, first, f"`{config.path}` says that token rows were trained, but there are none"
+        )
 
 
 def is_saved_module(own: str, config: AdapterConfig) -> bool:
@@ -147,7 +153,7 @@ def is_in_layers(module: str, config: AdapterConfig) -> bool:
     return not isinstance(layers, list) or len(numbers) != 1 or numbers[0] in map(str, layers)
 
 
-def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
+def check_rank(adapter: Adapter, config: AdapterConfig, change: WeightUpdate) -> None:
     """Raise `Mismatch` if the matrices do not fit each other or have another rank than the config."""
     a, b = (adapter.specs[name].shape for name in (change.a, change.b))
     location, parameters = expert_place(change.module), config.parameters_of(change.module)
@@ -155,13 +161,15 @@ def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
     columns = 2 if is_deep and location is not None and location.leaf else 1
     rank_of_a = a[1 if is_deep else 0] if len(a) > 1 else 0
     if len(b) < (3 if is_deep else 2) or rank_of_a != b[columns]:
-        raise unfit(adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}")
+        raise mismatch_with_config(
+            adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}"
+        )
     ranks = sorted({config.rank_of(key) for key in parameters or (change.module,)})
     is_stacked = bool(parameters) and not is_deep
     if not any(rank_of_a == rank or (is_stacked and rank_of_a % rank == 0) for rank in ranks):
         wanted = " or ".join(map(str, ranks))
         message = f"expected rank {wanted} as in `{config.path}`, found rank {rank_of_a} (shape {list(a)})"
-        raise unfit(adapter, change.a, message)
+        raise mismatch_with_config(adapter, change.a, message)
 
 
 def is_target(module: str, config: AdapterConfig) -> bool:
@@ -169,10 +177,10 @@ def is_target(module: str, config: AdapterConfig) -> bool:
     targets = config.values.get("target_modules")
     if not isinstance(targets, list):
         return bool(targets)
-    return any(is_called(module, str(target)) for target in targets) or bool(config.parameters_of(module))
+    return any(ends_with_name(module, str(target)) for target in targets) or bool(config.parameters_of(module))
 
 
-def unfit(adapter: Adapter, name: str, message: str) -> CkptError:
+def mismatch_with_config(adapter: Adapter, name: str, message: str) -> CkptError:
     hint = "pass the adapter's own config with --adapter-config"
     return Mismatch(message, path=adapter.layout.path, tensor=name, hint=hint)
 
@@ -189,7 +197,7 @@ def trained_biases(adapter: Adapter, config: AdapterConfig, base: Mapping[str, s
     }
 
 
-def saved_base(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
+def embeddings_saved_in_full(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
     """Return the full embeddings that PEFT saves with an adapter that targets them, mapped to their names in its file.
 
     Source: `get_peft_model_state_dict`, `save_embedding_layers="auto"`.

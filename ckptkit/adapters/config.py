@@ -98,7 +98,7 @@ class AdapterConfig:
     def parameters_of(self, module: str) -> tuple[str, ...]:
         """Return the parameters of a module that `target_parameters` may name; PEFT adapts these instead."""
         targets = [target.rpartition(".") for target in self.names("target_parameters")]
-        return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or is_called(module, above))
+        return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or ends_with_name(module, above))
 
     def is_target(self, module: str) -> bool:
         """Return whether PEFT would adapt a module whose name the adapter has in another layer.
@@ -114,14 +114,14 @@ class AdapterConfig:
             *self.names("target_modules"),
             *(target.rpartition(".")[0] for target in self.names("target_parameters")),
         ]
-        is_named = not named or any(is_called(module, name) for name in named)
+        is_named = not named or any(ends_with_name(module, name) for name in named)
         return is_named and self.is_in_layers(module)
 
     def is_listed(self, key: str, module: str) -> bool:
         """Return whether the pattern or list under `key` matches a module; `all-linear` matches every module."""
         value = self.values.get(key)
         if not isinstance(value, str):
-            return any(is_called(module, name) for name in self.names(key))
+            return any(ends_with_name(module, name) for name in self.names(key))
         try:
             return value == _ALL or matches(value, module, self.path)
         except Unsupported:
@@ -147,7 +147,7 @@ class AdapterConfig:
     def scaling_of(self, module: str) -> float:
         """Return the factor of the product B A of a module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         alpha, rank = self.of_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_sound(alpha):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_usable_alpha(alpha):
             raise Corrupt(f"alpha of `{module}`: expected a finite number, found {alpha!r}", path=self.path)
         return alpha / math.sqrt(rank) if self.flag("use_rslora") else alpha / rank
 
@@ -240,14 +240,14 @@ def config_directories(checkpoint: Path, adapter: str) -> Iterator[Path]:
         yield directory if adapter == DEFAULT else directory / adapter
 
 
-def without_training(config: AdapterConfig) -> bytes:
+def for_inference(config: AdapterConfig) -> bytes:
     """Return the config as PEFT saves it after training, with `inference_mode` on."""
     if config.values.get("inference_mode") is True:
         return config.content
     return (json.dumps({**config.values, "inference_mode": True}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def is_sound(alpha: float) -> bool:
+def is_usable_alpha(alpha: float) -> bool:
     """Return whether alpha is finite and small enough for a float32 factor."""
     return abs(alpha) < 1e30
 
@@ -266,7 +266,7 @@ def matches(pattern: str, module: str, path: Path) -> bool:
         raise Corrupt(f"the pattern `{pattern[:60]}` is invalid: {error}", path=path) from error
 
 
-def is_called(module: str, name: str) -> bool:
+def ends_with_name(module: str, name: str) -> bool:
     """Return whether a module has this name, or a name that ends with it."""
     return module == name or module.endswith(f".{name}")
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.adapters.changes import check, saved_base, trained_biases, without_copies
+from ckptkit.adapters.changes import check, embeddings_saved_in_full, trained_biases, without_tied_duplicates
 from ckptkit.adapters.config import NAME as CONFIG
-from ckptkit.adapters.config import AdapterConfig, find_adapter_config, without_training
+from ckptkit.adapters.config import AdapterConfig, find_adapter_config, for_inference
 from ckptkit.adapters.empty import find_empty
 from ckptkit.adapters.experts import describe_layouts
-from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
+from ckptkit.adapters.find import HINT_KEEP_TENSORS, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
 from ckptkit.adapters.trainer_names import TrainerNames, trainer_names_in
 from ckptkit.checkpoints.component import Component
@@ -32,10 +32,10 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class CheckedAdapter:
     """An adapter of a checkpoint, and the config that it was checked against."""
 
-    opened: Opened
+    opened: AdapterComponent
     adapter: Adapter
     config: AdapterConfig
 
@@ -46,7 +46,7 @@ class Fitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class AdapterComponent:
     """A component of a checkpoint that contains adapters: its weights, and the adapters in them."""
 
     part: Component
@@ -54,7 +54,7 @@ class Opened:
     adapted: Adapted
     trainer_names: TrainerNames | None = None
 
-    def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
+    def fitted(self, adapter: Adapter, given: str | None) -> CheckedAdapter:
         """Return an adapter with its config, after checking that they fit. Raises `NotACheckpoint` without a config."""
         if given is not None and len(self.adapted.adapters) > 1:
             names = ", ".join(own.name for own in self.adapted.adapters)
@@ -68,15 +68,15 @@ class Opened:
         if config is None:
             raise NotACheckpoint(
                 f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
-                f"its tensors give {describe(adapter)}, but not alpha",
+                f"its tensors give {describe_adapter(adapter)}, but not alpha",
                 path=self.part.path,
                 hint="pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it",
             )
         check(adapter, config)
-        return Fitted(self, without_copies(adapter, config), config)
+        return CheckedAdapter(self, without_tied_duplicates(adapter, config), config)
 
 
-def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
+def open_adapters(part: Component, options: ConvertOptions) -> AdapterComponent | None:
     """Return the adapters in a component, as far as `options` select them; None if it has none."""
     if not may_be_adapted(part.layout.tensors):
         return None
@@ -92,7 +92,7 @@ def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
     if adapted is not None:
         if part.is_adapter and (error := find_empty(weights.layout)):
             raise error
-        return Opened(part, weights, adapted, trainer_names)
+        return AdapterComponent(part, weights, adapted, trainer_names)
     refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
     return None
 
@@ -107,13 +107,13 @@ def refuse_wrapped(part: Component, names: Sequence[str]) -> None:
     config = find_adapter_config(part.path) if may_be_adapted(names) else None
     if config is not None and (wrapped or config.method != "LORA"):
         message = f"{config.path} says {config.method}, but the checkpoint contains no LoRA matrices"
-        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=part.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
     if wrapped and any(".base_layer." in name for name in names):
         message = "the tensor is inside PEFT's wrapper, but belongs to no adapter that ckptkit knows"
-        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=part.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
 
 
-def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptions) -> Conversion:
+def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: ConvertOptions) -> Conversion:
     """Plan the output of all adapters of a checkpoint, with their configs. Raises `Unsupported` for an average."""
     first, *others = opened
     if first.part.masters is not None:
@@ -137,18 +137,16 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
         if options.experts:
-            from ckptkit.adapters.expert_forms import with_form  # deferred: rarely needed
+            from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
 
             made_of = fitted.adapter, fitted.config, fitted.path
-            changed, fitting, remark = with_form(*made_of, options.experts, options)
+            changed, fitting, remark = convert_experts(*made_of, options.experts, options)
             fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name
         drafts.append(draft_adapter(fitted, options, subdirectory))
-        new_files[str(Path(subdirectory, CONFIG))] = (
-            config.content if first.adapted.is_saved else without_training(config)
-        )
-        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(fitted.adapter)}")
+        new_files[str(Path(subdirectory, CONFIG))] = config.content if first.adapted.is_saved else for_inference(config)
+        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe_adapter(fitted.adapter)}")
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
@@ -164,17 +162,17 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
         drafts=drafts,
         made=new_files,
         copied_files={} if options.adapter_config else tokenizer_beside(first.part.path),
-        entries=[entries_of(first, drafts, options)],
+        entries=[entries_beside(first, drafts, options)],
         wrapper=first.weights.wrapper,
         notes=notes,
     )
 
 
-def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
+def draft_adapter(fitted: CheckedAdapter, options: ConvertOptions, place: str) -> Draft:
     """Plan the output of one adapter: all tensors under PEFT's names, in the one file that PEFT looks for."""
     adapter, config, base = fitted.adapter, fitted.config, fitted.opened.adapted.base
     names = {name: entry.saved for name, entry in adapter.entries.items()}
-    names |= trained_biases(adapter, config, base) | saved_base(adapter, config, base)
+    names |= trained_biases(adapter, config, base) | embeddings_saved_in_full(adapter, config, base)
     names |= resized_embeddings(fitted, options.base or config.base)
     new_name = options.edits.renaming()
     chosen = edits.select(adapter.layout, names.__contains__)
@@ -187,7 +185,7 @@ def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
     return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
 
 
-def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
+def resized_embeddings(fitted: CheckedAdapter, base: str | None) -> dict[str, str]:
     """Return the embeddings whose row count differs from the `vocab_size` in the base's config.json.
 
     PEFT saves these in full. A base on the Hub is not looked up. Source: `get_peft_model_state_dict`.
@@ -200,7 +198,7 @@ def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
     return {name: WRAPPER + own_name(name) for name in names if rows is not None and specs[name].shape[:1] != (rows,)}
 
 
-def describe(adapter: Adapter) -> str:
+def describe_adapter(adapter: Adapter) -> str:
     """Return the method, the ranks and the targets of an adapter as text."""
     rows = sorted(adapter.rows)
     rank = f" of rank {rows[0]}" if len(rows) == 1 else f" of ranks {rows[0]} to {rows[-1]}" if rows else ""
@@ -209,7 +207,7 @@ def describe(adapter: Adapter) -> str:
     return f"{adapter.method}{rank} on {named}"
 
 
-def entries_of(opened: Opened, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
+def entries_beside(opened: AdapterComponent, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
     """Return how each entry beside the adapters is handled.
 
     Other entries, the base and PEFT's copies are not written.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.changes import check
-from ckptkit.adapters.config import AdapterConfig, is_called
+from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, ExpertPair, find_form, read_pairs
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
@@ -32,7 +32,7 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of co
 _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
 
 
-def with_form(
+def convert_experts(
     adapter: Adapter, config: AdapterConfig, path: Path, form: str, options: ConvertOptions
 ) -> tuple[Adapter, AdapterConfig, str]:
     """Return an adapter with its expert matrices in a form, a config that fits it, and a remark for the summary.
@@ -50,10 +50,10 @@ def with_form(
     base = base_config(config, path, options)
     asked = ExpertFacts(options.experts_layout, first_integer(base, "hidden_size"), first_integer(base, *_COUNTS))
     names = names_of(base, path) if form == PER_EXPERT else None
-    pairs = list(in_form(read_pairs(adapter, config, asked), form, names))
+    pairs = list(arrange_pairs(read_pairs(adapter, config, asked), form, names))
     new_tensors = list(tensors_of(pairs, form, names))
-    result = with_pairs(adapter, new_tensors)
-    fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
+    result = with_expert_matrices(adapter, new_tensors)
+    fitting = config_for_form(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
     check(result, fitting)
     remark = (
         f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(new_tensors), 'tensor')}"
@@ -93,7 +93,7 @@ def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
     return experts_of(str(model_type))
 
 
-def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
+def arrange_pairs(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
     """Yield the pairs in a form: gate and up fused, separate, or as they are, under the module names of the form.
 
     `names` are the names of experts in the base's files; `per-expert` needs them.
@@ -182,7 +182,7 @@ def entries_of(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Ite
     yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
 
 
-def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
+def with_expert_matrices(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
     """Return an adapter whose expert matrices are replaced by `made`, under their names in the adapter's file."""
     others = {
         name: entry
@@ -199,7 +199,7 @@ def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> 
     return replace(adapter, layout=layout, entries=entries)
 
 
-def config_for(
+def config_for_form(
     config: AdapterConfig,
     pairs: Sequence[ExpertPair],
     made: Adapter,
@@ -211,7 +211,7 @@ def config_for(
     values = dict(config.values)
     experts = {entry.module for entry in before.entries.values() if is_of_experts(entry)}
     others = {entry.module for entry in made.entries.values() if not is_of_experts(entry)}
-    leaves = sorted({own_leaf(pair, names) for pair in pairs})
+    leaves = sorted({leaf_name(pair, names) for pair in pairs})
     targets = values.get("target_modules")
     if isinstance(targets, list):
         kept = [target for target in targets if is_kept(str(target), experts, others)]
@@ -241,12 +241,12 @@ def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
 
     It stays if it matches a module outside the experts, or no expert at all.
     """
-    return any(is_called(module, target) for module in others) or not any(
-        is_called(module_of_experts, target) for module_of_experts in experts
+    return any(ends_with_name(module, target) for module in others) or not any(
+        ends_with_name(module_of_experts, target) for module_of_experts in experts
     )
 
 
-def own_leaf(pair: ExpertPair, names: ExpertNames | None) -> str:
+def leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
     """Return the name of a pair's parameter in the model's files."""
     if names is None:
         return pair.leaf
@@ -263,7 +263,7 @@ def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: Exper
         scaling = config.scaling_of(pair.source)
         alpha = scaling * (math.sqrt(pair.rank) if config.flag("use_rslora") else pair.rank)
         number = "" if names is None else r"\.\d+"
-        leaf = f"{number}\\.{own_leaf(pair, names)}"
+        leaf = f"{number}\\.{leaf_name(pair, names)}"
         modules_by_leaf[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_sound
+from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_usable_alpha
 from ckptkit.adapters.names import (
     DEFAULT,
     WRAPPER,
@@ -19,10 +19,10 @@ from ckptkit.adapters.names import (
     find_unknown_name,
     is_copy,
     is_unused,
-    other_method,
     own_name,
     read_entry,
     trained_name,
+    unsupported_method,
 )
 from ckptkit.adapters.trainer_names import trainer_names_in
 from ckptkit.checkpoints.component import Component
@@ -64,10 +64,9 @@ def inspect_adapters(part: Component) -> tuple[InspectedAdapter, ...]:
 
 
 def summarize_adapter(adapter: Adapter, adapted: Adapted, part: Component) -> InspectedAdapter:
-    """Look at one adapter, and at its config, or what its trainer saved of it, if that can be read."""
     config = readable_config(part.path, adapter.name)
     alpha = (config.values if config else trained_values(part.layout)).get("lora_alpha")
-    is_number = isinstance(alpha, int | float) and is_sound(alpha)
+    is_number = isinstance(alpha, int | float) and is_usable_alpha(alpha)
     return InspectedAdapter(
         adapter.name,
         adapter.method,
@@ -101,7 +100,7 @@ def readable_config(path: Path, name: str) -> AdapterConfig | None:
         return None
 
 
-AS_THEY_ARE = "run `ckptkit convert --to pt` to keep all tensors and their names"
+HINT_KEEP_TENSORS = "run `ckptkit convert --to pt` to keep all tensors and their names"
 _RANKED = ("A", "embedding_A")
 _STACKED = re.compile(r"(?:.*\.)?layers\.[^0-9].*")  # all layers stacked in one tensor
 
@@ -177,14 +176,14 @@ def find_adapters(layout: Layout) -> Adapted | None:
 
     Raises `Unsupported` for tensors of methods that ckptkit does not know, `Corrupt` for contradictory names.
     """
-    method = other_method(layout.tensors)
+    method = unsupported_method(layout.tensors)
     if method is not None:
         message = f"expected LoRA or DoRA, found an adapter of {method}"
-        raise Unsupported(message, path=layout.path, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=layout.path, hint=HINT_KEEP_TENSORS)
     unknown_name = find_unknown_name(layout.tensors)
     if unknown_name is not None:
         message = "this is not a name that PEFT gives to an adapter's matrix"
-        raise Unsupported(message, path=layout.path, tensor=unknown_name, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=layout.path, tensor=unknown_name, hint=HINT_KEEP_TENSORS)
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
         return None
@@ -195,7 +194,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
         message = "other tensor names contain the name of an adapter, but this one does not"
         raise Corrupt(message, path=layout.path, tensor=first)
     if nameless == {True}:
-        whole, copies = saved_whole(rest)
+        whole, copies = full_parameters(rest)
         return Adapted((Adapter(DEFAULT, layout, with_wrapper(entries | whole)),), {}, is_saved=True, copies=copies)
     by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():
@@ -205,7 +204,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     return Adapted(adapters, dict(unwrapped(layout, rest)), is_saved=False)
 
 
-def saved_whole(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
+def full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
     """Return the full parameters in an adapter's own file, and the names of copies that PEFT does not load.
 
     PEFT saves a resized embedding that was trained in full three times: under its own name, which it loads, in

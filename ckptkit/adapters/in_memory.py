@@ -31,7 +31,7 @@ class InMemoryLocation(NamedTuple):
     start: Shape
 
 
-def in_memory(part: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
+def layout_in_memory(part: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
     """Return the weights of a component under transformers' in-memory names.
 
     Returns None if the conversion is unknown.
@@ -73,7 +73,7 @@ def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, C
     return places.pop() if len(places) == 1 else None
 
 
-def to_files(merging: Merging, files: Layout) -> Merging:
+def updates_in_files(merging: Merging, files: Layout) -> Merging:
     """Translate weight updates of the in-memory model to the tensors in its files.
 
     Raises `Unsupported` for an updated tensor that the files store scattered or transposed.
@@ -83,10 +83,10 @@ def to_files(merging: Merging, files: Layout) -> Merging:
     for name, location in find_places(files, memory).items():
         reached.add(location.name)
         is_whole = memory.tensors[location.name].spec.shape == files.tensors[name].spec.shape
-        move_changes(merging, location.name, in_files, name, None if is_whole else location.start)
+        move_updates(merging, location.name, in_files, name, None if is_whole else location.start)
     for name in merging.changed:
         if name not in memory.tensors:
-            move_changes(merging, name, in_files, name, None)
+            move_updates(merging, name, in_files, name, None)
         elif name not in reached:
             message = "an adapter changes this tensor, and the base's files store its elements in another order"
             raise Unsupported(
@@ -98,7 +98,7 @@ def to_files(merging: Merging, files: Layout) -> Merging:
     return in_files
 
 
-def move_changes(merging: Merging, name: str, target: Merging, new: str, start: Shape | None) -> None:
+def move_updates(merging: Merging, name: str, target: Merging, new: str, start: Shape | None) -> None:
     """Move the updates of tensor `name` to `new`: the same tensor, or the box of `name` that begins at `start`."""
     if name not in merging.changed:
         return

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.draft import Fitted, describe, open_adapters
+from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
 from ckptkit.adapters.expert_pairs import find_form
 from ckptkit.adapters.gaps import find_gaps
-from ckptkit.adapters.in_memory import in_memory, to_files
-from ckptkit.adapters.recipes import Merging, Source
+from ckptkit.adapters.in_memory import layout_in_memory, updates_in_files
+from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_of
@@ -38,7 +38,7 @@ from ckptkit.state.steps import fit_config, give_names, unwrap
 _TIE = "tie_word_embeddings"
 
 
-def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[Fitted]) -> Model:
+def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[CheckedAdapter]) -> Model:
     """Drop the tensors that stay tied to another, or untie them in config.json if the adapters made them differ.
 
     A tie breaks if an adapter changed only one of the two tensors, or each differently. The tie remains if both have
@@ -115,7 +115,7 @@ def merge(parts: Sequence[Component], options: ConvertOptions) -> Model:
     return replace(with_tokenizer_of(adapters, select(merged, options)), origins=tuple(paths))
 
 
-def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -> Fitted:
+def with_fused_experts(adapter: CheckedAdapter, base: Layout, options: ConvertOptions) -> CheckedAdapter:
     """Convert an adapter's expert matrices to fused experts, unless the base fits them as they are.
 
     A base with one tensor per expert takes per-expert matrices unchanged.
@@ -123,9 +123,9 @@ def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -
     form = find_form(adapter.adapter)
     if form in (None, FLAT) or (form == PER_EXPERT and not has_fused(base)):
         return adapter
-    from ckptkit.adapters.expert_forms import with_form  # deferred: rarely needed
+    from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
 
-    fused, config, _ = with_form(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    fused, config, _ = convert_experts(adapter.adapter, adapter.config, adapter.path, FLAT, options)
     return replace(adapter, adapter=fused, config=config)
 
 
@@ -133,7 +133,7 @@ def has_fused(base: Layout) -> bool:
     return any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
 
 
-def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
+def check_globs(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
     """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
     asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
     asked.check_matched("--include", asked.include, names, path)
@@ -151,7 +151,7 @@ def select(model: Model, options: ConvertOptions) -> Model:
     return model.rename(asked.renaming())
 
 
-def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> Fitted:
+def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> CheckedAdapter:
     """Return the only adapter in a component, with its config. Raises `Usage` if it has none or several.
 
     `base` is the component with the base, if one was passed.
@@ -173,7 +173,7 @@ def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[C
     return opened.fitted(adapters[0], options.adapter_config)
 
 
-def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
+def base_of(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
     """Return the base in the adapter's own checkpoint, or else the base that `--base` names.
 
     Raises `Usage` without any.
@@ -196,7 +196,7 @@ def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
     )
 
 
-def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
+def merge_all(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
     """Merge adapters into a base under the Hub's names; under the base's own names if only those fit."""
     may_be_quantized = may_hold_quantized(base.part.layout.specs, base.config)
     plain = make_all_plain(base) if may_be_quantized else base
@@ -213,10 +213,10 @@ def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) 
     return merge_into(own, adapters, options)
 
 
-def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
+def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
     """Merge adapters into a base of plain weights whose names and shapes fit the adapters."""
     whole = restore_tied(base.layout, base.config)
-    memory = None if has_modules(whole, adapters) else in_memory(base.part, base.weights, base.config)
+    memory = None if has_modules(whole, adapters) else layout_in_memory(base.part, base.weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
     specs = base.layout.specs
     named = (memory if memory is not None and is_moved else whole).tensors
@@ -229,14 +229,16 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
     for number, fitted in enumerate(adapters, 1 + len(base.others)):
         weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
         base_beside = fitted.opened.adapted.base
-        merging.add(Source(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout))
+        merging.add(AdapterSource(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout))
         times = f"{weight:g} times " if options.scales else ""
-        merged = f"merged {times}the adapter of {fitted.path}: {describe(fitted.adapter)}, by {fitted.config.path}"
+        merged = (
+            f"merged {times}the adapter of {fitted.path}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
+        )
         gaps = find_gaps(fitted.adapter, fitted.config, names)
         model = model.say(*check_base(fitted, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
-        merging = to_files(merging, whole)
+        merging = updates_in_files(merging, whole)
         model = model.say(
             "the adapter uses the names of the model in memory; the output keeps the names of the base's files"
         )
@@ -251,7 +253,7 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
     return model.select(model.layout.tensors.keys())
 
 
-def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
+def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
     """Raise `Usage` for --experts-layout without fused experts, or with several adapters.
 
     Several adapters may have different layouts.
@@ -266,7 +268,7 @@ def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: 
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
-def check_base(one: Fitted, base: Component) -> list[str]:
+def check_base(one: CheckedAdapter, base: Component) -> list[str]:
     """Raise `Unsupported` if the adapter's training modified its base and `base` is another checkpoint.
 
     Returns a remark if the base's path does not contain the name in the adapter's config: another model may have the
@@ -285,7 +287,7 @@ def check_base(one: Fitted, base: Component) -> list[str]:
     return []
 
 
-def has_modules(layout: Layout, adapters: Sequence[Fitted]) -> bool:
+def has_modules(layout: Layout, adapters: Sequence[CheckedAdapter]) -> bool:
     base_modules = {name.rpartition(".")[0] for name in layout.tensors}
     return all(module in base_modules for adapter in adapters for module in adapter.adapter.modules)
 
@@ -313,7 +315,7 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     return model.with_config({**config, _VOCABULARY: rows}).say(note)
 
 
-def with_tokenizer_of(adapters: Sequence[Fitted], model: Model) -> Model:
+def with_tokenizer_of(adapters: Sequence[CheckedAdapter], model: Model) -> Model:
     """Return the model with the tokenizer that was saved with an adapter, because training may have added tokens."""
     beside = [tokenizer_beside(adapter.path) for adapter in adapters if adapter.path != model.part.path]
     tokenizer = next(filter(None, beside), {})

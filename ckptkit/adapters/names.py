@@ -146,7 +146,7 @@ def trained_name(name: str) -> str:
     return name.replace(".modules_to_save.", ".")
 
 
-def other_method(names: Collection[str]) -> str | None:
+def unsupported_method(names: Collection[str]) -> str | None:
     """Return the adapter method that these tensor names belong to, if ckptkit does not know it; else None."""
     if not any("base_model." in name or ".base_layer." in name for name in names) and PROMPT not in names:
         return None

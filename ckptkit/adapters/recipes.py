@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptkit.adapters.changes import Change, changes_of, is_saved_module, trained_biases
+from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.experts import choose_layout, find_layout
 from ckptkit.adapters.find import Adapter
@@ -37,7 +37,7 @@ _MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that every block needs in full, s
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class AdapterSource:
     """An adapter to merge: the number of its layout among the sources, and its weight in the sum."""
 
     number: int
@@ -72,17 +72,17 @@ class Merging:
     def __post_init__(self) -> None:
         self.tensors = dict(self.base.tensors)
 
-    def add(self, source: Source) -> None:
+    def add(self, source: AdapterSource) -> None:
         """Add an adapter. Raises `Mismatch` if it does not fit, `Unsupported` if it cannot be merged."""
         source.config.check_known()
         self.replace_parameters(source)
-        for change in changes_of(source.adapter):
+        for change in weight_updates_of(source.adapter):
             self.change(source, change)
         for name, entry in source.adapter.entries.items():
             if entry.kind == "tokens":
                 self.replace_rows(source, f"{entry.module}.weight", name, entry.module)
 
-    def replace_parameters(self, source: Source) -> None:
+    def replace_parameters(self, source: AdapterSource) -> None:
         """Replace the parameters that were trained in full."""
         replaced = {entry.module: name for name, entry in source.adapter.entries.items() if entry.kind == "module"}
         replaced |= {own: name for name, own in own_biases(source)}
@@ -107,7 +107,7 @@ class Merging:
             self.tensors[own] = StoredTensor(Spec(dtype, trained.spec.shape), ())
             self.begins[own] = Operand(source.number, name, dtype)
 
-    def resized_embeddings(self, source: Source) -> dict[str, str]:
+    def resized_embeddings(self, source: AdapterSource) -> dict[str, str]:
         """Return the embedding and head beside an adapter whose row counts differ from the base's.
 
         The training resized the vocabulary, so these tensors belong to the adapter, as in PEFT's own files.
@@ -117,7 +117,7 @@ class Merging:
         shapes = {own: (self.tensors[own].spec.shape, source.shape(source.base[own])) for own in sought}
         return {own: source.base[own] for own, (old, new) in shapes.items() if old != new and old[1:] == new[1:]}
 
-    def change(self, source: Source, change: Change) -> None:
+    def change(self, source: AdapterSource, change: WeightUpdate) -> None:
         """Add a low-rank update of a weight, and of the bias beside it."""
         own, product = self.product_of(source, change)
         self.require_float(own, source, change.a)
@@ -133,7 +133,7 @@ class Merging:
             dtype = working_dtype(self.tensors[bias].spec.dtype)
             self.steps[bias].append(ScaledAddition(Operand(source.number, change.bias, dtype), product.scaling))
 
-    def product_of(self, source: Source, change: Change) -> tuple[str, Product]:
+    def product_of(self, source: AdapterSource, change: WeightUpdate) -> tuple[str, Product]:
         """Return the name of the parameter that an update changes, and the product to add."""
         own, key = f"{change.module}.weight", change.module
         if own in self.tensors and own not in source.config.parameters_of(change.module):
@@ -146,7 +146,7 @@ class Merging:
         scaling = source.config.scaling_of(key) * source.weight
         return own, kind(a, b, source.shape(change.a), source.shape(change.b), scaling)
 
-    def kind_of(self, source: Source, change: Change, own: str) -> Kind:
+    def kind_of(self, source: AdapterSource, change: WeightUpdate, own: str) -> Kind:
         """Return the orientation in which a layer stores its weight.
 
         The shapes decide; for a square weight the config does.
@@ -164,14 +164,14 @@ class Merging:
             return self.kind_by_config(source, change, own)
         return LinearProduct if is_plain else TransposedProduct
 
-    def kind_by_config(self, source: Source, change: Change, own: str) -> Kind:
+    def kind_by_config(self, source: AdapterSource, change: WeightUpdate, own: str) -> Kind:
         """Return the orientation of a square weight. Raises `Unsupported` if nothing decides it.
 
         `fan_in_fan_out` is one switch for all layers, set for the last layer type that PEFT visited. If other layers of
         the adapter contradict the switch, it says nothing about a square weight.
         """
         is_turned = source.config.flag("fan_in_fan_out")
-        for other in changes_of(source.adapter):
+        for other in weight_updates_of(source.adapter):
             tensor = self.tensors.get(f"{other.module}.weight")
             product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
             shape = tensor.spec.shape if tensor else ()
@@ -180,7 +180,7 @@ class Merging:
                 raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
         return TransposedProduct if is_turned else LinearProduct
 
-    def parameter_of(self, source: Source, change: Change) -> tuple[str, Kind]:
+    def parameter_of(self, source: AdapterSource, change: WeightUpdate) -> tuple[str, Kind]:
         """Return the parameter of a module that an update changes: the only one with a fitting shape."""
         fitting_parameters = list(self.fitting(source, change))
         if len(fitting_parameters) == 1:
@@ -193,7 +193,7 @@ class Merging:
         message = f"it fits {names} of the base in more than one way, and no file says which"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
 
-    def fitting(self, source: Source, change: Change) -> Iterator[tuple[str, Kind]]:
+    def fitting(self, source: AdapterSource, change: WeightUpdate) -> Iterator[tuple[str, Kind]]:
         """Yield the parameters of a module whose shape fits an update, with the kind of product."""
         a, b = source.shape(change.a), source.shape(change.b)
         wanted = source.config.parameters_of(change.module)
@@ -210,7 +210,7 @@ class Merging:
                         kind = partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
                         yield own, partial(kind, is_in_blocks=self.layout_of(source, change, own, rank) == BLOCKS)
 
-    def layout_of(self, source: Source, change: Change, own: str, rank: int) -> str:
+    def layout_of(self, source: AdapterSource, change: WeightUpdate, own: str, rank: int) -> str:
         """Return the layout of lora_B of fused experts; notes if `--experts-layout` contradicts the files."""
         count, given = self.tensors[own].spec.shape[0], source.experts_layout
         layout = choose_layout(source.config, own, count, rank, given, change.b)
@@ -222,7 +222,7 @@ class Merging:
             self.notes.append(note)
         return layout
 
-    def dora_step(self, source: Source, change: Change, own: str, product: Product) -> DoraRescale:
+    def dora_step(self, source: AdapterSource, change: WeightUpdate, own: str, product: Product) -> DoraRescale:
         """Return DoRA's step. It needs all weights of each output in memory at once."""
         assert change.magnitude is not None
         shape, is_turned = self.tensors[own].spec.shape, isinstance(product, TransposedProduct)
@@ -241,7 +241,7 @@ class Merging:
             product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned)
         )
 
-    def replace_rows(self, source: Source, own: str, name: str, module: str) -> None:
+    def replace_rows(self, source: AdapterSource, own: str, name: str, module: str) -> None:
         """Replace the rows of an embedding that were trained."""
         if own not in self.tensors:
             raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
@@ -261,7 +261,7 @@ class Merging:
             raise source.blame(f"two adapters both have a trained row {min(both)}", name)
         self.steps[own].append(Rows(Operand(source.number, name, working_dtype(self.tensors[own].spec.dtype)), indices))
 
-    def require_float(self, own: str, source: Source, name: str) -> None:
+    def require_float(self, own: str, source: AdapterSource, name: str) -> None:
         """Raise `Unsupported` for a tensor of the base that is not a float of 16 bits or more."""
         dtype = self.tensors[own].spec.dtype
         if not dtype.can_become(dtype):
@@ -305,7 +305,7 @@ class Merging:
         return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
 
 
-def require_weight_one(source: Source, name: str, because: str) -> None:
+def require_weight_one(source: AdapterSource, name: str, because: str) -> None:
     """Raise `Unsupported` if the adapter has a weight other than 1.
 
     A tensor that replaces the base's cannot be scaled.
@@ -315,7 +315,7 @@ def require_weight_one(source: Source, name: str, because: str) -> None:
         raise Unsupported(message, path=source.adapter.layout.path, tensor=name)
 
 
-def own_biases(source: Source) -> Iterator[tuple[str, str]]:
+def own_biases(source: AdapterSource) -> Iterator[tuple[str, str]]:
     """Yield (name in the checkpoint, name in the base) of the biases outside an adapter that were trained with it."""
     names = {name: own for own, name in source.base.items()}
     for name in trained_biases(source.adapter, source.config, source.base):

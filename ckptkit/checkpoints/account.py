@@ -164,7 +164,7 @@ def read_account(root: Path) -> Mapping[str, Any] | None:
     return account if isinstance(account, dict) else None
 
 
-def name_lost(found: Mapping[str, Any]) -> str:
+def list_lost_names(found: Mapping[str, Any]) -> str:
     """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
     entries = found.get("lost")
     names = [str(entry.get("name") or entry.get("path")) for entry in entries or () if isinstance(entry, dict)]

@@ -17,26 +17,26 @@ from ckptkit import trainers
 from ckptkit.arguments import checked
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join
-from ckptkit.checkpoints.evidence import gather, gather_names, read_number
+from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_number
 from ckptkit.checkpoints.find_components import (
     COMPANION,
     EXPORTED,
-    OF_TRAINING,
+    TRAINING_SUFFIXES,
     LeftBehind,
     complete_folders,
     components_beside,
     components_inside,
     files_of_ranks,
-    find_unread,
+    find_unsupported_files,
+    has_unsupported_files,
     inner_folders,
     is_run,
     is_stray_file,
-    is_unread,
-    left_in,
     models_of,
-    only_step,
+    only_step_directory,
     ranks_in,
     ranks_of,
+    unused_files,
 )
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import (
@@ -118,7 +118,7 @@ class Checkpoint:
         if wholes is not None:
             return cls(path, wholes)
         reader = None if is_run(path) else detect_format(path)
-        if is_unread(path, reader):
+        if has_unsupported_files(path, reader):
             return cls(path, ())
         if reader is None or is_stray_file(path, reader):
             return cls(path, components_inside(path))
@@ -200,13 +200,13 @@ class Checkpoint:
         """Return the trainer that wrote the checkpoint; None if nothing identifies it."""
         model = self.model_component
         others = [component.layout for component in self.components if component is not model]
-        return trainers.who_wrote(gather(model.path, (model.layout, *others)))
+        return trainers.who_wrote(gather_evidence(model.path, (model.layout, *others)))
 
     @cached_property
     def named_trainer(self) -> str | None:
         """Return the trainer by file names and small files alone, without reading metadata; None if unclear."""
         places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
-        names = (trainers.who_wrote(gather_names(place)) for place in places)
+        names = (trainers.who_wrote(gather_name_evidence(place)) for place in places)
         return next(filter(None, names), None)
 
     @cached_property
@@ -347,7 +347,7 @@ class Checkpoint:
         """Return whether, by file names, it is a model without any training state such as an optimizer."""
         if not (self.path.is_dir() and self.is_direct and self.components[0].reader.is_model_only):
             return False
-        return not any(child.is_dir() or child.suffix in OF_TRAINING for child in children(self.path))
+        return not any(child.is_dir() or child.suffix in TRAINING_SUFFIXES for child in children(self.path))
 
     def require_resumable(self) -> None:
         """Raise `NotACheckpoint` for a checkpoint that contains only weights."""
@@ -362,7 +362,7 @@ class Checkpoint:
             return []
         components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
-            found = list(left_in(self.path, frozenset(used), components))
+            found = list(unused_files(self.path, frozenset(used), components))
         copy = self.exported
         return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in found]
 
@@ -375,7 +375,7 @@ class Checkpoint:
     @cached_property
     def unreadable(self) -> Unsupported | None:
         """Return the error for files of a trainer that ckptkit cannot read yet; None for any other checkpoint."""
-        unread = None if self.components else find_unread(self.path)
+        unread = None if self.components else find_unsupported_files(self.path)
         if unread is None:
             return None
         return Unsupported(f"{unread.what}: ckptkit cannot read this yet", path=self.path, hint=unread.hint)
@@ -434,7 +434,7 @@ def candidates_in(root: Path) -> list[Path]:
     """Return the paths in the run at `root` that may be checkpoints, by name alone."""
     is_step = step_of(root) is not None
     steps = [path for path in entries_in(root) if may_be_step(path)]
-    inner = only_step(root, steps)
+    inner = only_step_directory(root, steps)
     candidates = [path for path in steps if path != inner and not (is_step and trainers.is_whole(path.name))]
     list_ahead(candidates)
     return candidates
@@ -491,7 +491,7 @@ class LatestDiffers(CheckpointWarning):
     """The checkpoint that a trainer would resume from is not the one with the highest step."""
 
 
-class Latest(NamedTuple):
+class LatestCheckpoint(NamedTuple):
     """The latest checkpoint of a run, None if none is complete.
 
     `remarks` say why it is not the checkpoint that the names suggest.
@@ -512,7 +512,7 @@ def latest_in(root: Path) -> Checkpoint | None:
     return latest.checkpoint
 
 
-def find_latest(root: Path) -> Latest:
+def find_latest(root: Path) -> LatestCheckpoint:
     """Find the checkpoint that the trainer of the run at `root` would resume from.
 
     This is the checkpoint that a latest-checkpoint file, a link such as `last` or the newest `last.ckpt` points to, if
@@ -542,7 +542,7 @@ def find_latest(root: Path) -> Latest:
         remarks.append(f"taking {latest.name}, which `{named_by}` names; the highest step is {highest.name}")
     elif latest and remarks:
         remarks[-1] += f"; taking {latest.name}"
-    return Latest(latest, tuple(remarks))
+    return LatestCheckpoint(latest, tuple(remarks))
 
 
 def is_rolled_back(last: Checkpoint, highest: Checkpoint) -> bool:
@@ -583,7 +583,7 @@ def unknown(path: Path) -> NotACheckpoint:
     return one_of_dcp(path) or NotACheckpoint("no known format", path=path)
 
 
-def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
+def unsupported_problem(checkpoint: Checkpoint) -> Unsupported | None:
     """Return the error for a complete checkpoint in a format that ckptkit does not read; None for any other."""
     return next((problem for problem in checkpoint.problems() if isinstance(problem, Unsupported)), None)
 
@@ -608,7 +608,9 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
         return absent(path)
     hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
     if path.is_dir():
-        return files_of_ranks(path) or unfinished_run(path) or program_in(path) or nothing_in(path, hint)
+        return (
+            files_of_ranks(path) or unfinished_run(path) or program_in(path) or no_checkpoint_in_directory(path, hint)
+        )
     other = one_of_dcp(path) or unlike_torch(path)
     return other or of_no_format(path, hint)
 
@@ -619,7 +621,11 @@ def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
     if not unfinished:
         return None
     unread = next(
-        (error for checkpoint in reversed(unfinished) if (error := checkpoint.unreadable or foreign_in(checkpoint))),
+        (
+            error
+            for checkpoint in reversed(unfinished)
+            if (error := checkpoint.unreadable or unsupported_problem(checkpoint))
+        ),
         None,
     )
     message = (
@@ -635,7 +641,7 @@ def program_in(path: Path) -> Unsupported | None:
     return next((error for file in files if (error := unlike_torch(file))), None)
 
 
-def nothing_in(path: Path, hint: str) -> NotACheckpoint:
+def no_checkpoint_in_directory(path: Path, hint: str) -> NotACheckpoint:
     """Return the error for a directory without a checkpoint. Its hint names a run inside the directory."""
     runs, names = runs_in(path), names_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint

@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from ckptkit.checkpoints.evidence import gather
+from ckptkit.checkpoints.evidence import gather_evidence
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest, lost_since, read_manifest
+from ckptkit.checkpoints.manifest import Manifest, explain_deleted_metadata, read_manifest
 from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.errors import (
     CkptError,
@@ -111,7 +111,7 @@ class Component:
         try:
             return self.reader.read(self.path)
         except Incomplete as error:
-            raise lost_since(error, self.path) from None
+            raise explain_deleted_metadata(error, self.path) from None
 
     def apply_context(self, layout: Layout) -> Layout:
         """Return the layout with flat parameters split into the original ones, nested below the keys of `under`."""
@@ -123,17 +123,19 @@ class Component:
         """Return the layout with the manifest's checksums of its files and chunks."""
         if manifest is None:
             return layout
-        layout = with_run_sums(layout, manifest)
+        layout = with_range_checksums(layout, manifest)
         if manifest.has_tensors_of(self.path, self.reader.owns):
             sums = manifest.tensors
-            layout = replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
+            layout = replace(
+                layout, tensors={name: with_tensor_checksum(t, sums.get(name)) for name, t in layout.tensors.items()}
+            )
         known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}
         return replace(layout, file_sums={path: (file_sum.nbytes, file_sum.crc32) for path, file_sum in known.items()})
 
     @cached_property
     def trainer(self) -> str | None:
         """Return the trainer that wrote the component; None if nothing identifies it."""
-        return who_wrote(gather(self.path, (self.layout,)))
+        return who_wrote(gather_evidence(self.path, (self.layout,)))
 
     @property
     def is_adapter(self) -> bool:
@@ -207,7 +209,7 @@ def has_sums(layout: Layout) -> bool:
     return any(chunk.crc32 is not None for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)
 
 
-def with_run_sums(layout: Layout, manifest: Manifest) -> Layout:
+def with_range_checksums(layout: Layout, manifest: Manifest) -> Layout:
     """Return the layout with the manifest's checksums of byte ranges."""
     runs = {name: file.runs for name, file in manifest.files.items() if file.runs}
 
@@ -223,7 +225,7 @@ def with_run_sums(layout: Layout, manifest: Manifest) -> Layout:
     return replace(layout, tensors={name: with_chunk_sums(tensor) for name, tensor in layout.tensors.items()})
 
 
-def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
+def with_tensor_checksum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
     """Return the tensor with the CRC-32 of its row-major bytes, if it is one contiguous chunk without a checksum."""
     if crc is None or len(tensor.chunks) != 1:
         return tensor

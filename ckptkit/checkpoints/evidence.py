@@ -17,7 +17,7 @@ from ckptkit.trainers.trainer import Evidence
 _LIMIT = 1 << 24  # bytes: larger files are not small files of a trainer
 
 
-def gather_names(place: Path) -> Evidence:
+def gather_name_evidence(place: Path) -> Evidence:
     """Return the evidence at `place`, a directory or file, without reading metadata."""
     files = frozenset(names_in(place)) if place.is_dir() else frozenset({place.name})
 
@@ -27,7 +27,7 @@ def gather_names(place: Path) -> Evidence:
     return Evidence(place, files, read_json=read_json)
 
 
-def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
+def gather_evidence(place: Path, layouts: Iterable[Layout]) -> Evidence:
     """Return the evidence at `place`, a directory or file. The first layout is the model's."""
     model, *others = layouts
     below: dict[str, set[str]] = {}
@@ -36,7 +36,7 @@ def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
             key = layout.key(name)
             below.setdefault(str(key[0]), set()).update(map(str, key[1:2]))
     return replace(
-        gather_names(place),
+        gather_name_evidence(place),
         format=model.format,
         world_size=model.world_size,
         keys=frozenset(below),

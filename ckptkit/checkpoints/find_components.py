@@ -24,7 +24,7 @@ from ckptkit.models.names.weights import TRAINING
 from ckptkit.trainers import ONE_FILE, may_be_step_name, stem_of, step_of
 from ckptkit.trainers.trainer import Unread
 
-OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
+TRAINING_SUFFIXES = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
 LINK = "not a regular file"
 HIDDEN = "hidden"
 CHECKPOINT = "a checkpoint of its own"
@@ -88,7 +88,7 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
         return None
     subdirectories = folders(path)
     complete = [folder for folder in subdirectories if trainers.is_whole(folder.name)]
-    inner = only_step(path, subdirectories)
+    inner = only_step_directory(path, subdirectories)
     if inner is not None and not complete and detect_format(path) is None:
         complete = [inner]
     found = [(folder, reader) for folder in complete if (reader := detect_format(folder)) and reader.is_sharded]
@@ -103,7 +103,7 @@ def has_shards(folder: Path) -> bool:
     return reader is not None and reader.is_sharded
 
 
-def only_step(path: Path, there: Iterable[Path]) -> Path | None:
+def only_step_directory(path: Path, there: Iterable[Path]) -> Path | None:
     """Return the only path in `there` whose name has a step, if it is the step of the checkpoint's directory.
 
     Trainers that save through another library write `checkpoint-500/iter_0000500`, possibly with weights in the Hub's
@@ -125,7 +125,7 @@ def components_in(folder: Path) -> list[Component]:
         return states if len(states) > 1 else [Component(folder.name, folder, reader)]
     names = names_in(folder) if trainers.is_other_part(folder.name) else []
     only = folder / next(iter(names)) if len(names) == 1 else None
-    reader = detect_format(only) if only is not None and only.suffix in OF_TRAINING and only.is_file() else None
+    reader = detect_format(only) if only is not None and only.suffix in TRAINING_SUFFIXES and only.is_file() else None
     return [Component(folder.name, only, reader)] if only is not None and reader is not None else []
 
 
@@ -197,7 +197,7 @@ def inner_folders(path: Path) -> list[Path]:
     return [folder for folder in folders(path) if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
 
 
-def is_unread(path: Path, reader: FormatReader | None) -> bool:
+def has_unsupported_files(path: Path, reader: FormatReader | None) -> bool:
     """Return whether a path has files of a trainer that ckptkit cannot read.
 
     `reader` is the format that would read the path. It takes precedence if it knows one of the files by name, unless
@@ -207,12 +207,12 @@ def is_unread(path: Path, reader: FormatReader | None) -> bool:
     owned = [name for name in names if reader is not None and reader.owns(name)]
     if not path.is_dir() and reader is not None and not owned:
         return False  # you passed the path of a torch.save file
-    if any(unread_at(path, [name]) is None for name in owned):
+    if any(unsupported_files_at(path, [name]) is None for name in owned):
         return False
-    return unread_at(path, names_near(path)) is not None
+    return unsupported_files_at(path, names_near(path)) is not None
 
 
-def unread_at(path: Path, names: Iterable[str]) -> Unread | None:
+def unsupported_files_at(path: Path, names: Iterable[str]) -> Unread | None:
     """Return the description of a trainer's files among these names that ckptkit cannot read; None without any."""
     unread = trainers.find_unread(names)
     if unread is None or unread.json is None:
@@ -239,11 +239,11 @@ def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
     return next(filter(None, deeper), None)
 
 
-def find_unread(path: Path) -> Unread | None:
+def find_unsupported_files(path: Path) -> Unread | None:
     """Return the description of files of a trainer or program that ckptkit cannot read; None without any."""
     files = [file for file in (children(path) if path.is_dir() else [path]) if file.is_file()]
     foreign = (found for file in files if (found := trainers.find_foreign([file.name])) and not is_torch_save(file))
-    return unread_at(path, names_near(path)) or next(foreign, None)
+    return unsupported_files_at(path, names_near(path)) or next(foreign, None)
 
 
 def names_near(path: Path) -> Iterator[str]:
@@ -287,7 +287,7 @@ def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
     ]
 
 
-def left_in(
+def unused_files(
     root: Path, used: frozenset[Path], components: set[Path], folder: Path | None = None
 ) -> Iterator[LeftBehind]:
     """Yield the files of directory `root` (or of `folder` in it) that are not `used`.
@@ -305,17 +305,21 @@ def left_in(
             yield LeftBehind(path, CHANGES, name)
         elif path in components and path.is_dir() and not any(path in used_path.parents for used_path in used):
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
-        elif step_of(path) is None and holds_steps(path) and not any(path in used_path.parents for used_path in used):
+        elif (
+            step_of(path) is None
+            and contains_step_directories(path)
+            and not any(path in used_path.parents for used_path in used)
+        ):
             yield LeftBehind(path, RUN, name)
         elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
-            yield from left_in(root, used, components, path)
+            yield from unused_files(root, used, components, path)
         else:
             why = TRAINING if folder in components else reason_to_leave(path, names)
             is_copy = folder is not None and folder.name in trainers.companion_folders()
             yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, NOT_KNOWN) else why, name)
 
 
-def holds_steps(path: Path) -> bool:
+def contains_step_directories(path: Path) -> bool:
     """Return whether a directory contains subdirectories named like checkpoints."""
     return path.is_dir() and not path.is_symlink() and any(step_of(child) is not None for child in folders(path))
 

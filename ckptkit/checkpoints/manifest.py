@@ -50,7 +50,7 @@ class StoreSums:
         return " and ".join(self.others[name].kinds) or "no checksum"
 
 
-def ask_store(root: Path, names: Iterable[str]) -> StoreSums:
+def read_store_checksums(root: Path, names: Iterable[str]) -> StoreSums:
     """Return the store's checksums for files of directory `root`.
 
     Sends one or two requests per file, in parallel.
@@ -74,13 +74,15 @@ def whole_sum(told: StoredSum) -> FileSum | None:
     return FileSum(told.nbytes, crc)
 
 
-def tell_proved(sizes: Mapping[str, int], proved: Collection[str]) -> list[str]:
+def remark_on_proved_files(sizes: Mapping[str, int], proved: Collection[str]) -> list[str]:
     """Return a remark on the files whose CRC-32 in the store was compared, if there are any."""
     total = format_bytes(sum(sizes[name] for name in proved))
     return [f"{count(len(proved), 'file')}, {total}: compared with the store's CRC-32"] if proved else []
 
 
-def tell_unproved(path: Path, sizes: Mapping[str, int], names: Collection[str], told: StoreSums) -> Unsupported:
+def unproved_files_problem(
+    path: Path, sizes: Mapping[str, int], names: Collection[str], told: StoreSums
+) -> Unsupported:
     """Return the problem that files have no CRC-32 in the store or are not in the manifest."""
     total = format_bytes(sum(sizes[name] for name in names))
     no_crc = [name for name in names if name in told.others]
@@ -201,7 +203,7 @@ def has_stale_manifest(root: Path) -> bool:
         return False
 
 
-def lost_since(error: CkptError, root: Path) -> CkptError:
+def explain_deleted_metadata(error: CkptError, root: Path) -> CkptError:
     """Return the error that metadata was deleted after the save, if the manifest lists it; else `error` unchanged.
 
     The file existed when the manifest was made, so the save was complete.

@@ -28,7 +28,7 @@ _NAMED = 4  # files in a message
 _RANK_0 = re.compile(r"model[-_.]0+")  # torch_checkpointing's file name for the item `model`
 
 
-def require_whole(checkpoint: Checkpoint) -> None:
+def refuse_partial_file(checkpoint: Checkpoint) -> None:
     """Raise `Unsupported` for one of several files that each contain a part of the model."""
     if problem := find_parts(checkpoint):
         raise problem
@@ -49,7 +49,7 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
         return one_of_several(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
-    siblings = set_of(file) or parts_beside(checkpoint, file) or ([file.name] if is_part(file) else [])
+    siblings = rank_set_of(file) or parts_beside(checkpoint, file) or ([file.name] if is_part(file) else [])
     is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, siblings))
     if siblings and not is_joined:
         names = f"{', '.join(siblings[:_NAMED])}{and_more(len(siblings) - _NAMED)}"
@@ -131,14 +131,16 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
     is_first = not series and _RANK_0.fullmatch(stem_of(file.name)) is not None
     if is_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "its name counts ranks"
-    elif series and all(is_alike(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])):
+    elif series and all(
+        has_same_tensors(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])
+    ):
         why = f"{', '.join(series[:_NAMED])}{and_more(len(series) - _NAMED)} have the same tensors and shapes"
     else:
         return None
     return f"{why}, and nothing shows whether this file has the whole model or one part of it"
 
 
-def is_alike(checkpoint: Checkpoint, other: Checkpoint) -> bool:
+def has_same_tensors(checkpoint: Checkpoint, other: Checkpoint) -> bool:
     """Return whether two files have the same tensor names and shapes, and no recorded steps that differ."""
     if shapes_of(other) != checkpoint.model_component.layout.shapes:
         return False
@@ -150,7 +152,7 @@ def has_shards(checkpoint: Checkpoint) -> bool:
     return any(layout.key(name)[0] == _SHARDS for name in layout.names)
 
 
-def set_of(file: Path) -> list[str]:
+def rank_set_of(file: Path) -> list[str]:
     """Return the set of rank files or directories that a file belongs to, by its name or the directories above it."""
     for path in (file, *file.absolute().parents):
         if path != file and not is_numbered(path.name):

@@ -48,8 +48,10 @@ class Problems:
         problems = []
         for problem in self._found.values():
             lacking = [left.pop(path) for path in sorted(files_of(problem) & left.keys())]
-            problems.append(with_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors)))
-        return (*problems, *map(of_tensors, left.values()))
+            problems.append(
+                with_affected_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors))
+            )
+        return (*problems, *map(merge_tensor_problems, left.values()))
 
 
 def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]) -> tuple[CkptError, ...]:
@@ -87,7 +89,7 @@ def files_of(problem: CkptError) -> set[Path]:
     return {problem.path, *(problem.path / name for name in names)}
 
 
-def with_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
+def with_affected_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
     """Return a file problem that also names the tensors that are incomplete because of it."""
     if not tensors:
         return problem
@@ -98,7 +100,7 @@ def with_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
     return extended
 
 
-def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
+def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
     """Merge the problems of tensors that are incomplete because of one file; a single problem is unchanged."""
     first, *others = lacking.values()
     if not others:

@@ -125,7 +125,7 @@ def files_in(dst: Path) -> tuple[str, ...]:
         raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
     folders, files = own_parts(dst) if parts else (set(), set())
     manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if parts else set()
-    recorded = {path for manifest in manifests for path in recorded_in(manifest.parent)}
+    recorded = {path for manifest in manifests for path in files_in_manifest(manifest.parent)}
     return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
 
 
@@ -163,7 +163,7 @@ def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
 
 def unknown_in(folder: Path, known: set[Path], above: set[Path], *, is_checkpoint: bool) -> Iterator[Path]:
     """Yield the unknown paths in a directory: `known` are files, `above` the directories that contain known files."""
-    recorded = recorded_in(folder)
+    recorded = files_in_manifest(folder)
     known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}
     names = names_in(folder)
     for path in children(folder):
@@ -177,7 +177,7 @@ def unknown_in(folder: Path, known: set[Path], above: set[Path], *, is_checkpoin
             yield path
 
 
-def recorded_in(folder: Path) -> set[Path]:
+def files_in_manifest(folder: Path) -> set[Path]:
     """Return the files that the manifest in a directory lists; none if the manifest is missing or damaged."""
     try:
         manifest = read_manifest(folder)

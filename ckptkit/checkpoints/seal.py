@@ -116,6 +116,6 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
         publish(path, manifest.to_bytes(), overwrite=True)
 
 
-def files_in(root: Path) -> set[str]:
+def regular_files_in(root: Path) -> set[str]:
     """Return the names of all regular files directly in `root`, except a manifest."""
     return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}

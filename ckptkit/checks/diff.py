@@ -154,9 +154,10 @@ def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
         return replace(result, configs=tuple(find_differences(our_config, their_config)))
     if our_config is their_config:
         return result
-    lacking = one.path if our_config is None else two.path
+    entries_missing_in = one.path if our_config is None else two.path
     return replace(
-        result, notes=(f"{CONFIG} is missing in {lacking}, so ckptkit did not compare how the models compute",)
+        result,
+        notes=(f"{CONFIG} is missing in {entries_missing_in}, so ckptkit did not compare how the models compute",),
     )
 
 
@@ -213,10 +214,12 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
 def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
     """Return both sides, ours renamed to the names that theirs has for equal tensors: weights first, then the rest."""
     before = ours.layout.names
-    renames = find_renames(lacking(ours, theirs, ours.weights), lacking(theirs, ours, theirs.weights), jobs=jobs)
+    renames = find_renames(
+        entries_missing_in(ours, theirs, ours.weights), entries_missing_in(theirs, ours, theirs.weights), jobs=jobs
+    )
     if renames:
         ours = ours.renamed(lambda name: renames.get(name, name))
-    others = find_renames(lacking(ours, theirs), lacking(theirs, ours), jobs=jobs)
+    others = find_renames(entries_missing_in(ours, theirs), entries_missing_in(theirs, ours), jobs=jobs)
     if others:
         keys = {name: (others.get(name, name),) for name in ours.layout.names}
         ours = replace(ours, layout=edits.rekey(ours.layout, keys))
@@ -230,7 +233,7 @@ def is_one_packed(one: Side, two: Side) -> bool:
     return any({a.kind, b.kind} == {"float", "small_float"} for a, b in pairs)
 
 
-def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
+def entries_missing_in(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
     """Return the entries of a side that the other side lacks; `among` restricts the names."""
     names = set(side.layout.names) - set(other.layout.names)
     return edits.select(side.layout, (names if among is None else names & among).__contains__)
@@ -245,7 +248,11 @@ def compare_values(
     a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
-        a, b = (a, edits.cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
+        a, b = (
+            (a, edits.cast_to(b, a.specs))
+            if terms.is_conversion
+            else (cast_to_narrower(a, b.specs), cast_to_narrower(b, a.specs))
+        )
         converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
         if converted:
             remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
@@ -265,7 +272,7 @@ def is_measurable(name: str, a: Layout, b: Layout) -> bool:
     )
 
 
-def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
+def cast_to_narrower(layout: Layout, others: Mapping[str, Spec]) -> Layout:
     narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
     return edits.cast_to(layout, narrower)
 

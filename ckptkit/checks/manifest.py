@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
 from ckptkit.checkpoints.manifest import NAME, Manifest
-from ckptkit.checkpoints.seal import files_in, replace_manifest, sum_files
+from ckptkit.checkpoints.seal import regular_files_in, replace_manifest, sum_files
 from ckptkit.checks.verify import Verified, require_sound, size_of, verify_part
 from ckptkit.errors import Occupied, Usage
 from ckptkit.io.progress import Progress, Told, report_progress
@@ -38,7 +38,7 @@ def make_manifest(
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
     report = report_progress(progress, sum(map(size_of, parts)))
     results = [verify_and_record(part, jobs, report) for part in parts]
-    seen = {part.path / name for part in results for name in (*part.sums, *files_in(part.path))}
+    seen = {part.path / name for part in results for name in (*part.sums, *regular_files_in(part.path))}
     return [replace(results[0], left_behind=tuple(checkpoint.left_behind(seen))), *results[1:]]
 
 
@@ -48,6 +48,6 @@ def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Ve
     require_sound(
         result, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
     )
-    others = files_in(root) - result.sums.keys()
+    others = regular_files_in(root) - result.sums.keys()
     replace_manifest(root, Manifest({**result.sums, **sum_files(root, others, ())}))
     return result

@@ -31,7 +31,7 @@ _FLOAT32 = DTYPES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class ComparableModel:
     """A model as it is compared: `specs` of dequantized weights, and in `packed` the stored names of quantized ones."""
 
     layout: Layout
@@ -129,7 +129,7 @@ class Moved(Summarized):
         for movement in self.tensors:
             kind = fold(movement.name)
             kinds[kind] = kinds[kind].merge(movement) if kind in kinds else movement
-        return rank(kinds.values())
+        return sort_by_change(kinds.values())
 
     @property
     def whole(self) -> Movement:
@@ -147,9 +147,9 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     one, two = (part.path for part in parts)
     sides = [by_own_names(part.layout) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
-    models = [Plain.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
+    models = [ComparableModel.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
     before, after = (one.specs for one in models)
-    shared = {name for name, spec in before.items() if name in after and can_move(spec, after[name])}
+    shared = {name for name, spec in before.items() if name in after and is_comparable(spec, after[name])}
     if not shared:
         hint = "run `ckptkit diff` to see what both contain"
         raise Mismatch(f"no parameter has the same name and shape in {two}", path=one, hint=hint)
@@ -164,11 +164,11 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
         )
     distances = distances_of(models, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
-    return Moved(one, two, rank(movements), tuple(notes))
+    return Moved(one, two, sort_by_change(movements), tuple(notes))
 
 
 def distances_of(
-    seen: Sequence[Plain], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
+    seen: Sequence[ComparableModel], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
 ) -> Mapping[str, Distance]:
     """Return the distances of tensors: some are compared as stored, the others are computed first."""
     (a, b), (c, d) = ([locate(side.stored(names)) for side in seen] for names in (stored, computed))
@@ -190,9 +190,9 @@ def distances_of(
     return distances | compare_computed(c, d, shapes, sides, jobs=jobs, progress=report)
 
 
-def can_move(one: Spec, two: Spec) -> bool:
+def is_comparable(one: Spec, two: Spec) -> bool:
     return one.shape == two.shape and "float" == one.dtype.kind == two.dtype.kind
 
 
-def rank(movements: Iterable[Movement]) -> tuple[Movement, ...]:
+def sort_by_change(movements: Iterable[Movement]) -> tuple[Movement, ...]:
     return tuple(sorted(movements, key=lambda movement: (-movement.change, movement.name)))

@@ -129,7 +129,7 @@ def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `
     return LazyCheckpoint(Checkpoint.open(source, also).layout)
 
 
-Made = TypeVar("Made")
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -261,7 +261,7 @@ class LazyTensor:
         """Return DLPack's device type and index of the CPU."""
         return 1, 0
 
-    def _as(self, made: Callable[..., Made]) -> Made:
+    def _as(self, made: Callable[..., Loaded]) -> Loaded:
         try:
             data = self.checkpoint.read(self.name, self.view.box)
             return made(data, self.spec.dtype, self.spec.shape)

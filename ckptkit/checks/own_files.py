@@ -71,7 +71,7 @@ class OwnFiles:
         return extent.crc32
 
 
-def within(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+def only_complete_data(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """Return the layout with only the chunks and blobs that end before the end of their files."""
 
     def is_there(place: Chunk | Blob) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.account import describe_account, name_lost, read_account
+from ckptkit.checkpoints.account import describe_account, list_lost_names, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.component import Component, find_unfinished
 from ckptkit.checkpoints.examination import examine_checkpoint
@@ -26,18 +26,18 @@ from ckptkit.checkpoints.manifest import (
     FileSum,
     Manifest,
     StoreSums,
-    ask_store,
-    lost_since,
+    explain_deleted_metadata,
     read_manifest,
-    tell_proved,
-    tell_unproved,
+    read_store_checksums,
+    remark_on_proved_files,
+    unproved_files_problem,
 )
 from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.problems import Problems, fold_files
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.checks.masters import compare_copies, compare_masters
-from ckptkit.checks.own_files import OwnFiles, within
+from ckptkit.checks.own_files import OwnFiles, only_complete_data
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage, translate_os_errors
 from ckptkit.formats import detect_format, find_format, locate
@@ -96,7 +96,7 @@ class Verified(Summarized):
         """Return a line on the tensors that a salvage lost or filled; None for a checkpoint that was not salvaged."""
         if self.salvaged is None:
             return None
-        missing = name_lost(self.salvaged)
+        missing = list_lost_names(self.salvaged)
         what = f"{describe_account(self.salvaged)}{f'; missing: {missing}' if missing else ''}"
         return f"{self.path}: {what}; {ACCOUNT} lists them"
 
@@ -143,8 +143,8 @@ def verify(
     """
     if against is None and (map or rename):
         raise Usage("--map and --rename are for a comparison", hint="pass --against too")
-    checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
-    report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
+    checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]
+    report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in component_paths(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
     results_by_checkpoint = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
     results_by_checkpoint = [
@@ -223,7 +223,7 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
 
 
-def find_all(source: Source) -> list[Checkpoint]:
+def find_checkpoints(source: Source) -> list[Checkpoint]:
     """Return the checkpoint at a path, or all checkpoints of a run, complete or not, oldest first."""
     path = path_of(source)
     checkpoint = Checkpoint.at(path)
@@ -235,7 +235,7 @@ def find_all(source: Source) -> list[Checkpoint]:
     return [checkpoint]
 
 
-def places_of(checkpoint: Checkpoint) -> list[Path]:
+def component_paths(checkpoint: Checkpoint) -> list[Path]:
     return checkpoint.places or [checkpoint.path]
 
 
@@ -244,7 +244,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
 
     The first result lists the other files.
     """
-    places, root = places_of(checkpoint), checkpoint.path
+    places, root = component_paths(checkpoint), checkpoint.path
     results = [look(path) for path in places]
     results[0] = replace(results[0], salvaged=read_account(root))
     unfinished = find_unfinished(root)
@@ -294,17 +294,21 @@ def verify_part(
             entries.update(entries_by_file(layout))
             if unfinished := find_unfinished(path):
                 problems.add(unfinished)
-            manifest = read_known(path, problems) if with_manifest else None
+            manifest = read_manifest_or_note(path, problems) if with_manifest else None
             note_empty(checkpoint.components, layout, problems)
             own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in checkpoint.components[1:]))
-            result = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
+            result = (
+                check_structure(own, problems, by_store=by_store)
+                if fast
+                else check_bytes(own, problems, jobs, progress)
+            )
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
             if layout.twins and not (fast or problems.list()):
                 result = replace(result, notes=(*result.notes, *compare_copies(layout, problems, jobs)))
             origin.check()
     except CkptError as error:
-        problems.add(lost_since(error.blame(path=path), path))
+        problems.add(explain_deleted_metadata(error.blame(path=path), path))
     return replace(result, problems=fold_files(problems.list(), entries))
 
 
@@ -326,10 +330,10 @@ def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -
         problems.add(error)
 
 
-def skim(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
+def check_structure(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
     """Check everything except the data of large tensors. With `by_store`, asks the store for its file checksums."""
     sizes = sizes_of(own, problems)
-    store_sums = ask_store(own.root, sizes) if by_store else StoreSums({}, {})
+    store_sums = read_store_checksums(own.root, sizes) if by_store else StoreSums({}, {})
     proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded}
     rest = {name: size for name, size in sizes.items() if name not in proved}
     content, extents = look_inside(own, rest, problems, with_packed=False)
@@ -353,19 +357,19 @@ def with_proof(
         note = f"nothing proves the files without a manifest: the store has {told.describe(sizes)}"
         return replace(found, notes=(*found.notes, note))
     if others := sizes.keys() - proved:
-        problems.add(tell_unproved(own.path, sizes, sorted(others), told))
+        problems.add(unproved_files_problem(own.path, sizes, sorted(others), told))
     places = {(place.path, place.offset): place.length for _, place in own.layout.stored if place.path in proved}
-    notes = (*found.notes, *tell_proved(sizes, proved))
+    notes = (*found.notes, *remark_on_proved_files(sizes, proved))
     return replace(found, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
 
 
-def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
+def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
     """Check everything, reading every byte."""
     sizes = sizes_of(own, problems)
     content, extents = look_inside(own, sizes, problems)
     scanned = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
     compare_extents(own, extents, scanned.extents, problems)
-    runs = runs_of(extents, scanned.extents)
+    runs = range_checksums(extents, scanned.extents)
     sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in scanned.files.items()}
     compare_files(own, sums, problems)
     unread = [
@@ -379,7 +383,7 @@ def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
 
 
-def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
+def range_checksums(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
     """Return the computed CRC-32 of the byte ranges without a checksum in the format, by file."""
     runs: dict[str, dict[ByteRange, int]] = {}
     for extent in extents:
@@ -389,7 +393,7 @@ def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[
     return runs
 
 
-def read_known(path: Path, problems: Problems) -> Manifest | None:
+def read_manifest_or_note(path: Path, problems: Problems) -> Manifest | None:
     """Return the manifest of the checkpoint at `path`; None if it is missing. Adds a problem if it is damaged."""
     try:
         return read_manifest(path if path.is_dir() else path.parent)
@@ -424,7 +428,7 @@ def look_inside(
 
     Returns the number of bytes of tensors and other entries, and the byte ranges that remain to be verified.
     """
-    sound = within(own.layout, sizes)
+    sound = only_complete_data(own.layout, sizes)
     located = locate(sound, problems.add, with_packed=with_packed)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())

@@ -69,7 +69,7 @@ def both_consolidated(
     opened = [one if isinstance(one, Checkpoint) else Checkpoint.open(to_model_path(one)) for one in (base, new)]
     found_in = [one.companions.found_in for one in opened]
     sides = [
-        as_consolidated(one, asked_of(dtype, None if own else other), dst)
+        as_consolidated(one, options_for(dtype, None if own else other), dst)
         for one, own, other in zip(opened, found_in, found_in[::-1], strict=True)
     ]
     one, two = sides
@@ -78,7 +78,7 @@ def both_consolidated(
     return one, replace(two, layout=in_order_of(two.layout, one.layout))
 
 
-def asked_of(dtype: Sequence[str], base: Path | None) -> Keywords:
+def options_for(dtype: Sequence[str], base: Path | None) -> Keywords:
     """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
     asked: Keywords = {"dtype": dtype} if dtype else {}
     return {**asked, "base": str(base)} if base is not None else asked

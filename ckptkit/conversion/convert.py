@@ -16,7 +16,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_doubt, require_whole
+from ckptkit.checkpoints.one_of_several import find_doubt, refuse_partial_file
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.errors import Caution, Corrupt, Mismatch, Usage
@@ -40,7 +40,7 @@ from ckptkit.state.report import Converted, Written, complete, report
 from ckptkit.words import count
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.salvaging.repair import Look
+    from ckptkit.conversion.salvaging.repair import SurveyFunction
 
 
 @spell_out
@@ -132,7 +132,7 @@ def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conve
     require_directory_name(dst, writer)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
-        require_whole(checkpoint)
+        refuse_partial_file(checkpoint)
         require_separate_destination(checkpoint, dst, writer)
     check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
@@ -182,7 +182,9 @@ def warn_of_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
         yield Caution(f"{checkpoint.path}: {inconsistency.line}")
 
 
-def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: Look | None = None) -> Conversion:
+def draft_salvage(
+    checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: SurveyFunction | None = None
+) -> Conversion:
     """Plan the output of the undamaged tensors of a damaged checkpoint, with an account of the lost ones.
 
     By default, `look` reads every byte to find the damage.

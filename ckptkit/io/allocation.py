@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
-from ckptkit.io.disk import NOT_HERE, again
+from ckptkit.io.disk import UNSUPPORTED_CALL, again
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import LocalFile
 from ckptkit.io.path import is_remote
@@ -96,7 +96,7 @@ def reserve(fd: int, size: int) -> None:
         if size:
             os.posix_fallocate(fd, 0, size)
     except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in NOT_HERE:
+        if isinstance(error, OSError) and error.errno not in UNSUPPORTED_CALL:
             raise
         os.ftruncate(fd, size)
 

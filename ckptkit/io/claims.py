@@ -22,7 +22,7 @@ from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.version import __version__
 
 _DELETION = "deletion "  # prefix of a deletion's plan
-_LOOKS = 3  # a claim may be replaced between the listing and the read
+_READ_TRIES = 3  # a claim may be replaced between the listing and the read
 _LIMIT = 1 << 24  # bytes of a claim: it names every large file
 _ABANDON = "wait for it to end, or abandon it with --overwrite"
 
@@ -96,7 +96,7 @@ def read_claim(place: Path) -> StoreClaim | None:
     Returns None for a local path.
     """
     failure: CkptError | None = None
-    for _ in range(_LOOKS):
+    for _ in range(_READ_TRIES):
         path = find_claim(place)
         if path is None:
             return None

@@ -17,8 +17,8 @@ from typing import ParamSpec, TypeVar
 
 from ckptkit.errors import IOFailure, Occupied, translate_os_errors, warn
 
-HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # hidden siblings of a destination
-NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the file system lacks the call
+HIDDEN_SIBLING = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # hidden siblings of a destination
+UNSUPPORTED_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the file system lacks the call
 _ENOUGH = 1 << 26  # bytes written between two early syncs
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
@@ -73,13 +73,13 @@ def remove(path: Path) -> None:
 
 def sync_tree(root: Path) -> None:
     """Flush every file and directory below `root`, and `root` itself, to the disk."""
-    for directory, _, files in os.walk(root, topdown=False, onerror=fail):
+    for directory, _, files in os.walk(root, topdown=False, onerror=raise_walk_error):
         for name in files:
             sync_path(Path(directory, name))
         sync_path(Path(directory))
 
 
-def fail(error: OSError) -> None:
+def raise_walk_error(error: OSError) -> None:
     """Raise the error of a directory that cannot be listed, which `os.walk` ignores by default."""
     raise error
 
@@ -91,7 +91,7 @@ def sync_path(path: Path) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            if not (path.is_dir() and error.errno in NOT_HERE):
+            if not (path.is_dir() and error.errno in UNSUPPORTED_CALL):
                 raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
             warn_of_loss(path, "this file system cannot sync directories: a power cut may undo the change")
         finally:
@@ -195,7 +195,7 @@ def swap(a: Path, b: Path) -> bool:
         return False
     while libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
         code = ctypes.get_errno()
-        if code in NOT_HERE:
+        if code in UNSUPPORTED_CALL:
             return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), str(b))

@@ -21,7 +21,7 @@ from ckptkit.io.stores import StoredSum
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_AHEAD = 1 << 12  # minimum bytes per request of `ReadAhead`
+_MIN_READ = 1 << 12  # minimum bytes per request of `ReadAhead`
 _COMPARED_AT_ONCE = 1 << 20  # bytes per step, so that files of any size can be compared
 _COMPARED: set[tuple[tuple[int, ...], ...]] = (
     set()
@@ -258,7 +258,7 @@ class ReadAhead:
         if name != self._name:
             self._name, self._size = name, file.size
         self._window = bytearray()  # stays empty if the read fails
-        window = bytearray(max(length, min(_AHEAD, self._size - offset)))
+        window = bytearray(max(length, min(_MIN_READ, self._size - offset)))
         file.read_into(memoryview(window), offset)
         self._start, self._window = offset, window
         return window, 0

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.errors import Occupied
-from ckptkit.io.disk import NOT_HERE, again, warn_of_loss
+from ckptkit.io.disk import UNSUPPORTED_CALL, again, warn_of_loss
 
 _PAUSE = 0.05  # seconds between two attempts
-_WITHOUT_LOCKS = (*NOT_HERE, errno.ENOLCK)
+_WITHOUT_LOCKS = (*UNSUPPORTED_CALL, errno.ENOLCK)
 
 
 def acquire(path: Path, *, patience: float = 0) -> int:

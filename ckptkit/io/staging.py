@@ -14,7 +14,7 @@ from typing import Self
 from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_file
 from ckptkit.io.disk import (
-    HIDDEN,
+    HIDDEN_SIBLING,
     again,
     aside_path,
     lock_path,
@@ -225,7 +225,7 @@ def make_empty(path: Path) -> None:
 def clear_dead(root: Path) -> None:
     """Remove the hidden leftovers of dead processes in directory `root`, except outputs that can be resumed."""
     with translate_os_errors(root):
-        names = {match[1] for path in root.iterdir() if (match := HIDDEN.fullmatch(path.name))}
+        names = {match[1] for path in root.iterdir() if (match := HIDDEN_SIBLING.fullmatch(path.name))}
         for dst in (root / name for name in sorted(names)):
             lock = lock_path(dst)
             with suppress(Occupied):

@@ -70,7 +70,7 @@ class Facts:
     @cached_property
     def plain_names(self) -> Mapping[str, str]:
         """Return the names of `shapes_by_name`, by the name without wrapper prefixes."""
-        return {unwrap(name): name for name in self.shapes_by_name}
+        return {without_wrappers(name): name for name in self.shapes_by_name}
 
     @cached_property
     def states(self) -> Mapping[KeyPath, States]:
@@ -105,11 +105,11 @@ class Facts:
 
     def is_known(self, name: str) -> bool:
         """Return whether a weight has this name, ignoring wrapper prefixes."""
-        return name in self.shapes_by_name or unwrap(name) in self.plain_names
+        return name in self.shapes_by_name or without_wrappers(name) in self.plain_names
 
     def shapes_of(self, name: str) -> set[Shape]:
         """Return the shapes of the weights that a parameter's name may mean, ignoring wrapper prefixes."""
-        return self.shapes_by_name.get(self.plain_names.get(unwrap(name), name), set())
+        return self.shapes_by_name.get(self.plain_names.get(without_wrappers(name), name), set())
 
     def place_of(self, key: KeyPath) -> StatePlace | None:
         """Return the optimizer, parameter and kind that a key path means; None if it is not a state."""
@@ -188,6 +188,6 @@ class Facts:
         )
 
 
-def unwrap(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Return a name without wrapper prefixes, including a leading prefix of DDP."""
     return without_ddp({"": unwrapped(name)})[""]

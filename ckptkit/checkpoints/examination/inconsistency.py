@@ -108,10 +108,10 @@ def fold_layers(found: Iterable[Inconsistency]) -> tuple[Inconsistency, ...]:
         by_pattern.setdefault(
             (inconsistency.code, inconsistency.tensor and fold(inconsistency.tensor), inconsistency.message), []
         ).append(inconsistency)
-    return tuple(merge(same) for same in by_pattern.values())
+    return tuple(merge_entries(same) for same in by_pattern.values())
 
 
-def merge(same: list[Inconsistency]) -> Inconsistency:
+def merge_entries(same: list[Inconsistency]) -> Inconsistency:
     """Merge inconsistencies whose entries differ only in numbers."""
     first = same[0]
     names = tuple(
@@ -122,7 +122,7 @@ def merge(same: list[Inconsistency]) -> Inconsistency:
     return replace(first, tensor=fold(first.tensor) if first.tensor and len(same) > 1 else first.tensor, names=names)
 
 
-def some(numbers: Iterable[int], shown: int = 4) -> str:
+def first_numbers(numbers: Iterable[int], shown: int = 4) -> str:
     """Return the first numbers as text, with how many more there are."""
     every = list(numbers)
     return f"{', '.join(map(str, every[:shown]))}{and_more(len(every) - shown)}"

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from ckptkit.checkpoints.examination.facts import Facts, unwrap
+from ckptkit.checkpoints.examination.facts import Facts, without_wrappers
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
@@ -58,7 +58,7 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
         for index, entries in states.items():
             shapes = facts.shapes_of(names.get(index, index))
             is_index = not shapes and index.isdecimal()
-            wrong = misshaped(facts, entries, every if is_index else shapes) if shapes or is_index else {}
+            wrong = misshaped_states(facts, entries, every if is_index else shapes) if shapes or is_index else {}
             if is_index and not any(len(shape) == _FUSED for shape in every):
                 wrong = {shape: kinds for shape, kinds in wrong.items() if len(shape) != _FUSED}
             fitting += is_index and not wrong
@@ -75,7 +75,9 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
             yield Inconsistency("foreign_states", text_of(above), numbers)
 
 
-def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]) -> dict[Shape, tuple[str, ...]]:
+def misshaped_states(
+    facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]
+) -> dict[Shape, tuple[str, ...]]:
     """Return the elementwise states of a parameter that fit none of `shapes`, grouped by their own shape.
 
     `entries` maps the kind of each state to its entry.
@@ -88,7 +90,7 @@ def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape
     for kind in _ELEMENTWISE & specs.keys():
         spec = specs[kind]
         is_reduced = kind in _SECOND and spec.shape not in main_shapes
-        fits = any(may_be_of(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
+        fits = any(fits_shape(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
             kinds_by_shape[spec.shape] = (*kinds_by_shape.get(spec.shape, ()), entries[kind])
     return {shape: tuple(sorted(kinds)) for shape, kinds in kinds_by_shape.items()}
@@ -127,7 +129,7 @@ def axes_of(facts: Facts, above: KeyPath, parameter: str) -> int:
     return max(map(len, shapes), default=0)
 
 
-def may_be_of(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
+def fits_shape(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
     """Return whether a state's shape `found` fits a parameter of `shape`: equal, or flattened.
 
     If `is_reduced`, the state may also have one number for each row or other slice.
@@ -144,10 +146,10 @@ def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
         if has_group_map(facts.layout, above):
             continue  # this trainer looks the states up by their wrapped names
         for name, entries in states.items():
-            weight = None if name in facts.shapes_by_name else facts.plain_names.get(unwrap(name))
+            weight = None if name in facts.shapes_by_name else facts.plain_names.get(without_wrappers(name))
             if weight is None or name.isdecimal():
                 continue
-            code, text = ("wrapped_state", name) if unwrap(name) != name else ("wrapped_weight", weight)
+            code, text = ("wrapped_state", name) if without_wrappers(name) != name else ("wrapped_weight", weight)
             wrapper = next(candidate for candidate in reversed(WRAPPERS) if candidate.text in text)
             entries_by_wrapper[code, wrapper, above] += entries.values()
     for (code, wrapper, _), names in entries_by_wrapper.items():
@@ -227,9 +229,9 @@ def find_lists(facts: Facts) -> Iterator[Inconsistency]:
         for parameter, number in times.items():
             if number > 1:
                 yield Inconsistency("listed_twice", entry_of(above, parameter), {"times": number})
-        listed = set(map(unwrap, times))
+        listed = set(map(without_wrappers, times))
         for parameter in facts.kinds.get(above, {}):
-            if unwrap(parameter) not in listed and (parameter.isdecimal() or facts.is_known(parameter)):
+            if without_wrappers(parameter) not in listed and (parameter.isdecimal() or facts.is_known(parameter)):
                 yield Inconsistency("unlisted_state", entry_of(above, parameter))
 
 

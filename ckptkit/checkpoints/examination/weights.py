@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptkit.checkpoints.examination.facts import Facts
-from ckptkit.checkpoints.examination.inconsistency import Inconsistency, some
+from ckptkit.checkpoints.examination.inconsistency import Inconsistency, first_numbers
 from ckptkit.layout.wrappers import may_be_adapted
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
@@ -50,7 +50,7 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
         missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
         has_modules = any("." in rest for rests in numbered.values() for rest in rests)
         if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
-            data = {"expected": max(numbered) + 1, "missing": some(missing)}
+            data = {"expected": max(numbered) + 1, "missing": first_numbers(missing)}
             yield Inconsistency("layer_gap", above, data)
 
 

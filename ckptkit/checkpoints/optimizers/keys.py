@@ -145,7 +145,7 @@ def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
     return read_recorded(optimizer.groups, values)
 
 
-def sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+def parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
     """Return the shape of each parameter that has state tensors, by its index.
 
     Raises `Corrupt` for an index that the groups list twice, and for a state without a group, `Unsupported` for a state
@@ -156,7 +156,7 @@ def sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
     return {number: shape for number, state in states.items() if (shape := shape_of(state)) is not None}
 
 
-def known_sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+def known_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
     """Return the result of `sizes_of`, skipping states that do not show the shape of their parameter."""
     check_numbers(optimizer.groups)
     shapes: dict[int, Shape] = {}

@@ -39,7 +39,7 @@ def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[st
     own = set(weights)
     for name in layout.tensors:
         with suppress(Unsupported):  # an optimizer with indices instead of names
-            if (located := find_place(layout.key(name), own)) and kind_at(located[0]) in _KINDS:
+            if (located := find_place(layout.key(name), own)) and state_kind_at(located[0]) in _KINDS:
                 yield name, located[1]
 
 
@@ -48,7 +48,7 @@ def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
     return [name for name, _ in masters_in(layout, weights) if layout.tensors[name].spec.dtype == REMAINDERS]
 
 
-def kind_at(place: EntryPlace) -> str:
+def state_kind_at(place: EntryPlace) -> str:
     """Return the kind of state at a place."""
     last = place.after or (place.text.rpartition(".")[2].replace("{}", "") or place.before[-1],)
     return str(last[-1])

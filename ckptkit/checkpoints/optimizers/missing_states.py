@@ -217,22 +217,22 @@ def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: M
     if all(name in layout.blobs for name in names):
         return StateForm(zero=zero_of(layout, names[0]))
     if not all(name in layout.tensors for name in names):
-        raise unlike(kind, names)
+        raise forms_differ(kind, names)
     pairs = [
         (parameter_of(parameters, parameter).spec, layout.tensors[name].spec) for parameter, name in entries.items()
     ]
     is_shaped = all(own.shape == found.shape for own, found in pairs)
     is_single = all(not found.shape for _, found in pairs)
     if not (is_shaped or is_single):
-        raise unlike(kind, names)
+        raise forms_differ(kind, names)
     dtypes = {found.dtype for _, found in pairs}
     is_own = not is_single and all(own.dtype == found.dtype for own, found in pairs)
     if len(dtypes) > 1 and not is_own:
-        raise unlike(kind, names)
+        raise forms_differ(kind, names)
     return StateForm(is_single and (kind == STEP or not is_shaped), None if is_own else dtypes.pop())
 
 
-def unlike(kind: str, names: Sequence[str]) -> Unsupported:
+def forms_differ(kind: str, names: Sequence[str]) -> Unsupported:
     message = f"the form of `{kind}` differs between states, so it is unknown for other parameters"
     return Unsupported(message, tensor=names[0], hint=_HINT)
 

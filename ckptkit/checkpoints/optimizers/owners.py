@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.optimizers.keys import Optimizer, known_sizes_of, recorded_names, sizes_of
+from ckptkit.checkpoints.optimizers.keys import Optimizer, known_shapes_of, parameter_shapes_of, recorded_names
 from ckptkit.checkpoints.optimizers.parameter_order import (
     float_shapes,
     is_buffer,
@@ -184,10 +184,10 @@ def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]
     """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` without a proof."""
     recorded = recorded_names(layout, optimizer)
     if recorded:
-        model, names = find_recorded(recorded, known_sizes_of(layout, optimizer), models, optimizer)
+        model, names = find_recorded(recorded, known_shapes_of(layout, optimizer), models, optimizer)
         return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
     try:
-        return find_by_shapes(optimizer, sizes_of(layout, optimizer), models)
+        return find_by_shapes(optimizer, parameter_shapes_of(layout, optimizer), models)
     except Unsupported as error:
         error.hint = ORDER_HINT
         raise
@@ -199,13 +199,13 @@ def assume_names(
     """Return the names in the order that the user states. Raises `Unsupported` or `Mismatch` if it does not fit."""
     proof = f"assumed, as {ORDER} {order.text} says"
     if not order.names:
-        return find_by_order(optimizer, sizes_of(layout, optimizer), models, find_config(path), proof)
+        return find_by_order(optimizer, parameter_shapes_of(layout, optimizer), models, find_config(path), proof)
     numbers = list(chain.from_iterable(optimizer.groups))
     if len(numbers) != len(order.names):
         message = f"`{optimizer.name}` has {len(numbers)} parameters, but {ORDER} {order.text} lists {len(order.names)}"
         raise Mismatch(message, hint="list each parameter of the optimizer once, group by group")
     listed = dict(zip(numbers, order.names, strict=True))
-    sizes = known_sizes_of(layout, optimizer)
+    sizes = known_shapes_of(layout, optimizer)
     model, names = find_recorded(listed, sizes, models, optimizer, f"{ORDER} {order.text}")
     return NamedNumbers(names, model, proof)
 

@@ -69,7 +69,7 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
     before: list[str] = []
     for name in names:
         modules = modules_of(name)
-        exited = before[shared(before, modules) :]
+        exited = before[common_prefix_length(before, modules) :]
         closed.update(exited)
         entered = modules[len(before) - len(exited) :]
         if (
@@ -88,7 +88,7 @@ def modules_of(name: str) -> list[str]:
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
-def shared(one: Sequence[str], other: Sequence[str]) -> int:
+def common_prefix_length(one: Sequence[str], other: Sequence[str]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -69,7 +69,9 @@ def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
             yield Filled(name, faults.filled[taken[0].path], cast)
 
 
-def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None) -> StoredTensor:
+def complete_with_spares(
+    tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None
+) -> StoredTensor:
     """Return a tensor with spare chunks in place of lost or missing ones. Elements that no chunk covers are lost.
 
     `why` is the reason for the loss, if it is known.
@@ -94,19 +96,21 @@ def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fau
     return replace(tensor, chunks=(*good, *lost))
 
 
-def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str) -> StoredTensor:
+def patch_from_copy(
+    tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str
+) -> StoredTensor:
     """Return a tensor whose lost chunks are replaced by chunks of `other`, a tensor with the same values.
 
     The chunks of `other` get absolute paths. A chunk stays lost if `other` does not have all of it.
     """
-    if other is None or not fits(tensor, other) or any(chunk.wrapper for chunk in other.chunks):
+    if other is None or not can_replace(tensor, other) or any(chunk.wrapper for chunk in other.chunks):
         return tensor
     chunks: list[Chunk] = []
     for chunk in tensor.chunks:
         parts = parts_in(other, chunk.box) if chunk.is_lost else ()
         is_whole = sum(part.box.numel for part in parts) == chunk.box.numel
         if parts and is_whole and not any(part.is_lost for part in parts):
-            taken = [elsewhere(part, root) for part in parts]
+            taken = [with_absolute_path(part, root) for part in parts]
             faults.note_filled(taken, words)
             chunks += taken
         else:
@@ -114,7 +118,7 @@ def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: 
     return replace(tensor, chunks=tuple(chunks))
 
 
-def fits(tensor: StoredTensor, other: StoredTensor) -> bool:
+def can_replace(tensor: StoredTensor, other: StoredTensor) -> bool:
     """Return whether chunks of `other` can replace chunks of `tensor`."""
     spec, other_spec = tensor.spec, other.spec
     is_castable = spec.dtype == other_spec.dtype or other_spec.dtype.can_become(spec.dtype)
@@ -129,12 +133,12 @@ def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
     return [chunk._replace(box=Box(tuple(map(add, chunk.start, box.start)), chunk.size)) for chunk in cut.chunks]
 
 
-def elsewhere(chunk: Chunk, root: Path) -> Chunk:
+def with_absolute_path(chunk: Chunk, root: Path) -> Chunk:
     """Return a chunk of a file in directory `root` with its absolute path, to use it in other layouts."""
-    return chunk._replace(path=absolute(root, chunk.path)) if chunk.is_in_file else chunk
+    return chunk._replace(path=absolute_path(root, chunk.path)) if chunk.is_in_file else chunk
 
 
-def absolute(root: Path, name: str) -> str:
+def absolute_path(root: Path, name: str) -> str:
     """Return the absolute path of a file in `root`, which may consist of several directories."""
     return os.path.abspath(root / name)
 

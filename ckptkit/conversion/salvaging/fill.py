@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.conversion.salvaging.copies import Faults, absolute, elsewhere, fits
+from ckptkit.conversion.salvaging.copies import Faults, absolute_path, can_replace, with_absolute_path
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Blob, Layout, StoredTensor
@@ -41,7 +41,7 @@ class FillSource:
         stored = self.layout.tensors.get(self.entry_name(own))
         if stored is None:
             return None
-        return replace(stored, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in stored.chunks))
+        return replace(stored, chunks=tuple(with_absolute_path(chunk, self.layout.root) for chunk in stored.chunks))
 
     def entry_name(self, own: str) -> str:
         """Return its own name of an entry, "" if it has no such entry."""
@@ -50,7 +50,7 @@ class FillSource:
     def entry(self, own: str) -> Blob | None:
         """Return the non-tensor entry of a name, with its absolute path; None if it is missing."""
         blob = self.layout.blobs.get(self.entry_name(own))
-        return blob and blob._replace(path=absolute(self.layout.root, blob.path))
+        return blob and blob._replace(path=absolute_path(self.layout.root, blob.path))
 
 
 def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
@@ -61,15 +61,17 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameO
     for path in (checkpoint.path, other.path):
         if is_remote(path):
             raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
-    fillers = {part.place: filler_of(part.layout, checkpoint, other, named) for part in other.components}
-    joined = filler_of(other.layout, checkpoint, other, named) if len(fillers) > 1 else next(iter(fillers.values()))
+    fillers = {part.place: fill_source_of(part.layout, checkpoint, other, named) for part in other.components}
+    joined = (
+        fill_source_of(other.layout, checkpoint, other, named) if len(fillers) > 1 else next(iter(fillers.values()))
+    )
     filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.components]
     remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
     remarks += [remark for _, more in filled for remark in more]
     return replace(checkpoint, components=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
 
 
-def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
+def fill_source_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
     """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
     remarks: list[str] = []
     model = find_model(checkpoint.model_component.layout)
@@ -111,14 +113,14 @@ def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Comp
     tensors, blobs = dict(layout.tensors), dict(layout.blobs)
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
         filling = filler.tensor(own[name])
-        if filling is not None and not fits(replace(tensors[name], splits=None), filling):
+        if filling is not None and not can_replace(replace(tensors[name], splits=None), filling):
             remarks.append(
                 f"did not fill `{name}`: expected {tensors[name].spec}, found {filling.spec} in {filler.path}"
             )
         elif filling is not None:
             faults.note_filled(filling.chunks, str(filler.path))
             tensors[name] = replace(filling, spec=tensors[name].spec)
-    for name, blob in list(entries_in(own_of_lost(layout, faults.entries), filler)):
+    for name, blob in list(entries_in(own_names_of_lost(layout, faults.entries), filler)):
         blobs[name] = blob
         faults.filled_entries[name] = str(filler.path)
         del faults.entries[name]
@@ -142,7 +144,7 @@ def absent_from(part: Component, layout: Layout, filler: FillSource, faults: Fau
     return absent
 
 
-def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
+def own_names_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
     """Return the names of lost entries without the prefix of the model."""
     lost = {name: Blob("", 0, 0, b"") for name in names if name in layout.keys or not layout.keys}
     return {

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, check_descriptions
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.replicas import find_different
-from ckptkit.conversion.salvaging.copies import Faults, complete, names_repaired, patch
+from ckptkit.conversion.salvaging.copies import Faults, complete_with_spares, names_repaired, patch_from_copy
 from ckptkit.engine.visit import find_damage, nbytes_of, run_of
 from ckptkit.errors import (
     DAMAGED,
@@ -148,15 +148,15 @@ def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError
     return Corrupt(f"the file is truncated: it ends at byte {size}", path=root / place.path)
 
 
-Look = Callable[[Layout], Survey]
-Why = Mapping[Path | None, Fault]
+SurveyFunction = Callable[[Layout], Survey]
+FaultByPath = Mapping[Path | None, Fault]
 
 _GONE = "it could not be read"
 _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
 
-def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, look: Look) -> Checkpoint:
+def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Checkpoint:
     """Return a checkpoint whose damage is marked as lost, or replaced by copies in the same component.
 
     `look` finds the damage in a layout. The metadata of `other` describes a component without metadata, if everything
@@ -181,7 +181,7 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
     return replace(checkpoint, components=tuple(parts), strange=())
 
 
-def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look: Look) -> Component:
+def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Component:
     """Return a component with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
@@ -189,7 +189,7 @@ def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look:
         manifest = manifest_of(part, faults)
         check_descriptions(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
         read = part.apply_context(read)
-    unexplained = note_rest(read, faults, reported)
+    unexplained = note_unlisted_tensors(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_absent(part.with_sums(read, manifest), part, faults, unexplained, why)
     layout = without_different(without_files(layout), faults, with_bytes=False)
@@ -225,7 +225,7 @@ def manifest_of(part: Component, faults: Faults) -> Manifest | None:
         return None
 
 
-def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
+def note_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
     """Record the problems of tensors that the layout lacks; return the faults that nothing in the layout explains."""
     known = {*layout.names, *layout.absent}
     used = {layout.root / path for path in (*layout.paths, *layout.absent.values())}
@@ -237,7 +237,9 @@ def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> 
     return [Fault.of(error) for error in strange if not (explains and error.path is not None and error.path.is_dir())]
 
 
-def with_absent(layout: Layout, part: Component, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
+def with_absent(
+    layout: Layout, part: Component, faults: Faults, unexplained: Sequence[Fault], why: FaultByPath
+) -> Layout:
     """Return the layout with unreadable tensors marked as lost, if config.json has their shapes.
 
     They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.
@@ -266,7 +268,7 @@ def with_absent(layout: Layout, part: Component, faults: Faults, unexplained: Se
     return replace(layout, tensors=tensors)
 
 
-def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, Fault]) -> Layout:
+def with_copies(layout: Layout, faults: Faults, look: SurveyFunction, told: Mapping[str, Fault]) -> Layout:
     """Return a marked layout in which spare chunks and second copies replace lost chunks.
 
     `told` are the reported problems of single tensors.
@@ -274,7 +276,8 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
     root = layout.root
     spares = without_different(replace(layout, spares=undamaged_spares(layout, look)), faults, with_bytes=True).spares
     tensors = {
-        name: complete(tensor, root, spares.get(name, ()), told.get(name)) for name, tensor in layout.tensors.items()
+        name: complete_with_spares(tensor, root, spares.get(name, ()), told.get(name))
+        for name, tensor in layout.tensors.items()
     }
     faults.repaired.update(dict.fromkeys(names_repaired(layout.tensors, tensors)))
     if not layout.twins:
@@ -283,8 +286,8 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
     twins = look(seen).mark(seen).tensors
     return replace(
         layout,
-        tensors={name: patch(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
-        twins={name: patch(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()},
+        tensors={name: patch_from_copy(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
+        twins={name: patch_from_copy(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()},
     )
 
 
@@ -301,7 +304,7 @@ def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> La
     return replace(layout, spares=spares)
 
 
-def undamaged_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:
+def undamaged_spares(layout: Layout, look: SurveyFunction) -> dict[str, tuple[Chunk, ...]]:
     """Return the undamaged spare chunks of a layout's tensors."""
     spares = {
         name: replace(layout.tensors[name], chunks=chunks)

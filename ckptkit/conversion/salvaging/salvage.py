@@ -20,7 +20,7 @@ from ckptkit.checkpoints.account import (
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.salvaging.copies import Faults, filled_tensors, lost_entries, lost_tensors
 from ckptkit.conversion.salvaging.fill import fill
-from ckptkit.conversion.salvaging.repair import Look, repair, survey
+from ckptkit.conversion.salvaging.repair import SurveyFunction, repair, survey
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsupported
 from ckptkit.io.file import file_size, read_small
@@ -155,7 +155,9 @@ def fault_of(path: Path) -> Fault | None:
     return None
 
 
-def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: Look | None = None) -> Salvage:
+def salvage(
+    checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: SurveyFunction | None = None
+) -> Salvage:
     """Survey a checkpoint, repair it from its own copies, and fill the rest from `--fill-from`.
 
     By default, `look` reads every byte.

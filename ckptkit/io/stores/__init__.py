@@ -116,7 +116,7 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class Explains(Protocol):
+class TranslatesErrors(Protocol):
     """A store that translates its library's errors into ckptkit's."""
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
@@ -235,7 +235,7 @@ def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:  # every library has its own exceptions, and those of its dependencies
-        if isinstance(store, Explains):
+        if isinstance(store, TranslatesErrors):
             raise store.refusal(error, path) from error
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         what = "access denied" if isinstance(error, PermissionError) else "the store does not answer"

@@ -21,7 +21,7 @@ _EXTRAS = {
 }
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "generation", "checksum", "sha256", "oid")
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created", "modified")
-_ONE_BY_ONE = threading.Lock()  # few of the synchronous libraries are thread-safe
+_SYNC_LOCK = threading.Lock()  # few of the synchronous libraries are thread-safe
 
 
 class FileSystem:
@@ -91,7 +91,7 @@ class FileSystem:
         return listing
 
     def _read_alone(self, path: str, start: int, stop: int) -> bytes:
-        with _ONE_BY_ONE:
+        with _SYNC_LOCK:
             data: bytes = self._files.cat_file(path, start=start, end=stop)
         return data
 
@@ -99,7 +99,7 @@ class FileSystem:
 def entry_of(info: Mapping[str, Any]) -> StoreEntry:
     """Return an entry from fsspec's description. The tag is the store's content hash, or else the time."""
     times = [info[name] for name in _TIMES if info.get(name)]
-    changed = seconds(times[0]) if times else 0.0
+    changed = to_epoch_seconds(times[0]) if times else 0.0
     tags = [str(info[name]).strip('"') for name in _TAGS if info.get(name)]
     name = info["name"].rstrip("/").rpartition("/")[2]
     if info["type"] == "directory":
@@ -107,7 +107,7 @@ def entry_of(info: Mapping[str, Any]) -> StoreEntry:
     return StoreEntry(name, False, int(info["size"] or 0), changed, tags[0] if tags else str(changed or ""))
 
 
-def seconds(time: Any) -> float:
+def to_epoch_seconds(time: Any) -> float:
     """Return a time of any type as whole seconds since 1970, because a store may report it in two precisions."""
     if isinstance(time, str):
         try:

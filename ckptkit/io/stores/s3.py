@@ -19,8 +19,8 @@ SETTINGS = {
 }
 # attempts of s3fs, each with five of botocore: a server that never responds fails within minutes
 _TRIES = 2
-_SUM = "Checksum"  # prefix of all checksum fields in a response
-_NOT_SUMS = ("Type", "Algorithm")
+_CHECKSUM_PREFIX = "Checksum"  # prefix of all checksum fields in a response
+_NOT_CHECKSUMS = ("Type", "Algorithm")
 
 
 class S3Store(FileSystem):
@@ -38,11 +38,15 @@ class S3Store(FileSystem):
         https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
         """
         response = self._files.call_s3("head_object", Bucket=self._base, Key=key, ChecksumMode="ENABLED")
-        sums = {name.removeprefix(_SUM): response[name] for name in response if name.startswith(_SUM)}
+        sums = {
+            name.removeprefix(_CHECKSUM_PREFIX): response[name]
+            for name in response
+            if name.startswith(_CHECKSUM_PREFIX)
+        }
         kinds = tuple(
             f"{kind} of parts" if is_of_parts(response, text) else kind
             for kind, text in sums.items()
-            if kind not in _NOT_SUMS
+            if kind not in _NOT_CHECKSUMS
         )
         size, crc = int(response["ContentLength"]), crc_of(response)
         if crc is None and "CRC32 of parts" in kinds:

@@ -28,7 +28,7 @@ _FAILED = ("the store failed", _AGAIN)
 _CHANGED = ("another process changes this object at the same moment", _AGAIN)
 _FULL = ("the store has no room", "free some space there, or raise the quota of the bucket")
 _UNREACHED = ("the store cannot be reached", _NETWORK)
-_MUTE = ("the store does not answer", _NETWORK)
+_NO_RESPONSE = ("the store does not answer", _NETWORK)
 
 REFUSALS = {  # the store's error code or HTTP status -> message and hint
     "NoSuchBucket": _BUCKET,
@@ -107,7 +107,7 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
     Returns `NoRoom` if the store is full; names the bucket instead of the object if the bucket is at fault.
     """
     reason, code = find_reason(error), find_code(error)
-    message, hint = find_words(error, code)
+    message, hint = message_and_hint(error, code)
     if (message, hint) == _FULL:
         return NoRoom(f"{message}: {reason}", path=path, hint=hint)
     if (message, hint) == _ELSEWHERE:
@@ -119,7 +119,7 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
     return IOFailure(f"{message}: {reason}", path=bucket_of(path) if is_of_bucket else path, hint=hint)
 
 
-def find_words(error: BaseException, code: str) -> tuple[str, str | None]:
+def message_and_hint(error: BaseException, code: str) -> tuple[str, str | None]:
     """Return the message and the hint for an error."""
     if code:
         return REFUSALS.get(code, ("the store refuses", None))
@@ -128,12 +128,12 @@ def find_words(error: BaseException, code: str) -> tuple[str, str | None]:
     )
     if "Invalid endpoint" in str(error):
         return "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
-    return next(known_errors, _MUTE)
+    return next(known_errors, _NO_RESPONSE)
 
 
 def find_code(error: BaseException | None) -> str:
     """Return the error code in the store's response, such as `NoSuchKey`; "" without a response."""
-    return str(answer_of(error).get("Error", {}).get("Code", ""))
+    return str(response_of(error).get("Error", {}).get("Code", ""))
 
 
 def needs_reason(error: BaseException) -> bool:
@@ -143,13 +143,13 @@ def needs_reason(error: BaseException) -> bool:
 
 def find_reason(error: BaseException) -> str:
     """Return the message of the store or the library, in one line."""
-    text = str(answer_of(error).get("Error", {}).get("Message") or "") or str(error)
+    text = str(response_of(error).get("Error", {}).get("Message") or "") or str(error)
     return next(iter(text.strip().splitlines()), "") or type(error).__name__
 
 
 def find_region(error: BaseException) -> str | None:
     """Return the region of a bucket, if the store's response contains it."""
-    answer = answer_of(error)
+    answer = response_of(error)
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     region = headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region")
     return str(region) if region else None
@@ -159,7 +159,7 @@ def bucket_of(path: Path) -> Path:
     return type(path)(*path.parts[:2])
 
 
-def answer_of(error: BaseException | None) -> dict[str, Any]:
+def response_of(error: BaseException | None) -> dict[str, Any]:
     """Return the store's response behind an error; {} without one."""
     return next(
         (response for cause in causes(error) if isinstance(response := getattr(cause, "response", None), dict)), {}
