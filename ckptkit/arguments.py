@@ -15,7 +15,7 @@ from ckptkit.errors import Usage
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_LONGEST = 60  # characters of a value that an error shows
+_MAX_SHOWN = 60  # characters of a value that an error shows
 _CLASSES = {int: Integral, float: Real}  # also accept numpy's numbers
 
 
@@ -76,7 +76,7 @@ def check(name: str, value: object, kind: Any) -> None:
         return
     *first, last = dict.fromkeys(describe_type(kind))
     expected = f"{', '.join(first)} or {last}" if first else last
-    shown = repr(value) if len(repr(value)) <= _LONGEST else f"{repr(value)[:_LONGEST]}..."
+    shown = repr(value) if len(repr(value)) <= _MAX_SHOWN else f"{repr(value)[:_MAX_SHOWN]}..."
     raise Usage(f"`{name}`: expected {expected}, found {shown}{'' if value is None else f' ({type(value).__name__})'}")
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from ckptkit.markup import element
 from ckptkit.words import visible
 
-_MOST = 3  # lines
+_MAX_LINES = 3  # lines
 
 
 class Summarized:
@@ -38,6 +38,6 @@ def as_call(of: object, place: object, **options: object) -> str:
 
 def first_few(lines: Iterable[str], total: int) -> Iterator[str]:
     """Yield the first of `total` lines, and the number of further lines."""
-    yield from (f"  {line}" for line in islice(lines, _MOST))
-    if total > _MOST:
-        yield f"  ... {total - _MOST:,} more"
+    yield from (f"  {line}" for line in islice(lines, _MAX_LINES))
+    if total > _MAX_LINES:
+        yield f"  ... {total - _MAX_LINES:,} more"

@@ -91,34 +91,34 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
     A parameter of fused experts has the rows of all experts in one matrix, so its rank must be a multiple of the
     config's.
     """
-    targets, changes = config.values.get("target_modules"), list(weight_updates_of(adapter))
+    targets, updates = config.values.get("target_modules"), list(weight_updates_of(adapter))
     has_tied = config.flag("ensure_weight_tying") and any(
-        change.is_embedding for change in changes
+        update.is_embedding for update in updates
     )  # tied targets are not listed
-    for change in changes:
+    for update in updates:
         if config.method != "LORA":
             raise mismatch_with_config(
-                adapter, change.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}"
+                adapter, update.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}"
             )
-        check_rank(adapter, config, change)
-        parameters = config.parameters_of(change.module)
-        for key in parameters or (change.module,):
+        check_rank(adapter, config, update)
+        parameters = config.parameters_of(update.module)
+        for key in parameters or (update.module,):
             config.scaling_of(key)
-        if config.flag("use_dora") != (change.magnitude is not None) and not parameters:
-            has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
+        if config.flag("use_dora") != (update.magnitude is not None) and not parameters:
+            has, says = ("no magnitudes", "DoRA") if update.magnitude is None else ("magnitudes", "no DoRA")
             raise mismatch_with_config(
-                adapter, change.a, f"`{change.module}` has {has}, but `{config.path}` says {says}"
+                adapter, update.a, f"`{update.module}` has {has}, but `{config.path}` says {says}"
             )
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-        if is_listed and not has_tied and not is_target(change.module, config):
+        if is_listed and not has_tied and not is_target(update.module, config):
             message = (
-                f"`{change.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
+                f"`{update.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
             )
-            raise mismatch_with_config(adapter, change.a, message)
-        if not is_in_layers(change.module, config):
+            raise mismatch_with_config(adapter, update.a, message)
+        if not is_in_layers(update.module, config):
             layers = config.values["layers_to_transform"]
             raise mismatch_with_config(
-                adapter, change.a, f"`{change.module}` is not in any of the layers {layers} that `{config.path}` lists"
+                adapter, update.a, f"`{update.module}` is not in any of the layers {layers} that `{config.path}` lists"
             )
     check_complete(adapter, config)
 
@@ -153,23 +153,23 @@ def is_in_layers(module: str, config: AdapterConfig) -> bool:
     return not isinstance(layers, list) or len(numbers) != 1 or numbers[0] in map(str, layers)
 
 
-def check_rank(adapter: Adapter, config: AdapterConfig, change: WeightUpdate) -> None:
+def check_rank(adapter: Adapter, config: AdapterConfig, update: WeightUpdate) -> None:
     """Raise `Mismatch` if the matrices do not fit each other or have another rank than the config."""
-    a, b = (adapter.specs[name].shape for name in (change.a, change.b))
-    location, parameters = expert_place(change.module), config.parameters_of(change.module)
+    a, b = (adapter.specs[name].shape for name in (update.a, update.b))
+    location, parameters = expert_place(update.module), config.parameters_of(update.module)
     is_deep = location is not None and len(a) == 3  # a matrix for each expert
     columns = 2 if is_deep and location is not None and location.leaf else 1
     rank_of_a = a[1 if is_deep else 0] if len(a) > 1 else 0
     if len(b) < (3 if is_deep else 2) or rank_of_a != b[columns]:
         raise mismatch_with_config(
-            adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}"
+            adapter, update.b, f"expected a shape that fits {list(a)} of `{update.a}`, found {list(b)}"
         )
-    ranks = sorted({config.rank_of(key) for key in parameters or (change.module,)})
+    ranks = sorted({config.rank_of(key) for key in parameters or (update.module,)})
     is_stacked = bool(parameters) and not is_deep
     if not any(rank_of_a == rank or (is_stacked and rank_of_a % rank == 0) for rank in ranks):
         wanted = " or ".join(map(str, ranks))
         message = f"expected rank {wanted} as in `{config.path}`, found rank {rank_of_a} (shape {list(a)})"
-        raise mismatch_with_config(adapter, change.a, message)
+        raise mismatch_with_config(adapter, update.a, message)
 
 
 def is_target(module: str, config: AdapterConfig) -> bool:

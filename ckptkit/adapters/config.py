@@ -26,9 +26,9 @@ from ckptkit.models.computation import ConfigDifference
 
 NAME = "adapter_config.json"
 _LIMIT = 1 << 24  # bytes: the file may be hostile, so its size is bounded
-_MOST_RANK = 1 << 31
-_MOST_REPEATS = 3  # in a pattern: the cost of a regex match grows with this power of the name's length
-_MOST_PATTERN = 500  # characters: bounds the time to compile and match a hostile pattern
+_MAX_RANK = 1 << 31
+_MAX_REPEATS = 3  # in a pattern: the cost of a regex match grows with this power of the name's length
+_MAX_PATTERN = 500  # characters: bounds the time to compile and match a hostile pattern
 _SUPPORTED_KEYS = frozenset(
     {
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -140,8 +140,8 @@ class AdapterConfig:
     def rank_of(self, module: str) -> int:
         """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is not a positive number."""
         rank = self.of_module("rank_pattern", "r", module, 8)
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= _MOST_RANK:
-            raise Corrupt(f"rank of `{module}`: expected 1 to {_MOST_RANK}, found {rank!r}", path=self.path)
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= _MAX_RANK:
+            raise Corrupt(f"rank of `{module}`: expected 1 to {_MAX_RANK}, found {rank!r}", path=self.path)
         return rank
 
     def scaling_of(self, module: str) -> float:
@@ -258,7 +258,7 @@ def matches(pattern: str, module: str, path: Path) -> bool:
     Raises `Unsupported` for a pattern that could take long to match, `Corrupt` for an invalid one.
     """
     repeats = sum(pattern.count(sign) for sign in "*+{")
-    if repeats > _MOST_REPEATS or len(pattern) > _MOST_PATTERN or re.search(r"\)[*+{]", pattern):
+    if repeats > _MAX_REPEATS or len(pattern) > _MAX_PATTERN or re.search(r"\)[*+{]", pattern):
         raise Unsupported(f"the pattern `{pattern[:60]}` could take long to match", path=path)
     try:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None

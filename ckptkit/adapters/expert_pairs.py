@@ -104,9 +104,9 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> l
     for module, levels in by_module.items():
         if form in (FLAT, STACKED):
             wrappers = {depth: names for depth, places in levels for names in places.values()}
-            pairs += reading.of_wrappers(module, wrappers)
+            pairs += reading.read_nested_pairs(module, wrappers)
         else:
-            pairs += reading.of_leaves(
+            pairs += reading.read_named_pairs(
                 module, {place: names for _, places in levels for place, names in places.items()}
             )
     check_counts(adapter, pairs, asked)
@@ -138,7 +138,7 @@ class ExpertReader:
         spec = self.tensor(name).spec
         return Mismatch(f"expected {expected}, found {spec}", path=self.adapter.layout.path, tensor=name)
 
-    def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
+    def read_named_pairs(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices that are named after parameters, for all experts together or for each expert."""
         by_leaf: dict[str, dict[int | None, Mapping[str, str]]] = defaultdict(dict)
         for place, names in places.items():
@@ -149,7 +149,7 @@ class ExpertReader:
                 message = f"expected experts with {', '.join(_LEAVES)}, found `{own}`"
                 raise Unsupported(message, path=self.adapter.layout.path, tensor=first["A"])
             if None in experts:
-                yield ExpertPair(module, leaf, *self.three_axes(experts[None]), f"{module}.{own}")
+                yield ExpertPair(module, leaf, *self.stacked_matrices(experts[None]), f"{module}.{own}")
                 continue
             numbers = sorted(number for number in experts if number is not None)
             if numbers != list(range(len(numbers))):
@@ -167,7 +167,7 @@ class ExpertReader:
                 raise self.unfit(name, f"{first} as of the other experts")
         return axes.stack([self.tensor(name) for name in names])
 
-    def three_axes(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
+    def stacked_matrices(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
         """Return A `[E, r, in]` and B `[E, out, r]`; a matrix that all experts share is repeated."""
         a, b = self.tensor(names["A"]), self.tensor(names["B"])
         if len(a.spec.shape) != 3:
@@ -181,7 +181,7 @@ class ExpertReader:
             count = self.asked.count
         return repeat(a, count), repeat(b, count)
 
-    def of_wrappers(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
+    def read_nested_pairs(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices of PEFT's nested wrappers, keyed by depth.
 
         Their shapes decide which parameter each belongs to.
@@ -190,7 +190,7 @@ class ExpertReader:
             depth: (self.tensor(matrices["A"]).spec.shape[-1], self.tensor(matrices["B"]).spec.shape[0])
             for depth, matrices in names.items()
         }
-        leaves, is_turned = self.name_leaves(module, sides, next(iter(names.values()))["A"])
+        leaves, is_turned = self.identify_parameters(module, sides, next(iter(names.values()))["A"])
         for depth, matrices in names.items():
             parameter = f"{module}.{leaves[depth]}"
             a, b = self.apart(matrices, parameter)
@@ -213,7 +213,9 @@ class ExpertReader:
         whole = axes.split(b, 1, (count, rank) if layout == BLOCKS else (rank, count))
         return axes.split(a, 0, (count, rank)), axes.permute(whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1))
 
-    def name_leaves(self, module: str, sides: Mapping[int, tuple[int, int]], name: str) -> tuple[dict[int, str], bool]:
+    def identify_parameters(
+        self, module: str, sides: Mapping[int, tuple[int, int]], name: str
+    ) -> tuple[dict[int, str], bool]:
         """Return the parameter at each depth, and whether inputs and outputs are swapped.
 
         A gate-and-up projection has twice as many rows as the down projection has columns, so two pairs fit in only one

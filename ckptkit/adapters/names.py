@@ -29,7 +29,7 @@ _KINDS: dict[Kind, re.Pattern[str]] = {
     "tokens": re.compile(rf"(?P<module>.+)\.trainable_tokens_delta{_NAME}"),
     "module": re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<leaf>.+)"),
 }
-_SAVED = {
+_SAVED_NAMES = {
     "A": "lora_A.weight",
     "B": "lora_B.weight",
     "bias": "lora_B.bias",
@@ -38,16 +38,16 @@ _SAVED = {
     "magnitude": "lora_magnitude_vector",
     "tokens": "trainable_tokens_delta",
 }
-_KNOWN_PARTS = {part for saved in _SAVED.values() for part in saved.split(".")}
+_KNOWN_PARTS = {part for saved in _SAVED_NAMES.values() for part in saved.split(".")}
 _WRAPPERS = frozenset(
     {"base_layer", "original_module", "token_adapter"}
 )  # name components of PEFT's wrappers around the model's own modules
 # matrices of other libraries, or of PEFT with a dot in the adapter's name
 _OTHER_LIBRARY = re.compile(r"(.+\.lora_)(a|A|down)((?:\..+)?)")
-_SECOND = {"a": "b", "A": "B", "down": "up"}
+_PARTNER = {"a": "b", "A": "B", "down": "up"}
 _UNUSED = re.compile(r".+\.trainable_tokens_original(?:\.[^.]+)?")
 # tensor names of other methods -> method
-_OTHERS = {
+_OTHER_METHODS = {
     "lora_E": "AdaLoRA",
     "ranknum": "AdaLoRA",
     "ia3_l": "IA3",
@@ -117,7 +117,7 @@ def read_entry(name: str) -> Entry | None:
         if kind == "module":
             return Entry(kind, match["adapter"], f"{base_name(module)}.{match['leaf']}", 0, f"{module}.{match['leaf']}")
         depth = module.count(".base_layer") if kind in ("A", "B") else 0
-        return Entry(kind, match["adapter"], base_name(module), depth, f"{module}.{_SAVED[kind]}")
+        return Entry(kind, match["adapter"], base_name(module), depth, f"{module}.{_SAVED_NAMES[kind]}")
     return None
 
 
@@ -152,7 +152,7 @@ def unsupported_method(names: Collection[str]) -> str | None:
         return None
     for name in names:
         parts = name.split(".")
-        known_method = next((method for part, method in _OTHERS.items() if part in parts), None)
+        known_method = next((method for part, method in _OTHER_METHODS.items() if part in parts), None)
         unknown = next((part for part in parts if part.startswith("lora_") and part not in _KNOWN_PARTS), None)
         if known_method or (unknown and read_entry(name) is None):
             return known_method or unknown
@@ -163,7 +163,7 @@ def find_unknown_name(names: Collection[str]) -> str | None:
     """Return a matrix that has a partner and a name of another library's adapters; None without any."""
     for name in names:
         match = _OTHER_LIBRARY.fullmatch(name)
-        if match and read_entry(name) is None and f"{match[1]}{_SECOND[match[2]]}{match[3]}" in names:
+        if match and read_entry(name) is None and f"{match[1]}{_PARTNER[match[2]]}{match[3]}" in names:
             return name
     return None
 

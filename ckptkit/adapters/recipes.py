@@ -76,8 +76,8 @@ class Merging:
         """Add an adapter. Raises `Mismatch` if it does not fit, `Unsupported` if it cannot be merged."""
         source.config.check_known()
         self.replace_parameters(source)
-        for change in weight_updates_of(source.adapter):
-            self.change(source, change)
+        for update in weight_updates_of(source.adapter):
+            self.add_update(source, update)
         for name, entry in source.adapter.entries.items():
             if entry.kind == "tokens":
                 self.replace_rows(source, f"{entry.module}.weight", name, entry.module)
@@ -98,8 +98,8 @@ class Merging:
             if in_base is None:
                 self.notes.append(f"`{own}` belongs to the adapter: the base does not have it")
             elif in_base.spec.shape != trained.spec.shape:
-                change = f"{list(in_base.spec.shape)} in the base, {list(trained.spec.shape)} in the adapter"
-                self.notes.append(f"`{own}` has a different shape in the base: {change}")
+                difference = f"{list(in_base.spec.shape)} in the base, {list(trained.spec.shape)} in the adapter"
+                self.notes.append(f"`{own}` has a different shape in the base: {difference}")
             dtype = trained.spec.dtype if in_base is None else in_base.spec.dtype
             is_castable = trained.spec.dtype == dtype or trained.spec.dtype.can_become(dtype)
             if not is_castable:
@@ -117,54 +117,54 @@ class Merging:
         shapes = {own: (self.tensors[own].spec.shape, source.shape(source.base[own])) for own in sought}
         return {own: source.base[own] for own, (old, new) in shapes.items() if old != new and old[1:] == new[1:]}
 
-    def change(self, source: AdapterSource, change: WeightUpdate) -> None:
+    def add_update(self, source: AdapterSource, update: WeightUpdate) -> None:
         """Add a low-rank update of a weight, and of the bias beside it."""
-        own, product = self.product_of(source, change)
-        self.require_float(own, source, change.a)
-        if change.magnitude is None:
+        own, product = self.product_of(source, update)
+        self.require_float(own, source, update.a)
+        if update.magnitude is None:
             self.steps[own].append(product)
         else:
-            self.steps[own].append(self.dora_step(source, change, own, product))
-        if change.bias is not None:
-            bias = f"{change.module}.bias"
-            if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape(change.bias):
-                raise source.blame(f"the base does not have a `{bias}` of this shape to add to", change.bias)
-            self.require_float(bias, source, change.bias)
+            self.steps[own].append(self.dora_step(source, update, own, product))
+        if update.bias is not None:
+            bias = f"{update.module}.bias"
+            if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape(update.bias):
+                raise source.blame(f"the base does not have a `{bias}` of this shape to add to", update.bias)
+            self.require_float(bias, source, update.bias)
             dtype = working_dtype(self.tensors[bias].spec.dtype)
-            self.steps[bias].append(ScaledAddition(Operand(source.number, change.bias, dtype), product.scaling))
+            self.steps[bias].append(ScaledAddition(Operand(source.number, update.bias, dtype), product.scaling))
 
-    def product_of(self, source: AdapterSource, change: WeightUpdate) -> tuple[str, Product]:
+    def product_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Product]:
         """Return the name of the parameter that an update changes, and the product to add."""
-        own, key = f"{change.module}.weight", change.module
-        if own in self.tensors and own not in source.config.parameters_of(change.module):
-            kind = self.kind_of(source, change, own)
+        own, key = f"{update.module}.weight", update.module
+        if own in self.tensors and own not in source.config.parameters_of(update.module):
+            kind = self.kind_of(source, update, own)
         else:
-            own, kind = self.parameter_of(source, change)
+            own, kind = self.parameter_of(source, update)
             key = own
         dtype = working_dtype(self.tensors[own].spec.dtype)
-        a, b = (Operand(source.number, name, dtype) for name in (change.a, change.b))
+        a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
         scaling = source.config.scaling_of(key) * source.weight
-        return own, kind(a, b, source.shape(change.a), source.shape(change.b), scaling)
+        return own, kind(a, b, source.shape(update.a), source.shape(update.b), scaling)
 
-    def kind_of(self, source: AdapterSource, change: WeightUpdate, own: str) -> Kind:
+    def kind_of(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation in which a layer stores its weight.
 
         The shapes decide; for a square weight the config does.
         """
-        shape, a, b = self.tensors[own].spec.shape, source.shape(change.a), source.shape(change.b)
+        shape, a, b = self.tensors[own].spec.shape, source.shape(update.a), source.shape(update.b)
         if len(shape) < 2:
-            raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", change.a)
-        is_plain = (b[0], *a[1:]) == shape and not change.is_embedding
+            raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", update.a)
+        is_plain = (b[0], *a[1:]) == shape and not update.is_embedding
         is_turned = len(shape) == 2 and (a[1], b[0]) == shape
         if not (is_plain or is_turned):
             product = [b[0], *a[1:]]
             message = f"expected shape {list(shape)} as `{own}` of the base, found a product of {product}"
-            raise source.blame(message, change.a, hint="check that the adapter was trained on this base")
+            raise source.blame(message, update.a, hint="check that the adapter was trained on this base")
         if is_plain and is_turned:
-            return self.kind_by_config(source, change, own)
+            return self.kind_by_config(source, update, own)
         return LinearProduct if is_plain else TransposedProduct
 
-    def kind_by_config(self, source: AdapterSource, change: WeightUpdate, own: str) -> Kind:
+    def kind_by_config(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation of a square weight. Raises `Unsupported` if nothing decides it.
 
         `fan_in_fan_out` is one switch for all layers, set for the last layer type that PEFT visited. If other layers of
@@ -177,29 +177,29 @@ class Merging:
             shape = tensor.spec.shape if tensor else ()
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
                 message = f"`{own}` is square and `fan_in_fan_out` differs between layers: its orientation is unknown"
-                raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
+                raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
         return TransposedProduct if is_turned else LinearProduct
 
-    def parameter_of(self, source: AdapterSource, change: WeightUpdate) -> tuple[str, Kind]:
+    def parameter_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
         """Return the parameter of a module that an update changes: the only one with a fitting shape."""
-        fitting_parameters = list(self.fitting(source, change))
+        fitting_parameters = list(self.fitting(source, update))
         if len(fitting_parameters) == 1:
             return fitting_parameters[0]
         if not fitting_parameters:
-            a, b = source.shape(change.a), source.shape(change.b)
-            message = f"the base does not have a `{change.module}` that fits matrices {list(b)} and {list(a)}"
-            raise source.blame(message, change.a, hint=hint_similar_name(change.module, self.base))
+            a, b = source.shape(update.a), source.shape(update.b)
+            message = f"the base does not have a `{update.module}` that fits matrices {list(b)} and {list(a)}"
+            raise source.blame(message, update.a, hint=hint_similar_name(update.module, self.base))
         names = ", ".join(sorted({name for name, _ in fitting_parameters}))
         message = f"it fits {names} of the base in more than one way, and no file says which"
-        raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
+        raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
 
-    def fitting(self, source: AdapterSource, change: WeightUpdate) -> Iterator[tuple[str, Kind]]:
+    def fitting(self, source: AdapterSource, update: WeightUpdate) -> Iterator[tuple[str, Kind]]:
         """Yield the parameters of a module whose shape fits an update, with the kind of product."""
-        a, b = source.shape(change.a), source.shape(change.b)
-        wanted = source.config.parameters_of(change.module)
+        a, b = source.shape(update.a), source.shape(update.b)
+        wanted = source.config.parameters_of(update.module)
         for own, tensor in self.tensors.items():
             shape = tensor.spec.shape
-            if own.rpartition(".")[0] != change.module or (wanted and own not in wanted):
+            if own.rpartition(".")[0] != update.module or (wanted and own not in wanted):
                 continue
             rank = source.config.rank_of(own)
             if len(shape) == 2 and (a, b) == ((rank, shape[1]), (shape[0], rank)):
@@ -208,12 +208,12 @@ class Merging:
                 for is_transposed, sides in ((False, (b[0], a[1])), (True, (a[1], b[0]))):
                     if sides == shape[1:]:
                         kind = partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
-                        yield own, partial(kind, is_in_blocks=self.layout_of(source, change, own, rank) == BLOCKS)
+                        yield own, partial(kind, is_in_blocks=self.layout_of(source, update, own, rank) == BLOCKS)
 
-    def layout_of(self, source: AdapterSource, change: WeightUpdate, own: str, rank: int) -> str:
+    def layout_of(self, source: AdapterSource, update: WeightUpdate, own: str, rank: int) -> str:
         """Return the layout of lora_B of fused experts; notes if `--experts-layout` contradicts the files."""
         count, given = self.tensors[own].spec.shape[0], source.experts_layout
-        layout = choose_layout(source.config, own, count, rank, given, change.b)
+        layout = choose_layout(source.config, own, count, rank, given, update.b)
         recorded_layout = find_layout(source.config, own) if given and 1 not in (count, rank) else None
         note = (
             f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {recorded_layout}"
@@ -222,23 +222,23 @@ class Merging:
             self.notes.append(note)
         return layout
 
-    def dora_step(self, source: AdapterSource, change: WeightUpdate, own: str, product: Product) -> DoraRescale:
+    def dora_step(self, source: AdapterSource, update: WeightUpdate, own: str, product: Product) -> DoraRescale:
         """Return DoRA's step. It needs all weights of each output in memory at once."""
-        assert change.magnitude is not None
+        assert update.magnitude is not None
         shape, is_turned = self.tensors[own].spec.shape, isinstance(product, TransposedProduct)
-        magnitude = source.shape(change.magnitude)
+        magnitude = source.shape(update.magnitude)
         outputs = shape[1 if is_turned else 0]
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
             message = f"expected magnitudes of {outputs} outputs, found shape {list(magnitude)}"
-            raise source.blame(message, change.magnitude)
-        require_weight_one(source, change.magnitude, "a DoRA adapter changes directions")
+            raise source.blame(message, update.magnitude)
+        require_weight_one(source, update.magnitude, "a DoRA adapter changes directions")
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_IN_MEMORY:
             message = f"the outputs of {spec} are its columns: DoRA would need the whole tensor in memory"
-            raise Unsupported(message, path=source.adapter.layout.path, tensor=change.magnitude)
+            raise Unsupported(message, path=source.adapter.layout.path, tensor=update.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
         return DoraRescale(
-            product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned)
+            product, Operand(source.number, update.magnitude, product.a.dtype), magnitude, int(is_turned)
         )
 
     def replace_rows(self, source: AdapterSource, own: str, name: str, module: str) -> None:

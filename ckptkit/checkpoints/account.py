@@ -16,7 +16,7 @@ from ckptkit.words import count, format_bytes
 
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
-_NAMED = 3  # lost tensors in a message
+_NAMES_SHOWN = 3  # lost tensors in a message
 _DAMAGED = "bytes changed after they were written: their CRC-32 differs from the recorded one"
 
 
@@ -168,7 +168,11 @@ def list_lost_names(found: Mapping[str, Any]) -> str:
     """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
     entries = found.get("lost")
     names = [str(entry.get("name") or entry.get("path")) for entry in entries or () if isinstance(entry, dict)]
-    return f"{', '.join(f'`{name}`' for name in names[:_NAMED])}{and_more(len(names) - _NAMED)}" if names else ""
+    return (
+        f"{', '.join(f'`{name}`' for name in names[:_NAMES_SHOWN])}{and_more(len(names) - _NAMES_SHOWN)}"
+        if names
+        else ""
+    )
 
 
 def describe_account(found: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.names.weights import may_have_weights
 from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names, who_wrote
 
-_LARGEST = 1 << 26  # bytes: larger files are not read only to verify their checksum
+_MAX_VERIFIED = 1 << 26  # bytes: larger files are not read only to verify their checksum
 _UNFINISHED = "wait for the save to end, or take another step"
 MODEL = "model"  # key for a bare state dict when other components are beside it
 
@@ -197,9 +197,9 @@ def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report
     recorded = {} if manifest is None else manifest.files
     for name in sorted(recorded.keys() & layout.descriptions):
         path, known = layout.root / name, recorded[name]
-        if known.nbytes > _LARGEST:
+        if known.nbytes > _MAX_VERIFIED:
             continue
-        content = read_small(path, _LARGEST)
+        content = read_small(path, _MAX_VERIFIED)
         if crc32(content) != known.crc32:
             report(Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=RESTORE))
 

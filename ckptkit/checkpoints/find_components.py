@@ -37,7 +37,7 @@ EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
 LOST = (WEIGHTS, CHANGES)  # not copied although the output may need it
 DESCRIPTION = "describes these weights only"
-_BY_NAME = {  # reason -> whether a file name means it
+_REASON_BY_NAME = {  # reason -> whether a file name means it
     TRAINING: trainers.is_training_state,
     COMPANION: FILES.__contains__,
     DESCRIPTION: trainers.is_description,
@@ -337,7 +337,7 @@ def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
         return HIDDEN
     if path.is_dir():
         return CHECKPOINT
-    for why, is_one in _BY_NAME.items():
+    for why, is_one in _REASON_BY_NAME.items():
         if is_one(path.name):
             return why
     return WEIGHTS if path.suffix in ONE_FILE or is_known_file([path.name]) else NOT_KNOWN

@@ -97,8 +97,8 @@ def unproved_files_problem(
 
 NAME = "ckptkit.json"
 _LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
-_DESCRIBED_BY = (".metadata", ".index.json")  # suffixes of files that describe the other files
-_REPLACE = "`ckptkit manifest --overwrite` makes a new one"
+_DESCRIPTION_SUFFIXES = (".metadata", ".index.json")  # suffixes of files that describe the other files
+_HINT_REPLACE = "`ckptkit manifest --overwrite` makes a new one"
 
 ByteRange = tuple[int, int]  # offset in a file and length, in bytes
 
@@ -190,7 +190,7 @@ def read_manifest(root: Path) -> Manifest | None:
         for step in name.split("/"):  # a file may be in a subdirectory, such as a rank's
             check_name(step, root)
     if is_of_earlier_save(root, files):
-        warn(f"{path}: ignoring the manifest of an earlier save: {_REPLACE}", StaleManifest)
+        warn(f"{path}: ignoring the manifest of an earlier save: {_HINT_REPLACE}", StaleManifest)
         return None
     return Manifest(files, tensors, source)
 
@@ -209,7 +209,7 @@ def explain_deleted_metadata(error: CkptError, root: Path) -> CkptError:
     The file existed when the manifest was made, so the save was complete.
     """
     names = error.files if isinstance(error, Incomplete) else ()
-    lost = [name for name in names if name.endswith(_DESCRIBED_BY)]
+    lost = [name for name in names if name.endswith(_DESCRIPTION_SUFFIXES)]
     try:
         manifest = read_manifest(root) if lost and root.is_dir() else None
     except Corrupt:
@@ -232,7 +232,7 @@ def is_of_earlier_save(root: Path, files: Mapping[str, FileSum]) -> bool:
     describes. A damaged file also differs, but then no other file is newer. Checked on local disks only: stores have no
     modification time, only an upload time.
     """
-    described = [name for name in files if name.endswith(_DESCRIBED_BY)]
+    described = [name for name in files if name.endswith(_DESCRIPTION_SUFFIXES)]
     if not described or is_remote(root):
         return False
     manifest_time = (root / NAME).stat().st_mtime_ns

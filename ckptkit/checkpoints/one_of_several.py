@@ -22,9 +22,9 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.trainers import ONE_FILE, stem_of, step_of
 
-_SHARDS = "shard_metadata"  # key that FSDP of torch_xla and fairscale saves beside a rank's flat shards
-_WORLDS = ((_SHARDS, "world_size"), ("mp_world_size",))
-_NAMED = 4  # files in a message
+_SHARDS_KEY = "shard_metadata"  # key that FSDP of torch_xla and fairscale saves beside a rank's flat shards
+_WORLD_SIZE_KEYS = ((_SHARDS_KEY, "world_size"), ("mp_world_size",))
+_NAMES_SHOWN = 4  # files in a message
 _RANK_0 = re.compile(r"model[-_.]0+")  # torch_checkpointing's file name for the item `model`
 
 
@@ -45,14 +45,14 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     if layout.descriptions or layout.world_size is not None:
         return None  # an index lists its files, or the format names them
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
-    worlds = [siblings for key in _WORLDS if isinstance(siblings := checkpoint.value(key), int)]
+    worlds = [siblings for key in _WORLD_SIZE_KEYS if isinstance(siblings := checkpoint.value(key), int)]
     if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
         return one_of_several(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
     siblings = rank_set_of(file) or parts_beside(checkpoint, file) or ([file.name] if is_part(file) else [])
     is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, siblings))
     if siblings and not is_joined:
-        names = f"{', '.join(siblings[:_NAMED])}{and_more(len(siblings) - _NAMED)}"
+        names = f"{', '.join(siblings[:_NAMES_SHOWN])}{and_more(len(siblings) - _NAMES_SHOWN)}"
         which = f"one of {len(siblings)}" if len(siblings) > 1 else "one of several"
         hint = f"{JOIN}; if this one has all of the model, rename a copy of it"
         return one_of_several(checkpoint, file, f"this is {which}: {names}", hint)
@@ -134,7 +134,9 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
     elif series and all(
         has_same_tensors(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])
     ):
-        why = f"{', '.join(series[:_NAMED])}{and_more(len(series) - _NAMED)} have the same tensors and shapes"
+        why = (
+            f"{', '.join(series[:_NAMES_SHOWN])}{and_more(len(series) - _NAMES_SHOWN)} have the same tensors and shapes"
+        )
     else:
         return None
     return f"{why}, and nothing shows whether this file has the whole model or one part of it"
@@ -149,7 +151,7 @@ def has_same_tensors(checkpoint: Checkpoint, other: Checkpoint) -> bool:
 
 def has_shards(checkpoint: Checkpoint) -> bool:
     layout = checkpoint.model_component.layout
-    return any(layout.key(name)[0] == _SHARDS for name in layout.names)
+    return any(layout.key(name)[0] == _SHARDS_KEY for name in layout.names)
 
 
 def rank_set_of(file: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Incomplete
 from ckptkit.words import count
 
-_NAMED = 3  # tensor names in a message
+_NAMES_SHOWN = 3  # tensor names in a message
 Key = tuple[Path | None, tuple[str, ...], str | None, int | None]  # file, or directory and files; tensor; byte
 
 
@@ -65,7 +65,7 @@ def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]
         if problem.tensor is not None and not isinstance(problem, Incomplete):
             wrong.setdefault(problem.path, set()).add(problem.tensor)
     mismatched_files = {
-        path for path, names in wrong.items() if len(names) > _NAMED and 2 * len(names) > entries.get(path, 0)
+        path for path, names in wrong.items() if len(names) > _NAMES_SHOWN and 2 * len(names) > entries.get(path, 0)
     }
     kept: dict[object, CkptError] = {}
     for problem in problems:
@@ -112,5 +112,5 @@ def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
 
 def abridge(names: Iterable[str]) -> str:
     """Return the first names as text."""
-    first_names = list(islice(names, _NAMED + 1))
-    return ", ".join(first_names[:_NAMED]) + (", ..." if first_names[_NAMED:] else "")
+    first_names = list(islice(names, _NAMES_SHOWN + 1))
+    return ", ".join(first_names[:_NAMES_SHOWN]) + (", ..." if first_names[_NAMES_SHOWN:] else "")

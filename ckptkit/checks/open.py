@@ -84,7 +84,7 @@ def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
     return build_model([part], options).say(*remarks)
 
 
-_MOST_LINES = 60  # of a notebook's output, to keep it readable
+_MAX_LINES = 60  # of a notebook's output, to keep it readable
 _INDENT = 1.2  # em for each level
 
 
@@ -96,9 +96,9 @@ def describe(layout: Layout) -> str:
 
 def html_of(layout: Layout) -> str:
     """Return the description and the tensors, folded by module, as HTML; at most 60 lines."""
-    lines = list(islice(fold(layout.specs), _MOST_LINES + 1))
-    more = "..." if len(lines) > _MOST_LINES else None
-    rows = [row_of(line) for line in lines[:_MOST_LINES]]
+    lines = list(islice(fold(layout.specs), _MAX_LINES + 1))
+    more = "..." if len(lines) > _MAX_LINES else None
+    rows = [row_of(line) for line in lines[:_MAX_LINES]]
     head = element(
         "tr", *(element("th", name, style=cell("left")) for name in ("module or tensor", "", "tensors", "size"))
     )
@@ -238,13 +238,13 @@ class LazyTensor:
         """Read the tensor as a `torch.Tensor` on the CPU."""
         from ckptkit.layout.arrays import to_torch
 
-        return self._as(to_torch)
+        return self._convert(to_torch)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Read the tensor as an array. A dtype that numpy lacks, such as bfloat16, becomes float32, which is exact."""
         from ckptkit.layout.arrays import to_numpy
 
-        return self._as(to_numpy)
+        return self._convert(to_numpy)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read the tensor for `np.asarray(tensor)` and similar functions."""
@@ -261,7 +261,7 @@ class LazyTensor:
         """Return DLPack's device type and index of the CPU."""
         return 1, 0
 
-    def _as(self, made: Callable[..., Loaded]) -> Loaded:
+    def _convert(self, made: Callable[..., Loaded]) -> Loaded:
         try:
             data = self.checkpoint.read(self.name, self.view.box)
             return made(data, self.spec.dtype, self.spec.shape)

@@ -35,7 +35,7 @@ class Leaf:
     name: str = field(compare=False)
 
 
-_DEEPEST = 64  # levels; limits the recursion for names from an untrusted file: deeper names stay one label
+_MAX_DEPTH = 64  # levels; limits the recursion for names from an untrusted file: deeper names stay one label
 Node = dict[str, "Node | Leaf"]
 Group = tuple[str, int, list["Node | Leaf"]]  # label, number of equal children per module, and all children
 
@@ -44,7 +44,7 @@ def fold(specs: Mapping[str, Spec]) -> Iterator[Branch]:
     """Yield the lines of the tree of these names; equal numbered modules are one line, `layers.0-31`."""
     root: Node = {}
     for name, spec in specs.items():
-        *modules, leaf = name.split(".", _DEEPEST)
+        *modules, leaf = name.split(".", _MAX_DEPTH)
         node = root
         for module in modules:
             below = node.setdefault(f"{module}.", {})

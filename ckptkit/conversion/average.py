@@ -16,7 +16,7 @@ from ckptkit.state.options import ConvertOptions, Keywords, spell_out
 from ckptkit.state.report import Converted
 from ckptkit.words import count
 
-_SLACK = 1e-6  # weights whose sum is this close to 1 need no note about the division
+_TOLERANCE = 1e-6  # weights whose sum is this close to 1 need no note about the division
 
 
 @spell_out
@@ -48,7 +48,7 @@ def average(
     asked.check()
     done = run_conversion(chosen, dst, asked)
     total = fsum(weights)
-    if not weights or isclose(total, 1, abs_tol=_SLACK):
+    if not weights or isclose(total, 1, abs_tol=_TOLERANCE):
         return done
     return replace(done, notes=[f"the weights add up to {total:g}, and were divided by that", *done.notes])
 

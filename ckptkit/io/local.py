@@ -15,7 +15,9 @@ from ckptkit.io.disk import close
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
 _WRITE_BYTES = 1 << 17
-_CACHE = re.compile(r"(models|datasets|spaces)--.+", re.DOTALL)  # the directory of a repository in the Hub's cache
+_CACHE_DIRECTORY = re.compile(
+    r"(models|datasets|spaces)--.+", re.DOTALL
+)  # the directory of a repository in the Hub's cache
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -112,7 +114,7 @@ def find_blob(path: Path) -> Path | None:
     if not path.is_symlink():
         return None
     folder = path.absolute().parent
-    cache = next((above for above in folder.parents if _CACHE.fullmatch(above.name)), None)
+    cache = next((above for above in folder.parents if _CACHE_DIRECTORY.fullmatch(above.name)), None)
     if cache is None:
         return None
     real, inside = Path(os.path.realpath(cache)), folder.relative_to(cache)

@@ -13,7 +13,7 @@ from ckptkit.errors import Occupied
 from ckptkit.io.disk import UNSUPPORTED_CALL, again, warn_of_loss
 
 _PAUSE = 0.05  # seconds between two attempts
-_WITHOUT_LOCKS = (*UNSUPPORTED_CALL, errno.ENOLCK)
+_NO_LOCKS_ERRORS = (*UNSUPPORTED_CALL, errno.ENOLCK)
 
 
 def acquire(path: Path, *, patience: float = 0) -> int:
@@ -45,7 +45,7 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in _NO_LOCKS_ERRORS:
             raise
         warn_of_loss(path, "this file system cannot lock files: two commands that write here would not see each other")
     return True

@@ -20,7 +20,7 @@ from ckptkit.io.file import open_file
 
 PART_BYTES = 1 << 24  # minimum of a piece; all pieces except the last are equal, as some stores require
 ROOM = 8 * PART_BYTES  # memory for pieces that wait for earlier ones
-_MOST_PARTS = 9_000  # pieces per file; S3 accepts 10,000 parts
+_MAX_PARTS = 9_000  # pieces per file; S3 accepts 10,000 parts
 _MIB = 1 << 20
 
 
@@ -117,7 +117,7 @@ def is_large(nbytes: int) -> bool:
 
 def piece_bytes(size: int) -> int:
     """Return the bytes per piece of a file of `size` bytes; only the last piece may be smaller."""
-    return max(PART_BYTES, -(-size // (_MOST_PARTS * _MIB)) * _MIB)
+    return max(PART_BYTES, -(-size // (_MAX_PARTS * _MIB)) * _MIB)
 
 
 def cut_file(name: str, size: int) -> Iterator[FilePiece]:

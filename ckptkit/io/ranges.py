@@ -24,8 +24,8 @@ PageKey = tuple[str, str, int]  # file, its tag, page number
 _PAGE = 1 << 14  # bytes: the unit of the cache
 _WINDOW = 1 << 18  # bytes that a small read fetches; longer reads are large
 _CACHE = 1 << 26  # bytes of cached pages
-_GAP = 1 << 19  # up to this many unneeded bytes cost less than another request: what arrives in one round trip
-_RUN = 1 << 22  # maximum bytes of a request that serves several reads
+_MAX_GAP = 1 << 19  # up to this many unneeded bytes cost less than another request: what arrives in one round trip
+_MAX_REQUEST = 1 << 22  # maximum bytes of a request that serves several reads
 _BATCH = 512  # items per prefetch, so that no page is evicted before it is used
 
 
@@ -182,7 +182,7 @@ def coalesce(numbers: Iterable[int]) -> Iterator[list[int]]:
     """Yield sorted page numbers as groups that are worth one request each."""
     run: list[int] = []
     for number in numbers:
-        if run and ((number - run[-1]) * _PAGE > _GAP or (number - run[0]) * _PAGE >= _RUN):
+        if run and ((number - run[-1]) * _PAGE > _MAX_GAP or (number - run[0]) * _PAGE >= _MAX_REQUEST):
             yield run
             run = []
         run.append(number)

@@ -28,18 +28,25 @@ _ELEMENTWISE = frozenset(
         *("master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"),
     ]
 )
-_SECOND = frozenset(["exp_avg_sq", "max_exp_avg_sq", "square_avg"])  # some optimizers have one for each row or slice
+_SECOND_MOMENTS = frozenset(
+    ["exp_avg_sq", "max_exp_avg_sq", "square_avg"]
+)  # some optimizers have one for each row or slice
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
-_MARKS = ("projector", "ortho_matrix", "absmax", "qmap")  # these show that the other states are projected or packed
+_MARKS_OF_PACKED_STATES = (
+    "projector",
+    "ortho_matrix",
+    "absmax",
+    "qmap",
+)  # these show that the other states are projected or packed
 _FLOATS = ("float", "small_float")
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
 # States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
 # gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
-_TOGETHER = _ELEMENTWISE.difference(
+_COMMON_STATES = _ELEMENTWISE.difference(
     ["max_exp_avg_sq", "master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"]
 ) | {"sum", "state1", "state2"}
 # states of an optimizer with the setting `amsgrad`, if it has no other states. Source: torch/optim/adam.py
-_AMSGRAD, _ADAM, _BESIDE = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
+_AMSGRAD, _ADAM, _BESIDE_ADAM = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
 
 
 def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
@@ -83,13 +90,13 @@ def misshaped_states(
     `entries` maps the kind of each state to its entry.
     """
     specs = {kind: facts.layout.tensors[name].spec for kind, name in entries.items()}
-    if any(word in kind for word in _MARKS for kind in specs):
+    if any(word in kind for word in _MARKS_OF_PACKED_STATES for kind in specs):
         return {}
     kinds_by_shape: dict[Shape, tuple[str, ...]] = {}
-    main_shapes = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND}
+    main_shapes = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND_MOMENTS}
     for kind in _ELEMENTWISE & specs.keys():
         spec = specs[kind]
-        is_reduced = kind in _SECOND and spec.shape not in main_shapes
+        is_reduced = kind in _SECOND_MOMENTS and spec.shape not in main_shapes
         fits = any(fits_shape(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
             kinds_by_shape[spec.shape] = (*kinds_by_shape.get(spec.shape, ()), entries[kind])
@@ -112,8 +119,8 @@ def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
         for parameter, own in kinds.items():
             more = {
                 kind for other in kinds_of_similar[similarity[parameter]] if own < other for kind in other - own
-            } & _TOGETHER
-            if _AMSGRAD in settings.get(parameter, ()) and own <= _ADAM | _BESIDE:
+            } & _COMMON_STATES
+            if _AMSGRAD in settings.get(parameter, ()) and own <= _ADAM | _BESIDE_ADAM:
                 more |= _ADAM - own
             more = {kind for kind in more if f"{entry_of(above, parameter)}.{kind}" not in facts.lost}
             if more:

@@ -157,7 +157,7 @@ def parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape
 
 
 def known_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
-    """Return the result of `sizes_of`, skipping states that do not show the shape of their parameter."""
+    """Return the result of `parameter_shapes_of`, skipping states that do not show their parameter's shape."""
     check_numbers(optimizer.groups)
     shapes: dict[int, Shape] = {}
     for number, state in states_of(layout, optimizer).items():

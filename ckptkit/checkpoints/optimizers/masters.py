@@ -19,7 +19,7 @@ from ckptkit.models.names.parameters import EntryPlace
 from ckptkit.models.names.training import find_place
 
 REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]  # the optimizer's state, and the weight that it completes
-_KINDS = ("fp32_param", "param", "master_param")
+_MASTER_STATES = ("fp32_param", "param", "master_param")
 
 
 def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
@@ -39,7 +39,7 @@ def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[st
     own = set(weights)
     for name in layout.tensors:
         with suppress(Unsupported):  # an optimizer with indices instead of names
-            if (located := find_place(layout.key(name), own)) and state_kind_at(located[0]) in _KINDS:
+            if (located := find_place(layout.key(name), own)) and state_kind_at(located[0]) in _MASTER_STATES:
                 yield name, located[1]
 
 

@@ -17,7 +17,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.expected import expected
 from ckptkit.models.names.weights import find_model_key, find_weights
 
-_IN_ORDER = ("pt", "pt_shards")  # the formats that keep the order of a state dict
+_ORDERED_FORMATS = ("pt", "pt_shards")  # the formats that keep the order of a state dict
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  # suffixes of buffers
 
 
@@ -27,7 +27,7 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
     Raises `Unsupported` if the order is unknown.
     """
     shapes = float_shapes(without_ties(own_tensors(layout)))
-    if layout.format in _IN_ORDER and is_order_of_modules(shapes):
+    if layout.format in _ORDERED_FORMATS and is_order_of_modules(shapes):
         order: Iterable[str] = shapes
     else:
         order = order_by_config(shapes, config)

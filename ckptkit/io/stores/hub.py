@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"datasets": "dataset", "spaces": "space"}
 _TRIES = 3
-_MOST = 300  # characters of an error that are shown
+_MAX_SHOWN = 300  # characters of an error that are shown
 _TIMEOUT = 30  # seconds without receiving a byte
 
 
@@ -159,7 +159,7 @@ def downloading(model: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the client raises its own, its HTTP library's and the system's
-        reason = " ".join(str(error).split())[:_MOST] or type(error).__name__
+        reason = " ".join(str(error).split())[:_MAX_SHOWN] or type(error).__name__
         if constants.HF_HUB_OFFLINE:
             reason = "HF_HUB_OFFLINE is set, and the Hub's cache does not contain it"
         elif isinstance(error, RepositoryNotFoundError):

@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"hf_\w+")
 _LOGIN = "run `hf auth login` or set HF_TOKEN"
 _QUOTA = re.compile(r"storage|quota|exceed", re.IGNORECASE)  # words in the Hub's message when a quota is reached
 _HINTS = {401: _LOGIN, 403: "the token needs the right to write there", 429: "wait, then run the same command again"}
-_MOST = 300  # characters of a server's message that are shown
+_MAX_SHOWN = 300  # characters of a server's message that are shown
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
 
 def redact(text: str) -> str:
     """Return a server's message as one line, without any token."""
-    return _TOKEN.sub("hf_...", " ".join(text.split()))[:_MOST]
+    return _TOKEN.sub("hf_...", " ".join(text.split()))[:_MAX_SHOWN]
 
 
 def page_of(repo_id: str) -> str:

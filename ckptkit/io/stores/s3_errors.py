@@ -89,7 +89,7 @@ LIBRARY = {  # class names of the library's errors without a response -> message
 ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
 TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 DENIED = ("403", "AccessDenied", "AllAccessDisabled")
-_HAS_NO_REASON = ("403", "400")  # HEAD responses have no body that could give a reason
+_CODES_WITHOUT_REASON = ("403", "400")  # HEAD responses have no body that could give a reason
 
 
 class StoreRefused(Exception):
@@ -138,7 +138,7 @@ def find_code(error: BaseException | None) -> str:
 
 def needs_reason(error: BaseException) -> bool:
     """Return whether a store refused without a reason, as it does for every HEAD request."""
-    return find_code(error) in _HAS_NO_REASON
+    return find_code(error) in _CODES_WITHOUT_REASON
 
 
 def find_reason(error: BaseException) -> str:
