@@ -269,6 +269,7 @@ def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: Exper
     alphas: dict[str, float] = {}
     for leaf, modules_by_rank in modules_by_leaf.items():
         for (rank, alpha), modules in modules_by_rank.items():
+            # one pattern for all layers if they agree, else one for each module
             keys = [f"experts{leaf}"] if len(modules_by_rank) == 1 else modules
             ranks |= dict.fromkeys(keys, rank)
             alphas |= dict.fromkeys(keys, int(alpha) if alpha.is_integer() else alpha)

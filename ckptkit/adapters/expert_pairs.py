@@ -233,6 +233,7 @@ class ExpertReader:
                         sides[depth][::-1] if is_turned else sides[depth]
                         for depth in sorted(leaves, key=leaves.__getitem__, reverse=True)
                     )
+                    # gate_up maps hidden to 2 * intermediate, down maps intermediate to hidden
                     if (inputs, rows) == (outputs, 2 * columns):
                         return leaves, is_turned
             raise self.unknown(f"the shapes of `{module}` are not those of {' and '.join(_FUSED)}", name)

@@ -55,6 +55,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         and not (is_kept and source in changed)
         and not merging.have_same_rows(target, source)
     }
+    # without the config's tie, only the ties of the model's class remain
     unbound = {**config, _TIE: False}
     tied_by_class = tied.keys() & ties_in(layout, unbound).keys() if untied else tied.keys()
     for target in untied & tied_by_class & changed:
@@ -216,6 +217,7 @@ def merge_all(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertO
 def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
     """Merge adapters into a base of plain weights whose names and shapes fit the adapters."""
     whole = restore_tied(base.layout, base.config)
+    # an adapter may use transformers' in-memory names instead of the names in the base's files
     memory = None if has_modules(whole, adapters) else layout_in_memory(base.part, base.weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
     specs = base.layout.specs

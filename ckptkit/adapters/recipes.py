@@ -171,6 +171,7 @@ class Merging:
         the adapter contradict the switch, it says nothing about a square weight.
         """
         is_turned = source.config.flag("fan_in_fan_out")
+        # a layer that is not square and contradicts the switch shows that the switch is not valid for every layer
         for other in weight_updates_of(source.adapter):
             tensor = self.tensors.get(f"{other.module}.weight")
             product = (source.shape(other.b)[0], *source.shape(other.a)[1:])

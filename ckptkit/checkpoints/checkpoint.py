@@ -535,6 +535,7 @@ def find_latest(root: Path) -> LatestCheckpoint:
             step = step_or_none(last)
             if step is None:
                 remarks.append(f"`{path.name}` does not say its step: it may be later")
+            # `last` wins if its step is higher, or if it was written later: then the training was rolled back
             elif highest is None or step > (step_or_none(highest) or 0) or is_rolled_back(last, highest):
                 candidates.append((path.name, last))
     named_by, latest = max(candidates, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))

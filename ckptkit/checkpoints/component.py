@@ -248,6 +248,7 @@ def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[
     used_names: set[str] = set()
     for component, layout in zip(components, layouts, strict=True):
         own = (*layout.names, *layout.absent)
+        # a name that an earlier component uses gets this component's name in front
         names = {name: f"{component.place}.{name}" if name in used_names else name for name in own}
         is_bare = component is components[0] and all(len(layout.key(name)) == 1 for name in layout.names)
         above = (MODEL,) if is_bare and any(other.under for other in components) else ()

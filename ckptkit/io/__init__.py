@@ -8,7 +8,7 @@ request:
     file.py         `open_file`, `read_small`, `names_in`, `is_there`, `file_size`, `stored_sum`; local.py, ranges.py
     small_files.py  `read_file`, `replace_file`, `open_lines`, `require_writable`
     destination.py  `to_destination` to write, `require_shared`, `check_absent`; the protocol `Destination`
-    claims.py       `read_claim`: is an upload or a deletion under way?
+    claims.py       `read_claim`: is an upload or a deletion in progress?
 
 Outputs are atomic: a `Stage` writes them on a disk (staging.py, disk.py), the store's `Destination` in a store.
 `stores/` has the table of stores, and each store's reader and destination. The package `ckptkit.storage` is something

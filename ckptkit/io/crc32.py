@@ -55,6 +55,7 @@ class Checksums(Generic[Key]):
         after = pieces[at] if at < len(pieces) else (stop + 1, 0, 0)
         if length == 0 or before[1] > start or after[0] < stop:
             return
+        # merge with the piece that ends where this one starts, and with the piece that starts where it ends
         low = high = at
         if before[1] == start:
             low, start, crc = at - 1, before[0], isal_zlib.crc32_combine(before[2], crc, length)

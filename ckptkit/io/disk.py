@@ -123,6 +123,7 @@ def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]
         while is_due.wait() and not is_over.is_set():
             is_due.clear()
             try:
+                # `tell` may add files meanwhile: they wait for the next round
                 for _ in range(len(written)):
                     sync_path(root / written.pop())
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits

@@ -161,6 +161,7 @@ class OrderedWriter:
                 self._early[piece.key] = piece, data
                 self._held += len(data)
                 return
+        # write outside the lock, so that other threads can add early pieces meanwhile
         following: tuple[FilePiece, memoryview] | None = (piece, data)
         while following is not None:
             try:

@@ -135,6 +135,7 @@ class RemoteFile:
         page = PAGES.get(self._key(number))
         if page is not None:
             return page
+        # fetch the aligned window around the page: neighboring pages are usually needed next
         first = number - number % (_WINDOW // _PAGE)
         with PAGES.busy(str(self.path), first):
             page = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile

@@ -87,6 +87,7 @@ class Stage:
         with translate_os_errors(self.dst):
             make_directories(self.dst.parent, sync=self.sync)
             self._lock = self._acquire()
+            # a process that died during a swap may have left the old destination aside
             recover(self.dst)
             check_destination(
                 self.dst, self.overwrite, is_file=self.is_file
@@ -95,7 +96,7 @@ class Stage:
             if self.key is None or begun != self.key:
                 if begun is not None and self.check_other is not None:
                     self.check_other(begun, self.work)
-                close(claim(self.path))
+                close(claim(self.path))  # raises `Occupied` while other processes still write parts here
                 self._is_ours = True
                 make_empty(self.path)
                 if self.key is not None:

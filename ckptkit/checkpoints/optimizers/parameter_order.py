@@ -69,6 +69,7 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
     before: list[str] = []
     for name in names:
         modules = modules_of(name)
+        # a module that was left must not be entered again, and numbered modules must ascend
         exited = before[common_prefix_length(before, modules) :]
         closed.update(exited)
         entered = modules[len(before) - len(exited) :]

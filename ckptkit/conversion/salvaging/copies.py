@@ -85,6 +85,7 @@ def complete_with_spares(
         assert broken is not None
         return replace(tensor, chunks=(Chunk.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
     good = [chunk for chunk in tensor.chunks if not chunk.is_lost]
+    # a spare must not overlap chunks that are still readable
     for spare in spares:
         if not any(intersect(spare.box, chunk.box) for chunk in good):
             good.append(spare)

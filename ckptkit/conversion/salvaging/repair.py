@@ -254,6 +254,7 @@ def with_absent(
         absent |= {name: unexplained[0] for name in form.needed if name not in layout.tensors and name not in absent}
     else:
         faults.unnamed += unexplained
+    # most tensors of a model have the same dtype, so the most frequent one is the best guess
     dtypes = Counter(tensor.spec.dtype for tensor in layout.tensors.values()).most_common(1)
     tensors = dict(layout.tensors)
     for name, fault in absent.items():

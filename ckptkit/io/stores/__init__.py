@@ -159,6 +159,7 @@ class CachedStore:
     def find(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
         folder, _, name = key.rpartition("/")
+        # a listing also answers for missing entries, without a request
         if key and folder in self.listed:
             return self.listed[folder].get(name)
         if key not in self.found:

@@ -250,6 +250,7 @@ class S3Destination:
         if not self.resumed:
             self._create_claim()
         self._probe()
+        # delete the marks first, so that no reader sees a checkpoint with missing files
         self._delete([*(name for name in (*first, *self.marks) if name in existing), *existing])
         self._uploads = {}
         try:
@@ -259,7 +260,7 @@ class S3Destination:
             with suppress(IOFailure):
                 self._abort_uploads()  # the claim does not list them yet, so nobody else could abort them
             raise
-        if not is_ours:
+        if not is_ours:  # another process of the same plan was faster: use its uploads
             self._abort_uploads()
             self.join()
 
@@ -372,6 +373,7 @@ class S3Destination:
     def _probe(self) -> None:
         """Find out the store's features: whether it refuses a second claim, and computes checksums."""
         try:
+            # the claim exists, so a store with conditional writes refuses this
             self._put_claim(None, _ONLY_NEW)
             self.has_conditions = False
         except IOFailure as error:
