@@ -23,7 +23,7 @@ _INPUTS = (
     "word_embeddings",
     "embed_in",
     "tok_embeddings",
-)  # names of the input embedding; PEFT takes the first that matches
+)  # names of the input embedding, in order of precedence
 _PARTNERS: dict[Kind, Kind] = {"A": "B", "B": "A", "embedding_A": "embedding_B", "embedding_B": "embedding_A"}
 
 

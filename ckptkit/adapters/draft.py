@@ -76,41 +76,41 @@ class AdapterComponent:
         return CheckedAdapter(self, without_tied_duplicates(adapter, config), config)
 
 
-def open_adapters(part: Component, options: ConvertOptions) -> AdapterComponent | None:
+def open_adapters(component: Component, options: ConvertOptions) -> AdapterComponent | None:
     """Return the adapters in a component, as far as `options` select them; None if it has none."""
-    if not may_be_adapted(part.layout.tensors):
+    if not may_be_adapted(component.layout.tensors):
         return None
     # --include names tensors of the merged model, which do not exist yet
     chosen = replace(options.edits, include=()) if options.merge else options.edits
     if not options.merge:
-        chosen.check_globs([part.layout], part.path)
-    weights = find_weights(edits.select(part.layout, chosen.admit))
+        chosen.check_globs([component.layout], component.path)
+    weights = find_weights(edits.select(component.layout, chosen.admit))
     trainer_names = trainer_names_in(weights.layout.tensors)
     if trainer_names is not None:
-        weights = trainer_names.with_hub_names(weights, part.path, options.base)
+        weights = trainer_names.with_hub_names(weights, component.path, options.base)
     adapted = find_adapters(weights.layout)
     if adapted is not None:
-        if part.is_adapter and (error := find_empty(weights.layout)):
+        if component.is_adapter and (error := find_empty(weights.layout)):
             raise error
-        return AdapterComponent(part, weights, adapted, trainer_names)
-    refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
+        return AdapterComponent(component, weights, adapted, trainer_names)
+    refuse_wrapped(component, [options.edits.renaming()(name) for name in weights.layout.tensors])
     return None
 
 
-def refuse_wrapped(part: Component, names: Sequence[str]) -> None:
+def refuse_wrapped(component: Component, names: Sequence[str]) -> None:
     """Raise `Unsupported` for a model inside PEFT's wrapper that contains no adapter that ckptkit knows.
 
     Written as a model, its tensors would have names that nothing loads. The config beside it says which method trained
     it.
     """
     wrapped = next(filter(is_wrapped, names), None)
-    config = find_adapter_config(part.path) if may_be_adapted(names) else None
+    config = find_adapter_config(component.path) if may_be_adapted(names) else None
     if config is not None and (wrapped or config.method != "LORA"):
         message = f"{config.path} says {config.method}, but the checkpoint contains no LoRA matrices"
-        raise Unsupported(message, path=part.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
+        raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
     if wrapped and any(".base_layer." in name for name in names):
         message = "the tensor is inside PEFT's wrapper, but belongs to no adapter that ckptkit knows"
-        raise Unsupported(message, path=part.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
+        raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
 
 
 def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: ConvertOptions) -> Conversion:

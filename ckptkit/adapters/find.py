@@ -54,18 +54,18 @@ class InspectedAdapter:
     config: Path | None
 
 
-def inspect_adapters(part: Component) -> tuple[InspectedAdapter, ...]:
+def inspect_adapters(component: Component) -> tuple[InspectedAdapter, ...]:
     """Return the adapters in the model component; () if it has none that ckptkit knows."""
     try:
-        adapted = find_adapters(find_weights(part.layout).layout)
+        adapted = find_adapters(find_weights(component.layout).layout)
     except (Corrupt, Mismatch, Unsupported):
         return ()
-    return tuple(summarize_adapter(adapter, adapted, part) for adapter in adapted.adapters) if adapted else ()
+    return tuple(summarize_adapter(adapter, adapted, component) for adapter in adapted.adapters) if adapted else ()
 
 
-def summarize_adapter(adapter: Adapter, adapted: Adapted, part: Component) -> InspectedAdapter:
-    config = readable_config(part.path, adapter.name)
-    alpha = (config.values if config else trained_values(part.layout)).get("lora_alpha")
+def summarize_adapter(adapter: Adapter, adapted: Adapted, component: Component) -> InspectedAdapter:
+    config = readable_config(component.path, adapter.name)
+    alpha = (config.values if config else trained_values(component.layout)).get("lora_alpha")
     is_number = isinstance(alpha, int | float) and is_usable_alpha(alpha)
     return InspectedAdapter(
         adapter.name,

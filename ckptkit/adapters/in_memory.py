@@ -31,13 +31,13 @@ class InMemoryLocation(NamedTuple):
     start: Shape
 
 
-def layout_in_memory(part: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
+def layout_in_memory(component: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
     """Return the weights of a component under transformers' in-memory names.
 
     Returns None if the conversion is unknown.
     """
     try:
-        return name_weights(weights, ask_names(part, TRANSFORMERS.name, config))[0].layout
+        return name_weights(weights, ask_names(component, TRANSFORMERS.name, config))[0].layout
     except (Mismatch, Unsupported):  # keep the base as in its files; the merge reports what does not fit
         return None
 

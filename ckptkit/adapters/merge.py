@@ -98,16 +98,16 @@ def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
 _VOCABULARY = "vocab_size"
 
 
-def merge(parts: Sequence[Component], options: ConvertOptions) -> Model:
+def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the model in the first component with the adapters of the others merged into it.
 
     A single component contains the adapter; its base is in it, too, or `--base` names it. `options` select and rename
     the output's tensors. Raises `Mismatch` for an adapter that does not fit its base, `Unsupported` for one that cannot
     be merged.
     """
-    *before, last = parts
+    *before, last = components
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
-    adapters = [open_only_adapter(part, named_by, before[:1]) for part in (*before[1:], last)]
+    adapters = [open_only_adapter(component, named_by, before[:1]) for component in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
     adapters = [with_fused_experts(adapter, base.layout, options) for adapter in adapters]
     merged = merge_all(base, adapters, options)

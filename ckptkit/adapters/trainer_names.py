@@ -33,7 +33,10 @@ class TrainerNames(Protocol):
 
 
 class KnownNames(NamedTuple):
-    """A row of the table: the module `where`, which is imported when a name matches the pattern `tells`."""
+    """A row of the table: the module `where`, and the pattern of its tensor names `tells`.
+
+    The module is imported when a name matches.
+    """
 
     where: str
     tells: str

@@ -29,7 +29,7 @@ _RANK_0 = re.compile(r"model[-_.]0+")  # torch_checkpointing's file name for the
 
 
 def refuse_partial_file(checkpoint: Checkpoint) -> None:
-    """Raise `Unsupported` for one of several files that each contain a part of the model."""
+    """Raise `Unsupported` for one of several files that each contain only some of the model's data."""
     if problem := find_parts(checkpoint):
         raise problem
 
@@ -114,7 +114,7 @@ def is_other_part(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shap
 
 
 def find_doubt(checkpoint: Checkpoint) -> str | None:
-    """Return why a file may be a part although nothing proves it; None for any other checkpoint.
+    """Return why a file may be only one of several, although nothing proves it; None for any other checkpoint.
 
     Call it only if `find_parts` found no error.
     """

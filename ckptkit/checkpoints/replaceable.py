@@ -75,9 +75,9 @@ def is_made_of_another(dst: Path) -> bool:
 
 def names_of_state(checkpoint: Checkpoint) -> list[str]:
     """Return the components or tensors of a checkpoint that are training state; [] if it cannot be read."""
-    parts = [part.place for part in checkpoint.components if part.place and not part.is_model]
+    components = [component.place for component in checkpoint.components if component.place and not component.is_model]
     try:
-        return parts or sorted(names_of_training(checkpoint.layout))
+        return components or sorted(names_of_training(checkpoint.layout))
     except _UNREADABLE:
         return []
 
@@ -118,13 +118,15 @@ def files_in(dst: Path) -> tuple[str, ...]:
     Raises `Occupied` for several models.
     """
     checkpoint = Checkpoint.at(dst) if dst.is_dir() else None
-    parts = checkpoint.components if checkpoint else ()
+    components = checkpoint.components if checkpoint else ()
     if checkpoint and len(checkpoint.models) > 1:
-        names = ", ".join(sorted({part.reader.name for part in parts}))
+        names = ", ".join(sorted({component.reader.name for component in components}))
         message = f"the destination contains several models ({names}), but --overwrite replaces only one"
         raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
-    folders, files = own_parts(dst) if parts else (set(), set())
-    manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if parts else set()
+    folders, files = own_parts(dst) if components else (set(), set())
+    manifests = (
+        {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if components else set()
+    )
     recorded = {path for manifest in manifests for path in files_in_manifest(manifest.parent)}
     return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
 
@@ -149,16 +151,18 @@ def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:
 def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
     """Return the paths of the components of the only checkpoint in a directory, and the files that they read."""
     checkpoint = Checkpoint.at(root)
-    parts = checkpoint.components
+    components = checkpoint.components
     if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
     files = set()
-    for part in parts:
+    for component in components:
         try:
-            files |= {part.layout.root / name for name in (*part.layout.paths, *part.layout.descriptions)}
+            files |= {
+                component.layout.root / name for name in (*component.layout.paths, *component.layout.descriptions)
+            }
         except _UNREADABLE:  # its files are still recognized by their names
             continue
-    return {part.path for part in parts}, files
+    return {component.path for component in components}, files
 
 
 def unknown_in(folder: Path, known: set[Path], above: set[Path], *, is_checkpoint: bool) -> Iterator[Path]:

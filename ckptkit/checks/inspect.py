@@ -223,7 +223,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.family.name if checkpoint.family else None,
         layout.world_size or checkpoint.world_size,
         count_parameters(model.layout, weights, ties, quantized),
-        group([part.layout for part in checkpoint.components], weights),
+        group([component.layout for component in checkpoint.components], weights),
         tuple(ties),
         model.has_manifest and model.manifest is not None,  # a manifest of an earlier save counts as none
         unread,
@@ -269,12 +269,12 @@ def find_quantized(model: Component) -> InspectedQuantized | None:
     return inspect_quantized(model)
 
 
-def find_names(part: Component) -> dict[str, str]:
+def find_names(component: Component) -> dict[str, str]:
     """Return the model's own tensor names, mapped to the checkpoint's names; {} if the model is not identified."""
-    if not part.is_model:
+    if not component.is_model:
         return {}
     try:
-        return dict(find_weights(part.layout).came_from) if has_weights(part.layout) else {}
+        return dict(find_weights(component.layout).came_from) if has_weights(component.layout) else {}
     except (Mismatch, Unsupported):
         return {}
 

@@ -40,12 +40,12 @@ class ComparableModel:
     packed: Mapping[str, str]
 
     @classmethod
-    def of(cls, layout: Layout, part: Component) -> Self:
+    def of(cls, layout: Layout, component: Component) -> Self:
         """Find the weights of a model under the names that they are compared by.
 
         Raises `Mismatch` for scales that do not fit. Weights that cannot be dequantized stay as they are stored.
         """
-        quantized = find_quantized(layout, find_config(part.path))
+        quantized = find_quantized(layout, find_config(component.path))
         if quantized is None or quantized.refusal is not None:
             return cls(layout, None, layout.specs, {})
         packed = {plain_name(name): name for name in quantized.weights}

@@ -296,7 +296,9 @@ def verify_part(
                 problems.add(unfinished)
             manifest = read_manifest_or_note(path, problems) if with_manifest else None
             note_empty(checkpoint.components, layout, problems)
-            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in checkpoint.components[1:]))
+            own = OwnFiles(
+                reader, path, layout, manifest, frozenset(component.path for component in checkpoint.components[1:])
+            )
             result = (
                 check_structure(own, problems, by_store=by_store)
                 if fast
@@ -319,10 +321,10 @@ def entries_by_file(layout: Layout) -> Iterator[Path]:
     yield from (layout.root / blob.path for blob in layout.blobs.values())
 
 
-def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -> None:
+def note_empty(components: Iterable[Component], layout: Layout, problems: Problems) -> None:
     """Add a problem if an adapter's tensors have no elements."""
     is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
-    if is_whole or not any(part.is_adapter for part in parts):
+    if is_whole or not any(component.is_adapter for component in components):
         return
     from ckptkit.adapters.empty import find_empty
 

@@ -31,14 +31,14 @@ from ckptkit.state.steps import (
 )
 
 
-def build_model(parts: Sequence[Component], options: ConvertOptions) -> Model:  # noqa: C901 - one list of all steps
+def build_model(components: Sequence[Component], options: ConvertOptions) -> Model:  # noqa: C901 - one list of all steps
     """Return the model that will be written: of one component, merged with adapters, or as a mean of several."""
     if options.merge:
         from ckptkit.adapters.merge import merge
 
-        model = merge(parts, options)
+        model = merge(components, options)
     else:
-        model = open_models(parts, options)
+        model = open_models(components, options)
         if options.vocab_size is not None:
             model = resize_vocabulary(model, options.vocab_size)
         if options.from_base:
@@ -71,12 +71,12 @@ def build_model(parts: Sequence[Component], options: ConvertOptions) -> Model:  
     return model
 
 
-def open_models(parts: Sequence[Component], options: ConvertOptions) -> Model:
+def open_models(components: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the weights in a component under the names that `options` ask for, together with those of more components.
 
     A component's own fp32 master weights are joined in the same way.
     """
-    models = [open_named(part, options) for part in parts]
+    models = [open_named(component, options) for component in components]
     if len(models) > 1:
         from ckptkit.state.mean import align
 
@@ -89,12 +89,12 @@ def open_models(parts: Sequence[Component], options: ConvertOptions) -> Model:
     return join_masters(model, open_named(model.part, options, model.part.masters))
 
 
-def open_named(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
+def open_named(component: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
     """Return the weights in a component under the names that `options` ask for.
 
     Reads the layout `instead` if it is given, or else the component's own.
     """
-    model = open_model(part, options, instead)
+    model = open_model(component, options, instead)
     if options.is_for_hub:
         refuse_copies(model)
     if options.quantize is not None or may_be_quantized(model):

@@ -174,7 +174,7 @@ def is_on_hub(path: Path | None) -> bool:
 
 @contextmanager
 def keeping(there: Destination) -> Iterator[None]:
-    """Add to any error inside the block that the store keeps the parts that were sent."""
+    """Add a hint to any error inside the block: the store keeps the data that was sent."""
     words = f"the store keeps the parts that were sent to {there.path}: the same command continues the upload"
     try:
         yield

@@ -72,8 +72,8 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
 class Inconsistency:
     """A contradiction in a checkpoint: `code` is the kind of contradiction, `data` has its names and numbers.
 
-    `tensor` is the entry at fault, with `*` in place of numbers if `names` lists several entries. It is None for the
-    checkpoint as a whole.
+    `tensor` is the entry at fault, with `*` in place of numbers if `names` lists several entries. It is None if no
+    single entry is at fault.
     """
 
     code: str

@@ -2,7 +2,7 @@
 
 Source: torch/distributed/fsdp/_flat_param.py. FSDP1's local state has one flat tensor for each wrapped module, and no
 file lists its contents. Its name gives the module, whose parameters follow one another in the model's own order. Names,
-order and shapes come from the optimizer beside it (its moments have the shapes of the parameters), or from config.json
+order and shapes come from the optimizer beside it (its `exp_avg` states have the shapes), or from config.json
 for a model type that ckptkit knows or transformers builds. The sizes must add up in either case. In flat tensors of
 `use_orig_params=True`, each parameter begins at a multiple of 16 bytes, and the length is a multiple of the world size.
 """

@@ -61,14 +61,16 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameO
     for path in (checkpoint.path, other.path):
         if is_remote(path):
             raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
-    fillers = {part.place: fill_source_of(part.layout, checkpoint, other, named) for part in other.components}
+    fillers = {
+        component.place: fill_source_of(component.layout, checkpoint, other, named) for component in other.components
+    }
     joined = (
         fill_source_of(other.layout, checkpoint, other, named) if len(fillers) > 1 else next(iter(fillers.values()))
     )
-    filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.components]
+    filled = [fill_part(component, fillers.get(component.place, joined), faults) for component in checkpoint.components]
     remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
     remarks += [remark for _, more in filled for remark in more]
-    return replace(checkpoint, components=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
+    return replace(checkpoint, components=tuple(component for component, _ in filled)), list(dict.fromkeys(remarks))
 
 
 def fill_source_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
@@ -101,13 +103,13 @@ def own_names(layout: Layout) -> dict[str, str]:
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
+def fill_part(component: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
     """Return a component with its lost tensors and entries taken from the other checkpoint, if that has them.
 
     Also returns remarks on tensors that do not fit.
     """
     remarks = []
-    layout = part.salvaged
+    layout = component.salvaged
     assert layout is not None
     own = own_names(layout)
     tensors, blobs = dict(layout.tensors), dict(layout.blobs)
@@ -124,22 +126,22 @@ def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Comp
         blobs[name] = blob
         faults.filled_entries[name] = str(filler.path)
         del faults.entries[name]
-    for name in absent_from(part, layout, filler, faults):
+    for name in absent_from(component, layout, filler, faults):
         filling = filler.tensor(name)
         if filling is not None:
             faults.note_filled(filling.chunks, str(filler.path))
             tensors[name] = filling
             faults.unplaced.pop(name, None)
-    return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
+    return replace(component, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
 
 
-def absent_from(part: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
+def absent_from(component: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
     """Return the names of tensors that a component should have but has no shapes for.
 
     If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.
     """
     absent = [name for name in faults.unplaced if name not in layout.names]
-    if faults.unnamed and part.is_model and not layout.keys:
+    if faults.unnamed and component.is_model and not layout.keys:
         absent += sorted(filler.weights - set(layout.names) - set(absent))
     return absent
 

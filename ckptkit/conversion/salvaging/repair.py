@@ -165,61 +165,61 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
     """
     model = checkpoint.model_component
     parts = []
-    for part in checkpoint.components:
+    for component in checkpoint.components:
         try:
-            parts.append(repair_part(part, other, faults, look))
+            parts.append(repair_part(component, other, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
-            if part is model:
+            if component is model:
                 if not isinstance(error, Mismatch):  # a mismatch already has a hint about --fill-from
                     hint = RESTORE if error.hint == DAMAGED else error.hint
                     error.hint = f"nothing can be salvaged without it{f': {hint}' if hint else ''}"
                 raise
-            faults.unnamed.append(Fault.of(error.blame(path=part.path)))
-            faults.places.append(part.path)
+            faults.unnamed.append(Fault.of(error.blame(path=component.path)))
+            faults.places.append(component.path)
     faults.unnamed += [Fault("no known format", path) for path in checkpoint.strange]
     faults.places += checkpoint.strange
     return replace(checkpoint, components=tuple(parts), strange=())
 
 
-def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Component:
+def repair_part(component: Component, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Component:
     """Return a component with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
-    with translate_os_errors(part.path):
-        read = read_part(part, other, faults, reported.append)
-        manifest = manifest_of(part, faults)
+    with translate_os_errors(component.path):
+        read = read_part(component, other, faults, reported.append)
+        manifest = manifest_of(component, faults)
         check_descriptions(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
-        read = part.apply_context(read)
+        read = component.apply_context(read)
     unexplained = note_unlisted_tensors(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
-    layout = with_absent(part.with_sums(read, manifest), part, faults, unexplained, why)
+    layout = with_absent(component.with_sums(read, manifest), component, faults, unexplained, why)
     layout = without_different(without_files(layout), faults, with_bytes=False)
     damage = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in damage.entries.items())
     faults_by_tensor = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
     repaired = with_copies(damage.mark(layout), faults, look, faults_by_tensor)
-    return replace(part, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
+    return replace(component, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
 
 
-def read_part(part: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
+def read_part(component: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
     """Return the layout of a component, by the metadata of another checkpoint if its own is missing."""
     if other is not None:
         alike = (
             candidate
             for candidate in other.components
-            if (candidate.place, candidate.reader.name) == (part.place, part.reader.name)
+            if (candidate.place, candidate.reader.name) == (component.place, component.reader.name)
         )
-        layouts = (part.reader.read_like(part.path, candidate.path, report) for candidate in alike)
+        layouts = (component.reader.read_like(component.path, candidate.path, report) for candidate in alike)
         layout = next(layouts, None)
         if layout is not None:
             faults.described_by = other.path
             return layout
-    return part.reader.read(part.path, report)
+    return component.reader.read(component.path, report)
 
 
-def manifest_of(part: Component, faults: Faults) -> Manifest | None:
+def manifest_of(component: Component, faults: Faults) -> Manifest | None:
     """Return the manifest of a component. Records a damaged one as a fault and returns None."""
     try:
-        return part.manifest
+        return component.manifest
     except (Corrupt, IOFailure, Unsafe) as error:
         faults.unnamed.append(Fault.of(error))
         return None
@@ -238,13 +238,13 @@ def note_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[Ckp
 
 
 def with_absent(
-    layout: Layout, part: Component, faults: Faults, unexplained: Sequence[Fault], why: FaultByPath
+    layout: Layout, component: Component, faults: Faults, unexplained: Sequence[Fault], why: FaultByPath
 ) -> Layout:
     """Return the layout with unreadable tensors marked as lost, if config.json has their shapes.
 
     They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.
     """
-    config = find_companions(part.path, part.base).config if layout.absent or unexplained else None
+    config = find_companions(component.path, component.base).config if layout.absent or unexplained else None
     form = form_or_reason({*layout.tensors, *layout.absent}, config) if config else None
     shapes = form.shapes if isinstance(form, Form) else {}
     absent = {
@@ -272,7 +272,7 @@ def with_absent(
 def with_copies(layout: Layout, faults: Faults, look: SurveyFunction, told: Mapping[str, Fault]) -> Layout:
     """Return a marked layout in which spare chunks and second copies replace lost chunks.
 
-    `told` are the reported problems of single tensors.
+    `told` maps a tensor to the fault that was reported for it.
     """
     root = layout.root
     spares = without_different(replace(layout, spares=undamaged_spares(layout, look)), faults, with_bytes=True).spares
