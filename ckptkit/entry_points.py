@@ -70,9 +70,11 @@ def declared(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
         return
     from importlib.metadata import entry_points  # deferred: slow, and most environments have no plugin
 
-    for found in sorted(entry_points(group=group), key=lambda found: found.name):
-        package = f"{found.dist.name} {found.dist.version}" if found.dist else "a package without a name"
-        yield found.name, package, found.load
+    for entry_point in sorted(entry_points(group=group), key=lambda entry_point: entry_point.name):
+        package = (
+            f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "a package without a name"
+        )
+        yield entry_point.name, package, entry_point.load
 
 
 @cache

@@ -87,8 +87,8 @@ class CkptError(Exception):
     def to_json(self) -> dict[str, str | int | None]:
         """Return the error as `--json` prints it: code, message, path, tensor, offset, hint."""
         path = None if self.path is None else str(self.path)
-        place = {"path": path, "tensor": self.tensor, "offset": self.offset}
-        return {"code": self.code, "message": self.message, **place, "hint": self.hint}
+        location = {"path": path, "tensor": self.tensor, "offset": self.offset}
+        return {"code": self.code, "message": self.message, **location, "hint": self.hint}
 
 
 def in_python(text: str) -> str:

@@ -70,9 +70,9 @@ def find_form(adapter: Adapter) -> str | None:
     specs = adapter.layout.specs
     name_by_form = {}
     for name, entry in adapter.entries.items():
-        place = expert_place(entry.module) if entry.kind in ("A", "B") else None
-        if place is not None:
-            name_by_form[form_of(place, len(specs[name].shape))] = name
+        location = expert_place(entry.module) if entry.kind in ("A", "B") else None
+        if location is not None:
+            name_by_form[form_of(location, len(specs[name].shape))] = name
     if len(name_by_form) > 1:
         message = f"the adapter stores experts as {' and '.join(sorted(name_by_form))}"
         raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(name_by_form.values())))
@@ -94,8 +94,8 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> l
     """
     names_by_layer: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in adapter.entries.items():
-        if entry.kind in ("A", "B") and (place := expert_place(entry.module)) is not None:
-            names_by_layer[place.module, entry.depth][place][entry.kind] = name
+        if entry.kind in ("A", "B") and (location := expert_place(entry.module)) is not None:
+            names_by_layer[location.module, entry.depth][location][entry.kind] = name
     form, reading = find_form(adapter), ExpertReader(adapter, config, asked)
     by_module: dict[str, list[tuple[int, dict[ExpertPlace, dict[str, str]]]]] = defaultdict(list)
     for (module, depth), places in names_by_layer.items():
@@ -107,7 +107,7 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> l
             pairs += reading.read_nested_pairs(module, wrappers)
         else:
             pairs += reading.read_named_pairs(
-                module, {place: names for _, places in levels for place, names in places.items()}
+                module, {location: names for _, places in levels for location, names in places.items()}
             )
     check_counts(adapter, pairs, asked)
     return pairs
@@ -141,8 +141,8 @@ class ExpertReader:
     def read_named_pairs(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices that are named after parameters, for all experts together or for each expert."""
         by_leaf: dict[str, dict[int | None, Mapping[str, str]]] = defaultdict(dict)
-        for place, names in places.items():
-            by_leaf[place.leaf][place.expert] = names
+        for location, names in places.items():
+            by_leaf[location.leaf][location.expert] = names
         for own, experts in by_leaf.items():
             leaf, first = _LEAVES.get(own), next(iter(experts.values()))
             if leaf is None:

@@ -248,10 +248,10 @@ class Merging:
             raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
         self.require_float(own, source, name)
         require_weight_one(source, name, f"rows of `{own}` were trained in full")
-        shape, found = self.tensors[own].spec.shape, source.shape(name)
+        shape, row_shape = self.tensors[own].spec.shape, source.shape(name)
         indices = source.config.token_rows(module)
-        if found != (len(indices), *shape[1:]):
-            message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(found)}"
+        if row_shape != (len(indices), *shape[1:]):
+            message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(row_shape)}"
             raise source.blame(message, name)
         if max(indices, default=0) >= shape[0]:
             raise source.blame(

@@ -206,14 +206,14 @@ class Checkpoint:
     def named_trainer(self) -> str | None:
         """Return the trainer by file names and small files alone, without reading metadata; None if unclear."""
         places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
-        names = (trainers.who_wrote(gather_name_evidence(place)) for place in places)
+        names = (trainers.who_wrote(gather_name_evidence(path)) for path in places)
         return next(filter(None, names), None)
 
     @cached_property
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own, by file names; None if no rank has."""
         places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
-        ranks = {rank for place in places for rank in (ranks_in(place) if place.is_dir() else ranks_of([place.name]))}
+        ranks = {rank for path in places for rank in (ranks_in(path) if path.is_dir() else ranks_of([path.name]))}
         return len(ranks) or None
 
     @cached_property
@@ -362,9 +362,9 @@ class Checkpoint:
             return []
         components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
-            found = list(unused_files(self.path, frozenset(used), components))
+            files = list(unused_files(self.path, frozenset(used), components))
         copy = self.exported
-        return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in found]
+        return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in files]
 
     @property
     def files_beside(self) -> list[LeftBehind]:
@@ -413,7 +413,7 @@ def local_path_of(source: Source) -> Path:
     """
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
-        return joined([to_local(place) for place in roots_of(path)])
+        return joined([to_local(root) for root in roots_of(path)])
     return to_local(path)
 
 

@@ -91,10 +91,10 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     inner = only_step_directory(path, subdirectories)
     if inner is not None and not complete and detect_format(path) is None:
         complete = [inner]
-    found = [(folder, reader) for folder in complete if (reader := detect_format(folder)) and reader.is_sharded]
-    if not found or any(has_shards(folder) for folder in inner_folders(path) if folder not in complete):
+    readers = [(folder, reader) for folder in complete if (reader := detect_format(folder)) and reader.is_sharded]
+    if not readers or any(has_shards(folder) for folder in inner_folders(path) if folder not in complete):
         return None
-    return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in found)
+    return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in readers)
 
 
 def has_shards(folder: Path) -> bool:
@@ -242,7 +242,9 @@ def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
 def find_unsupported_files(path: Path) -> Unread | None:
     """Return the description of files of a trainer or program that ckptkit cannot read; None without any."""
     files = [file for file in (children(path) if path.is_dir() else [path]) if file.is_file()]
-    foreign = (found for file in files if (found := trainers.find_foreign([file.name])) and not is_torch_save(file))
+    foreign = (
+        description for file in files if (description := trainers.find_foreign([file.name])) and not is_torch_save(file)
+    )
     return unsupported_files_at(path, names_near(path)) or next(foreign, None)
 
 

@@ -149,7 +149,7 @@ class Manifest:
         value = {
             "ckptkit": __version__,
             "source": self.source,
-            "files": {name: found.to_json() for name, found in sorted(self.files.items())},
+            "files": {name: file_sum.to_json() for name, file_sum in sorted(self.files.items())},
             "tensors": {name: {"crc32": f"{crc:08x}"} for name, crc in sorted(self.tensors.items())},
         }
         return dump({**value, "crc32": f"{crc32(dump(value)):08x}"})
@@ -178,8 +178,8 @@ def read_manifest(root: Path) -> Manifest | None:
         if crc32(dump(value)) != recorded:
             hint = "delete the manifest, run `ckptkit verify`, then `ckptkit manifest`"
             raise Corrupt("the manifest itself is damaged or was edited", path=path, hint=hint)
-        files = {name: FileSum.from_json(found) for name, found in value["files"].items()}
-        tensors = {name: int(found["crc32"], 16) for name, found in value["tensors"].items()}
+        files = {name: FileSum.from_json(record) for name, record in value["files"].items()}
+        tensors = {name: int(record["crc32"], 16) for name, record in value["tensors"].items()}
         source = value["source"]
     except CkptError as error:
         raise error.blame(path=path) from None

@@ -85,11 +85,11 @@ def diff(
     asked.check_globs([side.layout for pair in pairs for side in pair], one.path)
     if not any(side.layout.names for pair in pairs for side in pair):
         raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
-    found = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))
+    result = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
-        found = found.merge(diff_sides(ours, theirs, terms, jobs, progress))
-    return found
+        result = result.merge(diff_sides(ours, theirs, terms, jobs, progress))
+    return result
 
 
 def prove(

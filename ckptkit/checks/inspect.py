@@ -104,7 +104,11 @@ def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
     alike = group_by(stored, lambda tensor: (tensor.spec, place_of(tensor.chunks[0])))
-    ties = [tuple(tie) for some in alike for tie in group_by(some, lambda tensor: tuple(map(place_of, tensor.chunks)))]
+    ties = [
+        tuple(tie)
+        for group_members in alike
+        for tie in group_by(group_members, lambda tensor: tuple(map(place_of, tensor.chunks)))
+    ]
     embedding = find_embedding(weights) if config and is_tied(config) else None
     if embedding is not None:
         head = (weights.get(HEAD, HEAD), weights[embedding])
@@ -133,7 +137,7 @@ def group_by(
     by_key: dict[Hashable, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         by_key.setdefault(key(tensor), {})[name] = tensor
-    return [some for some in by_key.values() if len(some) > 1]
+    return [members for members in by_key.values() if len(members) > 1]
 
 
 def place_of(chunk: Chunk) -> Hashable:

@@ -360,7 +360,7 @@ def with_proof(
         return replace(found, notes=(*found.notes, note))
     if others := sizes.keys() - proved:
         problems.add(unproved_files_problem(own.path, sizes, sorted(others), told))
-    places = {(place.path, place.offset): place.length for _, place in own.layout.stored if place.path in proved}
+    places = {(stored.path, stored.offset): stored.length for _, stored in own.layout.stored if stored.path in proved}
     notes = (*found.notes, *remark_on_proved_files(sizes, proved))
     return replace(found, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
 

@@ -218,9 +218,11 @@ def spelled_like(typed: Path, absolute: Path) -> Path:
 
     Only if it is below the current directory.
     """
-    here = Path.cwd()
-    is_plain = type(absolute) is type(here) and not typed.is_absolute()
-    return absolute.relative_to(here) if is_plain and absolute.is_relative_to(here) else absolute
+    current_directory = Path.cwd()
+    is_plain = type(absolute) is type(current_directory) and not typed.is_absolute()
+    return (
+        absolute.relative_to(current_directory) if is_plain and absolute.is_relative_to(current_directory) else absolute
+    )
 
 
 def to_model_path(place: str | os.PathLike[str]) -> Path:

@@ -114,9 +114,9 @@ def find_optimizers(layout: Layout) -> list[Optimizer]:
                 recorded[key[:-1]] = name
     return [
         read_optimizer(
-            layout, above, {name: recorded.get((*above, _GROUPS, i), "") for i, name in sorted(found.items())}
+            layout, above, {name: recorded.get((*above, _GROUPS, i), "") for i, name in sorted(entries.items())}
         )
-        for above, found in lists.items()
+        for above, entries in lists.items()
     ]
 
 

@@ -195,7 +195,7 @@ def forms_for(
     if _MOMENTUM in first:
         require_no_dampening(layout, states)
     entries = {kind: {parameter: states.of[parameter][kind] for parameter in peers} for kind in first}
-    return {kind: form_of(layout, kind, found, parameters) for kind, found in entries.items()}
+    return {kind: form_of(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
 
 
 def require_no_dampening(layout: Layout, states: States) -> None:
@@ -221,12 +221,12 @@ def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: M
     pairs = [
         (parameter_of(parameters, parameter).spec, layout.tensors[name].spec) for parameter, name in entries.items()
     ]
-    is_shaped = all(own.shape == found.shape for own, found in pairs)
-    is_single = all(not found.shape for _, found in pairs)
+    is_shaped = all(own.shape == spec.shape for own, spec in pairs)
+    is_single = all(not spec.shape for _, spec in pairs)
     if not (is_shaped or is_single):
         raise forms_differ(kind, names)
-    dtypes = {found.dtype for _, found in pairs}
-    is_own = not is_single and all(own.dtype == found.dtype for own, found in pairs)
+    dtypes = {spec.dtype for _, spec in pairs}
+    is_own = not is_single and all(own.dtype == spec.dtype for own, spec in pairs)
     if len(dtypes) > 1 and not is_own:
         raise forms_differ(kind, names)
     return StateForm(is_single and (kind == STEP or not is_shaped), None if is_own else dtypes.pop())

@@ -45,7 +45,7 @@ class Survey:
     def explained(self, reported: Iterable[CkptError]) -> Survey:
         """Return the damage with the problems that were reported for files, which say more than their sizes do."""
         why = {error.path: error for error in reported}
-        return replace(self, chunks={place: why.get(error.path, error) for place, error in self.chunks.items()})
+        return replace(self, chunks={chunk_key: why.get(error.path, error) for chunk_key, error in self.chunks.items()})
 
     def mark(self, layout: Layout) -> Layout:
         """Return the layout with the damaged chunks marked as lost, and without the damaged entries."""
@@ -130,22 +130,22 @@ def look_at_sizes(layout: Layout) -> Survey:
     return damage
 
 
-def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
+def problem_of(stored: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
     """Return the error for a chunk or entry outside its file; None if it is inside. `sizes` caches file sizes."""
-    size = sizes.get(place.path)
+    size = sizes.get(stored.path)
     if size is None:
         try:
-            size = file_size(root / place.path)
+            size = file_size(root / stored.path)
         except (Corrupt, IOFailure) as error:
             size = error.with_traceback(None)
-        sizes[place.path] = size
+        sizes[stored.path] = size
     if isinstance(size, CkptError):
         return size
-    if not place.is_in_file:
-        return Corrupt("the file cannot be read", path=root / place.path)
-    if place.offset + place.length <= size:
+    if not stored.is_in_file:
+        return Corrupt("the file cannot be read", path=root / stored.path)
+    if stored.offset + stored.length <= size:
         return None
-    return Corrupt(f"the file is truncated: it ends at byte {size}", path=root / place.path)
+    return Corrupt(f"the file is truncated: it ends at byte {size}", path=root / stored.path)
 
 
 SurveyFunction = Callable[[Layout], Survey]
@@ -301,7 +301,9 @@ def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> La
         why = f"the copy in `{copy.path}` has other bytes; the output has the bytes of `{chosen.path}`"
         faults.unplaced.setdefault(name, Fault(why, layout.root / chosen.path))
     dropped = {(pair.name, pair.copy) for pair in different}
-    spares = {name: tuple(c for c in found if (name, c) not in dropped) for name, found in layout.spares.items()}
+    spares = {
+        name: tuple(c for c in spare_chunks if (name, c) not in dropped) for name, spare_chunks in layout.spares.items()
+    }
     return replace(layout, spares=spares)
 
 
