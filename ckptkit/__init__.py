@@ -1,4 +1,4 @@
-"""Convert and manage checkpoints of PyTorch distributed training. Importing this imports no torch."""
+"""Convert and manage checkpoints of PyTorch distributed training. Importing ckptkit does not import torch."""
 
 from __future__ import annotations
 
@@ -185,24 +185,24 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import ckptkit` itself must cost nothing.
+    """Import a public name when it is first used, so that `import ckptkit` itself costs nothing.
 
-    A function is one that checks the types of its arguments first.
+    Functions are wrapped so that they check the types of their arguments first.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     try:
-        found = getattr(import_module(_HOMES[name]), name)
+        value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         from ckptkit.errors import without_torch
 
         raise without_torch(error) from None
-    if isinstance(found, FunctionType):
+    if isinstance(value, FunctionType):
         from ckptkit.arguments import checked
 
-        found = checked(found)
-        found.__module__ = __name__  # where pickle finds it again
-    return globals().setdefault(name, found)
+        value = checked(value)
+        value.__module__ = __name__  # pickle looks the function up by this module name
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Run `python -m ckptkit`, and so `torchrun -m ckptkit`."""
+"""Run the command line for `python -m ckptkit` and `torchrun -m ckptkit`."""
 
 from ckptkit.cli import main
 

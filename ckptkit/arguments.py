@@ -15,12 +15,12 @@ from ckptkit.errors import Usage
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_LONGEST = 60  # characters of a value that an error shows
-_CLASSES = {int: Integral, float: Real}  # of numbers: numpy's are such too
+_MAX_SHOWN = 60  # characters of a value that an error shows
+_CLASSES = {int: Integral, float: Real}  # also accept numpy's numbers
 
 
 def checked(function: Function) -> Function:
-    """Return the function; it raises `Usage` for an argument that is not of its type."""
+    """Return a wrapper of the function that raises `Usage` for an argument of the wrong type."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -34,7 +34,7 @@ def checked(function: Function) -> Function:
 def arguments_of(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a call by name; none of a call that Python itself refuses."""
+    """Yield the arguments of a call by name; nothing for a call that Python itself refuses."""
     called = signature(function)
     try:
         bound = called.bind(*args, **options)
@@ -42,7 +42,7 @@ def arguments_of(
         return
     for name, value in bound.arguments.items():
         if called.parameters[name].kind is Parameter.VAR_POSITIONAL:
-            yield from ((name, one) for one in value)
+            yield from ((name, item) for item in value)
         elif called.parameters[name].kind is Parameter.VAR_KEYWORD:
             yield from value.items()
         else:
@@ -51,14 +51,14 @@ def arguments_of(
 
 @cache
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the parameters of a function by name, also those of its `**options: Unpack[...]`."""
+    """Return the parameter types of a function by name, including those of `**options: Unpack[...]`."""
     own = resolve_all(function)
     unpacked = [get_args(hint)[0] for hint in own.values() if get_origin(hint) is Unpack]
     return own | {name: hint for options in unpacked for name, hint in resolve_all(options).items()}
 
 
 def resolve_all(holder: Any) -> dict[str, Any]:
-    """Return the annotations of a function or class as types; `Any` for one that names what is imported for types."""
+    """Return the annotations of a function or class as types; `Any` for names imported only under TYPE_CHECKING."""
     return {name: resolve(hint, vars(sys.modules[holder.__module__])) for name, hint in holder.__annotations__.items()}
 
 
@@ -66,22 +66,22 @@ def resolve(hint: Any, names: dict[str, Any]) -> Any:
     text = hint.__forward_arg__ if isinstance(hint, ForwardRef) else hint
     try:
         return eval(text, names) if isinstance(text, str) else text
-    except NameError:  # torch, where a module does not import it
+    except NameError:  # e.g. torch, imported only under TYPE_CHECKING
         return Any
 
 
 def check(name: str, value: object, kind: Any) -> None:
-    """Raise `Usage` if the value of an argument is not of a type."""
+    """Raise `Usage` if the value of an argument does not have this type."""
     if is_a(value, kind):
         return
-    *first, last = dict.fromkeys(words_for(kind))
+    *first, last = dict.fromkeys(describe_type(kind))
     expected = f"{', '.join(first)} or {last}" if first else last
-    shown = repr(value) if len(repr(value)) <= _LONGEST else f"{repr(value)[:_LONGEST]}..."
+    shown = repr(value) if len(repr(value)) <= _MAX_SHOWN else f"{repr(value)[:_MAX_SHOWN]}..."
     raise Usage(f"`{name}`: expected {expected}, found {shown}{'' if value is None else f' ({type(value).__name__})'}")
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type; True for a type that says nothing about values."""
+    """Return whether a value has a type; True for a type that does not restrict values."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(is_a(value, each) for each in inner)
@@ -89,39 +89,39 @@ def is_a(value: object, kind: Any) -> bool:
         return value in inner
     if kind in _CLASSES:
         return isinstance(value, _CLASSES[kind]) and not isinstance(value, bool)
-    if is_several(origin):
+    if is_iterable_type(origin):
         is_list = isinstance(value, list | tuple)
         is_iterable = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
         return is_iterable and (not is_list or all(is_a(each, inner[0]) for each in value))  # type: ignore[attr-defined]
     try:
-        return isinstance(value, NoneType if kind is None else origin or wider(kind))
-    except TypeError:  # Any, a type variable, or a protocol that cannot be asked
+        return isinstance(value, NoneType if kind is None else origin or path_like(kind))
+    except TypeError:  # Any, a type variable, or a protocol that is not runtime-checkable
         return True
 
 
-def is_several(origin: Any) -> bool:
-    """Return whether a generic type is one of several values, such as `Sequence[str]`."""
+def is_iterable_type(origin: Any) -> bool:
+    """Return whether a generic type is an iterable of values, such as `Sequence[str]`."""
     return isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping)
 
 
-def wider(kind: Any) -> Any:
-    """Return `os.PathLike` for a `Path`, which functions take in its place; any other type as it is."""
+def path_like(kind: Any) -> Any:
+    """Return `os.PathLike` for `Path`, because functions accept any path-like; any other type unchanged."""
     return os.PathLike if isinstance(kind, type) and issubclass(kind, os.PathLike) else kind
 
 
-def words_for(kind: Any) -> Iterator[str]:
-    """Yield the words for a type, or for each of a union: `str`, `Path`, `a list of str`."""
+def describe_type(kind: Any) -> Iterator[str]:
+    """Yield a description of a type, or of each member of a union: `str`, `Path`, `a list of str`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         for each in inner:
-            yield from words_for(each)
+            yield from describe_type(each)
     elif origin is Literal:
         yield from map(repr, inner)
-    elif is_several(origin):
-        yield f"a list of {' or '.join(dict.fromkeys(words_for(inner[0])))}"
+    elif is_iterable_type(origin):
+        yield f"a list of {' or '.join(dict.fromkeys(describe_type(inner[0])))}"
     elif kind in (None, NoneType):
         yield "None"
-    elif wider(origin or kind) is os.PathLike:
+    elif path_like(origin or kind) is os.PathLike:
         yield "Path"
     else:
         yield {"Callable": "a function", "Mapping": "dict"}.get((origin or kind).__name__, (origin or kind).__name__)

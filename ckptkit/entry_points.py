@@ -1,4 +1,4 @@
-"""Tables that other installed packages add lines to, by entry points."""
+"""Tables that other installed packages can extend with entry points."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Line = TypeVar("Line")
 
 
 class PluginSkipped(UserWarning):
-    """A plugin that is installed and not used."""
+    """An installed plugin that is not used."""
 
 
 class PluginTable(Mapping[str, Line], Generic[Line]):
-    """The lines of ckptkit, `own`, followed by the `added` lines: entry points of `group` that name a `kind`.
+    """The rows of ckptkit, `own`, followed by the `added` rows: entry points of `group` that are of type `kind`.
 
-    Plugins are imported when a name is not in `own`, or when a loop has passed all lines of `own`.
+    Plugins are imported when a name is not in `own`, or when a loop has passed all rows of `own`.
     """
 
     def __init__(self, group: str, kind: type[Line], own: dict[str, Line]) -> None:
@@ -31,7 +31,7 @@ class PluginTable(Mapping[str, Line], Generic[Line]):
 
     @cached_property
     def added(self) -> dict[str, Line]:
-        """Return the lines of other packages. Warns `PluginSkipped` of each that cannot be used."""
+        """Return the rows of other packages. Warns `PluginSkipped` for each that cannot be used."""
         added: dict[str, Line] = {}
         for name, package, load in declared(self.group):
             try:
@@ -40,7 +40,7 @@ class PluginTable(Mapping[str, Line], Generic[Line]):
                 line = load()
                 if not isinstance(line, self.kind):
                     raise TypeError(f"expected a {self.kind.__name__}, found a {type(line).__name__}")
-            except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises
+            except Exception as error:  # noqa: BLE001 - another package's module may raise anything
                 what = f"{self.group} `{name}` of {package}"
                 warnings.warn(f"skipped {what}: {type(error).__name__}: {error}", PluginSkipped, stacklevel=2)
             else:
@@ -59,34 +59,36 @@ class PluginTable(Mapping[str, Line], Generic[Line]):
 
 
 def load(where: str) -> Any:
-    """Import what `where` names, a `module:attribute`."""
+    """Import the object that `where` names as `module:attribute`."""
     module, _, attribute = where.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def declared(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Yield the entry points of a group: the name, the package with its version, and what imports the object."""
+    """Yield the entry points of a group: name, package with version, and a function that imports the object."""
     if not any_declared():
         return
-    from importlib.metadata import entry_points  # slow to import and to search; most environments have no plugin
+    from importlib.metadata import entry_points  # deferred: slow, and most environments have no plugin
 
-    for found in sorted(entry_points(group=group), key=lambda found: found.name):
-        package = f"{found.dist.name} {found.dist.version}" if found.dist else "a package without a name"
-        yield found.name, package, found.load
+    for entry_point in sorted(entry_points(group=group), key=lambda entry_point: entry_point.name):
+        package = (
+            f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "a package without a name"
+        )
+        yield entry_point.name, package, entry_point.load
 
 
 @cache
 def any_declared() -> bool:
-    """Return whether any installed package declares an entry point in a group of ckptkit's."""
-    return any("[ckptkit." in text for place in sys.path for text in entry_points_in(Path(place)))
+    """Return whether any installed package declares an entry point in one of ckptkit's groups."""
+    return any("[ckptkit." in text for directory in sys.path for text in entry_points_in(Path(directory)))
 
 
 def entry_points_in(place: Path) -> Iterator[str]:
-    """Yield the entry points of every package installed in a directory, as their text."""
+    """Yield the text of `entry_points.txt` of every package installed in a directory."""
     try:
         with os.scandir(place) as entries:
             names = [entry.name for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
-    except OSError:  # a zip archive, or not there
+    except OSError:  # a zip archive, or a missing directory
         return
     for name in names:
         try:

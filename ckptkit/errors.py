@@ -1,17 +1,17 @@
-"""Name every error, in a tree.
+"""The errors of ckptkit, as a tree.
 
 CkptError
 ├── Usage         the request contradicts itself                              exit 2
-├── NotACheckpoint  no format claims this path                                exit 3
+├── NotACheckpoint  no format recognizes this path                            exit 3
 ├── Corrupt       the files contradict themselves: gap, overlap, short, CRC   exit 3
-│   └── Incomplete  files are not there: a rank's, another node's, unfinished  exit 3
-├── Unsupported   valid, but beyond us; named, never skipped in silence       exit 3
-│   └── SeveralModels  more than one model, and nothing says which is meant   exit 3
+│   └── Incomplete  files are missing: a rank's, another node's, unfinished    exit 3
+├── Unsupported   valid, but not supported; never skipped silently            exit 3
+│   └── SeveralModels  more than one model, and nothing shows which is meant  exit 3
 ├── Mismatch      two layouts do not fit: missing tensor, other shape         exit 3
-├── IOFailure     the operating system said no                                exit 4
-│   └── NoRoom    not enough disk for the plan                                exit 4
+├── IOFailure     the operating system reports an error                       exit 4
+│   └── NoRoom    not enough disk space for the output                        exit 4
 ├── Occupied      the destination exists, or the run is in use                exit 5
-└── Unsafe        a path that leaves its directory, a link, a device          exit 5
+└── Unsafe        a path outside its directory, a link, a device              exit 5
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from pathlib import Path
 from typing import Self
 
 _COMMAND_LINE = re.compile(r"(`ckptkit [^`]*`)")
-_WORDS = "adapter|auto|bf16|block|dcp|hf|hub|hybrid_shard|keep|pt|sharded"  # values of options that messages name
+# option values that occur in messages
+_WORDS = "adapter|auto|bf16|block|dcp|hf|hub|hybrid_shard|keep|pt|sharded"
 _OPTION = re.compile(
     rf"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?:(?P<value>[A-Z]+\b|[0-9]+|'[^']*')|(?P<word>(?:{_WORDS})\b)))?"
 )
 
 
 class CkptError(Exception):
-    """A fault of a checkpoint or a request, said in one line.
+    """A fault of a checkpoint or a request, as a message of one line.
 
-    `path` is the file at fault, `tensor` the tensor, `offset` the byte of the file, `hint` what to do about it.
-    `str` gives all of them but the offset, so that a traceback or a log shows them. It names arguments where the
-    command line names options: `overwrite` for `--overwrite`.
+    `path` is the file at fault, `tensor` the tensor, `offset` the byte offset in the file, `hint` the next action.
+    `str` includes all of them except the offset, for tracebacks and logs. It names arguments instead of command-line
+    options: `overwrite` for `--overwrite`.
     """
 
     code = "error"
@@ -76,7 +77,7 @@ class CkptError(Exception):
         tensor: str | None = None,
         offset: int | None = None,
     ) -> Self:
-        """Fill in the file, the tensor and the byte at fault where they were not known yet."""
+        """Fill in the file, the tensor and the byte offset, unless they are already known."""
         if self.path is None and path is not None:
             self.path = path if isinstance(path, Path) else Path(path)
         self.tensor = self.tensor or tensor
@@ -86,12 +87,12 @@ class CkptError(Exception):
     def to_json(self) -> dict[str, str | int | None]:
         """Return the error as `--json` prints it: code, message, path, tensor, offset, hint."""
         path = None if self.path is None else str(self.path)
-        place = {"path": path, "tensor": self.tensor, "offset": self.offset}
-        return {"code": self.code, "message": self.message, **place, "hint": self.hint}
+        location = {"path": path, "tensor": self.tensor, "offset": self.offset}
+        return {"code": self.code, "message": self.message, **location, "hint": self.hint}
 
 
 def in_python(text: str) -> str:
-    """Return a message with arguments in the place of options, but for whole command lines: `fill_from=DIR`."""
+    """Return a message with arguments in place of options (`fill_from=DIR`), except inside full command lines."""
     return "".join(
         part if part.startswith("`ckptkit ") else _OPTION.sub(as_argument, part) for part in _COMMAND_LINE.split(text)
     )
@@ -103,17 +104,17 @@ def as_argument(match: re.Match[str]) -> str:
     return f"{name}={value}" if value else name
 
 
-# what to do about files of ranks that are missing
+# the hint for missing files of ranks
 ELSEWHERE = "pass --also DIR for files that other nodes wrote to their own disks"
 
 
 def and_more(number: int) -> str:
-    """Return ` and 2 more`, to follow the names that a message shows; nothing if there are no more."""
+    """Return ` and 2 more`, to follow the names that a message lists; "" if there are no more."""
     return f" and {number:,} more" if number > 0 else ""
 
 
 class Caution(str):
-    """A remark that becomes a warning: you have to do something before you can use the result."""
+    """A remark that becomes a warning: the user must act before the result can be used."""
 
     __slots__ = ()
 
@@ -123,8 +124,8 @@ class CheckpointWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line that called ckptkit, which Python prints below the warning, and not at one of ckptkit's own."""
-    import inspect  # slow, and few calls warn
+    """Warn at the user's line that called ckptkit, instead of at one of ckptkit's own lines."""
+    import inspect  # deferred: slow to import, and rarely needed
 
     frame, level, last = inspect.currentframe(), 1, 1
     while frame is not None:
@@ -134,26 +135,26 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=last + 1)
 
 
-Report = Callable[[CkptError], None]  # told of a problem after which there is more to look at
+Report = Callable[[CkptError], None]  # receives each problem, so that the caller can go on
 
 
 def refuse(problem: CkptError) -> None:
-    """Raise the problem: the `Report` of a caller who can do nothing with a checkpoint that has one."""
+    """Raise the problem: the `Report` of a caller who cannot use a checkpoint with any problem."""
     raise problem
 
 
 def ignore(_problem: CkptError) -> None:
-    """Skip the problem: the `Report` of a caller who needs only the rest, or for whom it was reported before."""
+    """Skip the problem: the `Report` of a caller who does not need the affected entry, or has already reported it."""
 
 
 class Usage(CkptError):
-    """A request that contradicts itself or names what is not there."""
+    """A request that contradicts itself or names something that does not exist."""
 
     code, exit_code = "usage", 2
 
 
 class NotACheckpoint(CkptError):
-    """A path that no format claims."""
+    """A path that no format recognizes."""
 
     code, exit_code = "not_a_checkpoint", 3
 
@@ -164,9 +165,9 @@ DAMAGED = f"{RESTORE}, or {SALVAGE}"
 
 
 class Corrupt(CkptError):
-    """Files that contradict themselves: a gap, an overlap, a short file, a bad CRC.
+    """Files that contradict themselves: a gap, an overlap, a truncated file, a wrong CRC.
 
-    The hint on a tensor is by default how to keep the others.
+    The default hint for an error about a tensor says how to keep the other tensors.
     """
 
     code, exit_code = "corrupt", 3
@@ -181,10 +182,10 @@ class Corrupt(CkptError):
 
 
 class Incomplete(Corrupt):
-    """Files that are not there: those of a rank or of another node, or all that an unfinished save did not write.
+    """Missing files: of a rank, of another node, or all files that an unfinished save did not write.
 
-    `files` are their names in directory `path`, where `path` is not the file itself, and `ranks` those that wrote them,
-    as far as that is known. With a `tensor` it is said of that tensor alone, which has a part in the file.
+    `files` are their names in directory `path`, unless `path` is the file itself. `ranks` are the ranks that wrote
+    them, as far as that is known. With a `tensor`, the error is about that tensor alone, which has a shard in the file.
     """
 
     code = "incomplete"
@@ -205,13 +206,13 @@ class Incomplete(Corrupt):
 
 
 class Unsupported(CkptError):
-    """A valid thing that is beyond us."""
+    """A valid checkpoint or request that ckptkit does not support."""
 
     code, exit_code = "unsupported", 3
 
 
 class SeveralModels(Unsupported):
-    """More than one model, and nothing that says which one is meant; `globs` match the names of each."""
+    """More than one model, and nothing shows which one is meant; `globs` match the names of each."""
 
     def __init__(
         self,
@@ -232,31 +233,31 @@ class Mismatch(CkptError):
 
 
 class IOFailure(CkptError):
-    """A refusal of the operating system to read or write."""
+    """An error of the operating system while reading or writing."""
 
     code, exit_code = "io", 4
 
 
 class NoRoom(IOFailure):
-    """A disk too small for the plan."""
+    """Not enough free disk space for the planned output."""
 
     code = "no_room"
 
 
 class Occupied(CkptError):
-    """A destination that exists, or that somebody else is working on."""
+    """A destination that exists, or that another process is working on."""
 
     code, exit_code = "occupied", 5
 
 
 class Unsafe(CkptError):
-    """A path that leaves its directory, a link, a device, or a source inside the destination."""
+    """A path outside its directory, a link, a device, or a source inside the destination."""
 
     code, exit_code = "unsafe", 5
 
 
 def without_torch(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error of an import in Python, with what to install if it is torch that is missing."""
+    """Return an import error with a hint to install torch, if torch is the missing module."""
     if error.name != "torch":
         return error
     return ModuleNotFoundError("torch is not installed (hint: run `pip install torch`)", name=error.name)
@@ -268,7 +269,7 @@ def translate_os_errors(path: str | os.PathLike[str]) -> AbstractContextManager[
 
 
 class _Translation(AbstractContextManager[None]):
-    """A block that is entered for every few kilobytes read: a generator would take three times as long."""
+    """A context manager class, entered for every few kilobytes read: a generator would take three times as long."""
 
     __slots__ = ("_path",)
 
@@ -284,6 +285,8 @@ class _Translation(AbstractContextManager[None]):
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = NoRoom if full else IOFailure
         reason = error.strerror or str(error)
-        named = error.filename if isinstance(error.filename, (str, bytes)) else self._path  # it may be a descriptor
+        named = (
+            error.filename if isinstance(error.filename, (str, bytes)) else self._path
+        )  # filename may be a file descriptor
         where = named if isinstance(named, Path) else os.fsdecode(named)
         raise kind(reason[:1].lower() + reason[1:], path=where) from error

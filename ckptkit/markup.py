@@ -1,4 +1,4 @@
-"""Make elements of SVG and HTML. A string that is not `Markup` is text and is escaped: names are not trusted."""
+"""Create elements of SVG and HTML. Every string that is not `Markup` is escaped, because names are not trusted."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from html import escape
 
 from ckptkit.words import visible
 
-_ALONE = frozenset({"rect", "line", "circle", "path"})  # of SVG, without an end where nothing is in them
+_SELF_CLOSING = frozenset({"rect", "line", "circle", "path"})  # SVG elements that are self-closing if empty
 
 
 class Markup(str):
-    """Text that is markup, made by `element` or by hand."""
+    """Text that is already markup, and is not escaped."""
 
     __slots__ = ()
 
     def __html__(self) -> str:
-        """Return it as it is; a template escapes everything without this method."""
+        """Return the markup itself; template engines escape objects without this method."""
         return self
 
 
@@ -31,11 +31,11 @@ def element(name: str, /, *children: Child, **attributes: object) -> Markup:
         if value is not None
     )
     inside = join(children)
-    return Markup(f"<{name}{given}/>" if name in _ALONE and not inside else f"<{name}{given}>{inside}</{name}>")
+    return Markup(f"<{name}{given}/>" if name in _SELF_CLOSING and not inside else f"<{name}{given}>{inside}</{name}>")
 
 
 def picture(title: str, view: str, *children: Child) -> Markup:
-    """Return an SVG image called `title` that shows the rectangle `view`: left, top, width, height."""
+    """Return an SVG image with a `title` that shows the rectangle `view`: left, top, width, height."""
     return element(
         "svg",
         element("title", title),
@@ -48,19 +48,19 @@ def picture(title: str, view: str, *children: Child) -> Markup:
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """Return children one after the other; None is nothing."""
+    """Concatenate children; None is skipped."""
     return Markup(
         "".join(text(child) if isinstance(child, str) else join(child) for child in children if child is not None)
     )
 
 
 def text(content: str) -> Markup:
-    """Return text as markup: escaped, with characters that cannot be seen, or not be in XML at all, spelled out."""
+    """Return text as markup: escaped, with invisible and invalid characters spelled out."""
     if isinstance(content, Markup):
         return content
     return Markup(escape(visible(content)))
 
 
 def format_value(value: object) -> str:
-    """Return the value of an attribute; a float with two digits after the point."""
+    """Return the value of an attribute; a float with two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Describe the settings that a dataclass holds: kind, default and meaning of each field that users may set."""
+"""Describe the settings in a dataclass: type, default and help text of each field that users may set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 
 
 class Help(NamedTuple):
-    """The words that explain a setting, the placeholder that stands for its value, and the least that it may be."""
+    """The help text of a setting, the placeholder for its value, and its minimum."""
 
     text: str
     placeholder: str | None = None
@@ -18,7 +18,7 @@ class Help(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field that users may set: its type, without `None`; its default, `MISSING` if it must be given; its meaning."""
+    """A field that users may set: its type, without `None`; its default, `MISSING` if it is required; its help text."""
 
     kind: Any
     default: object
@@ -29,7 +29,7 @@ class Setting:
 
 @cache
 def settings_of(holder: Any) -> dict[str, Setting]:
-    """Return the settings of a dataclass by name: the fields annotated with `Help`, or with mere words."""
+    """Return the settings of a dataclass by name: the fields annotated with `Help` or with a string."""
     hints = get_type_hints(holder, include_extras=True)
     described = [field for field in fields(holder) if get_origin(hints[field.name]) is Annotated]
     return {field.name: setting(hints[field.name], field.default) for field in described}
@@ -37,8 +37,8 @@ def settings_of(holder: Any) -> dict[str, Setting]:
 
 def setting(hint: Any, default: object) -> Setting:
     """Return the setting that an annotation describes."""
-    kind, words = get_args(hint)
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(option for option in get_args(kind) if option is not type(None))
+    value_type, words = get_args(hint)
+    if get_origin(value_type) in (Union, UnionType):
+        value_type = next(option for option in get_args(value_type) if option is not type(None))
     about = Help(words) if isinstance(words, str) else words
-    return Setting(kind, default, *about)
+    return Setting(value_type, default, *about)

@@ -8,11 +8,11 @@ from itertools import islice
 from ckptkit.markup import element
 from ckptkit.words import visible
 
-_MOST = 3  # of what was found
+_MAX_LINES = 3  # lines
 
 
 class Summarized:
-    """A result that `print` and a prompt show in a few lines, as the command line does, and a notebook too."""
+    """A result that `print`, the Python prompt and notebooks show in a few lines, like the command line does."""
 
     __slots__ = ()
 
@@ -31,13 +31,13 @@ class Summarized:
 
 
 def as_call(of: object, place: object, **options: object) -> str:
-    """Return an object as the call that makes it, such as `Run('run', keep_last=2)`; leaves out empty options."""
+    """Return the call that creates an object, such as `Run('run', keep_last=2)`; leaves out empty options."""
     given = [f"{name}={value!r}" for name, value in options.items() if value not in (None, False, "", ())]
     return f"{type(of).__name__}({', '.join([repr(str(place)), *given])})"
 
 
 def first_few(lines: Iterable[str], total: int) -> Iterator[str]:
-    """Yield the first of `total` lines, and how many more there are."""
-    yield from (f"  {line}" for line in islice(lines, _MOST))
-    if total > _MOST:
-        yield f"  ... {total - _MOST:,} more"
+    """Yield the first of `total` lines, and the number of further lines."""
+    yield from (f"  {line}" for line in islice(lines, _MAX_LINES))
+    if total > _MAX_LINES:
+        yield f"  ... {total - _MAX_LINES:,} more"

@@ -1,3 +1,3 @@
-"""Name this release."""
+"""The version of ckptkit."""
 
 __version__ = "0.1.0"

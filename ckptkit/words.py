@@ -1,4 +1,4 @@
-"""Put counts and numbers into words, read sizes, sort names, make any text safe to print, and break it into lines."""
+"""Format counts and numbers, parse sizes, sort names, sanitize text for printing, and wrap it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def plural(noun: str) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which `layers.9` comes before `layers.10`."""
-    parts = re.split(r"([0-9]+)", name)  # text and digits in turn; fewer digits are a smaller number
+    """Return a sort key that puts `layers.9` before `layers.10`."""
+    parts = re.split(r"([0-9]+)", name)  # alternates text and digits; without leading zeros, fewer digits sort first
     return [(len(digits := part.lstrip("0")), digits) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def visible(text: str) -> str:
-    """Return text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
+    """Return text with control characters escaped, because tensor names in a checkpoint are not trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def fold(text: str, width: int) -> list[str]:
     """Break text into lines of at most `width` characters; each further line is indented by two more.
 
-    It breaks after a space, or else after a dot or slash, or else after another sign. Only a word that is longer than
+    Breaks after a space, or else after a dot or slash, or else after other punctuation. Only a word that is longer than
     a line breaks inside.
     """
     indent = " " * min(len(text) - len(text.lstrip(" ")) + 2, width // 2)
@@ -52,10 +52,10 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def find_break(text: str, width: int) -> int:
-    """Return where the first line of a text ends, so that it is at most `width` characters and not nearly empty."""
+    """Return the end of the first line of a text, at most `width` characters and not nearly empty."""
     least = max(width // 3, len(text) - len(text.lstrip(" ")) + 1)
     for signs in (" ", "./", ",_-:="):
-        # the space after a line does not count
+        # a space at the end of the line is stripped, so it may exceed the width
         end = max(text.rfind(sign, least, width + (sign == " ")) for sign in signs) + 1
         if end:
             return end
@@ -70,7 +70,7 @@ _FACTORS = {"": 1, "B": 1} | {
 
 
 def brief(number: float) -> str:
-    """Return a number in at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
+    """Return a number with at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
     size = abs(number)
     if size < 999.95 or not size < 1e18:
         return f"{number:.4g}"
@@ -79,7 +79,7 @@ def brief(number: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return bytes as `1.6 GB`: three digits, decimal units as disks count them."""
+    """Return bytes as `1.6 GB`: three digits, decimal units, as disks use."""
     power = 0
     while round(nbytes) >= 1000 and power < len(_UNITS) - 1:
         nbytes /= 1000
@@ -99,7 +99,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def read_size(size: str) -> int:
-    """Return a number of bytes from text, 0 for text that is no size."""
+    """Return a number of bytes from text, 0 for invalid text."""
     number = size.rstrip("BiKMGTPbkmgtp").strip()
     unit = size[len(number) :].strip()
     factor = _FACTORS.get(unit) or _FACTORS.get(unit.upper().replace("IB", "iB"))
@@ -110,7 +110,7 @@ def read_size(size: str) -> int:
 
 
 def format_count(number: int) -> str:
-    """Return a count in words: `8.03 billion`, `218 million`, `1,234`."""
+    """Return a count as text: `8.03 billion`, `218 million`, `1,234`."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.3g} {word}"
@@ -118,7 +118,7 @@ def format_count(number: int) -> str:
 
 
 def per_cent(part: float) -> str:
-    """Return a part of a whole as `99.03%`, never rounded to all or nothing."""
+    """Return a fraction as `99.03%`, never rounded to 0% or 100%."""
     if part in (0, 1):
         return f"{part:.0%}"
     return f"{part if part > 1 else min(max(part, 0.0001), 0.9999):.2%}"
@@ -137,9 +137,12 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def powers(low: float, high: float) -> list[float]:
-    """Return round numbers between two positive ones, by powers of ten: all of 1, 2 and 5 where these are few."""
+    """Return round numbers between two positive ones, for a logarithmic scale.
+
+    These are 1, 2 and 5 times powers of ten for a small range, else only powers of ten.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     every = max(1, (last - first) // 4)
-    found = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
-    return [number for number in found if low * 0.999 <= number <= high * 1.001]
+    numbers = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
+    return [number for number in numbers if low * 0.999 <= number <= high * 1.001]

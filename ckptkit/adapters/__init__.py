@@ -1,1 +1,1 @@
-"""Know adapters: the small tensors that are trained beside a model that stays as it is. By names and shapes alone."""
+"""Recognize adapters by tensor names and shapes: small tensors that are trained beside a frozen base model."""

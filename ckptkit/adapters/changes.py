@@ -1,7 +1,7 @@
-"""Join an adapter's tensors to the changes that they are to its base, and check them against each other and the config.
+"""Group an adapter's tensors into weight updates of its base, and check them against each other and the config.
 
-Shapes as PEFT has them: of a linear layer A is `[r, in]` and B `[out, r]`, of a convolution with the kernel's axes
-behind; of an embedding A is `[r, V]` and B `[H, r]`; of E experts A is `[r*E, in]` and B `[out, r*E]`.
+Shapes as in PEFT: for a linear layer A is `[r, in]` and B `[out, r]`; for a convolution the axes of the kernel follow;
+for an embedding A is `[r, V]` and B `[H, r]`; for E experts A is `[r*E, in]` and B `[out, r*E]`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptkit.adapters.config import AdapterConfig, is_called
+from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Kind, expert_place, own_name
 from ckptkit.errors import CkptError, Mismatch
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES in peft/utils/other.py
-_INPUTS = ("shared", "embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")  # the first is the model's
+_INPUTS = (
+    "shared",
+    "embed_tokens",
+    "wte",
+    "word_embeddings",
+    "embed_in",
+    "tok_embeddings",
+)  # names of the input embedding, in order of precedence
 _PARTNERS: dict[Kind, Kind] = {"A": "B", "B": "A", "embedding_A": "embedding_B", "embedding_B": "embedding_A"}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A low-rank change of a module, or of one of its parameters: the names of the tensors that it is made of.
+class WeightUpdate:
+    """A low-rank weight update of a module or of one of its parameters: the names of its tensors.
 
-    With a `magnitude` it is DoRA's; with a `bias` it changes the module's bias too.
+    With a `magnitude` the update is DoRA's; with a `bias` it also changes the module's bias.
     """
 
     module: str
@@ -36,13 +43,13 @@ class Change:
     magnitude: str | None = None
 
 
-def changes_of(adapter: Adapter) -> Iterator[Change]:
-    """Yield the low-rank changes of an adapter. Raises `Mismatch` for a matrix without the other."""
-    found: dict[tuple[str, int], dict[Kind, str]] = defaultdict(dict)
+def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
+    """Yield the low-rank weight updates of an adapter. Raises `Mismatch` if one of the two matrices is missing."""
+    names_by_module: dict[tuple[str, int], dict[Kind, str]] = defaultdict(dict)
     for name, entry in adapter.entries.items():
         if entry.kind not in ("module", "tokens"):
-            found[entry.module, entry.depth][entry.kind] = name
-    for (module, depth), names in found.items():
+            names_by_module[entry.module, entry.depth][entry.kind] = name
+    for (module, depth), names in names_by_module.items():
         for kind, name in names.items():
             partner = _PARTNERS.get(kind)
             if partner is not None and partner not in names:
@@ -58,71 +65,80 @@ def changes_of(adapter: Adapter) -> Iterator[Change]:
             first = next(iter(names.values()))
             raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.path, tensor=first)
         a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
-        yield Change(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
+        yield WeightUpdate(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
 
 
-def without_copies(adapter: Adapter, config: AdapterConfig) -> Adapter:
-    """Return an adapter without the trained rows of what is tied to an embedding: they are the same rows.
+def without_tied_duplicates(adapter: Adapter, config: AdapterConfig) -> Adapter:
+    """Return an adapter without the trained rows of layers that are tied to an embedding, which are duplicates.
 
-    A state in training has them several times. Only the layers that the config names have rows of their own; where it
-    names none, the model's input embedding has.
+    A training state contains these rows once per tied layer. The layers that the config names keep their rows; if the
+    config names none, the model's input embedding keeps them.
     """
     rows = {name: entry.module for name, entry in adapter.entries.items() if entry.kind == "tokens"}
     asked = config.values.get("trainable_token_indices")
     if len(rows) < 2 or asked is None:
         return adapter
     named = map(str, asked) if isinstance(asked, dict) else _INPUTS
-    found = [{name for name, module in rows.items() if is_called(module, layer)} for layer in named]
-    own = set().union(*found) if isinstance(asked, dict) else next(filter(None, found), set())
+    matches_by_layer = [{name for name, module in rows.items() if ends_with_name(module, layer)} for layer in named]
+    own = set().union(*matches_by_layer) if isinstance(asked, dict) else next(filter(None, matches_by_layer), set())
     copies = rows.keys() - own if own else set()
     return replace(adapter, entries={name: entry for name, entry in adapter.entries.items() if name not in copies})
 
 
 def check(adapter: Adapter, config: AdapterConfig) -> None:
-    """Raise `Mismatch` if an adapter does not fit its config: another rank, a module that is no target, no magnitudes.
+    """Raise `Mismatch` if an adapter does not fit its config: wrong rank, module not a target, missing magnitudes.
 
-    A parameter of experts has the rows of all of them in one matrix, which must be a multiple of the rank.
+    A parameter of fused experts has the rows of all experts in one matrix, so its rank must be a multiple of the
+    config's.
     """
-    targets, changes = config.values.get("target_modules"), list(changes_of(adapter))
-    has_tied = config.flag("ensure_weight_tying") and any(change.is_embedding for change in changes)  # none is listed
-    for change in changes:
+    targets, updates = config.values.get("target_modules"), list(weight_updates_of(adapter))
+    has_tied = config.flag("ensure_weight_tying") and any(
+        update.is_embedding for update in updates
+    )  # tied targets are not listed
+    for update in updates:
         if config.method != "LORA":
-            raise unfit(adapter, change.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}")
-        check_rank(adapter, config, change)
-        parameters = config.parameters_of(change.module)
-        for key in parameters or (change.module,):
-            config.scaling_of(key)
-        if config.flag("use_dora") != (change.magnitude is not None) and not parameters:
-            has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
-            raise unfit(adapter, change.a, f"`{change.module}` has {has}, but `{config.path}` says {says}")
-        is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-        if is_listed and not has_tied and not is_target(change.module, config):
-            message = (
-                f"`{change.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
+            raise mismatch_with_config(
+                adapter, update.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}"
             )
-            raise unfit(adapter, change.a, message)
-        if not is_in_layers(change.module, config):
+        check_rank(adapter, config, update)
+        parameters = config.parameters_of(update.module)
+        for key in parameters or (update.module,):
+            config.scaling_of(key)
+        if config.flag("use_dora") != (update.magnitude is not None) and not parameters:
+            has, says = ("no magnitudes", "DoRA") if update.magnitude is None else ("magnitudes", "no DoRA")
+            raise mismatch_with_config(
+                adapter, update.a, f"`{update.module}` has {has}, but `{config.path}` says {says}"
+            )
+        is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+        if is_listed and not has_tied and not is_target(update.module, config):
+            message = (
+                f"`{update.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
+            )
+            raise mismatch_with_config(adapter, update.a, message)
+        if not is_in_layers(update.module, config):
             layers = config.values["layers_to_transform"]
-            raise unfit(
-                adapter, change.a, f"`{change.module}` is not in any of the layers {layers} that `{config.path}` lists"
+            raise mismatch_with_config(
+                adapter, update.a, f"`{update.module}` is not in any of the layers {layers} that `{config.path}` lists"
             )
     check_complete(adapter, config)
 
 
 def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
-    """Raise `Mismatch` if nothing is here of what the config says was trained whole: modules, or rows of tokens."""
+    """Raise `Mismatch` if the tensors of modules or token rows that were trained in full are missing."""
     whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
     if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
-        raise unfit(
+        raise mismatch_with_config(
             adapter, first, f"`{config.path}` says that {whole} was trained in full, but none of its tensors are here"
         )
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:
-        raise unfit(adapter, first, f"`{config.path}` says that token rows were trained, but there are none")
+        raise mismatch_with_config(
+            adapter, first, f"`{config.path}` says that token rows were trained, but there are none"
+        )
 
 
 def is_saved_module(own: str, config: AdapterConfig) -> bool:
-    """Return whether a parameter is of a module that the config says is trained whole.
+    """Return whether a parameter belongs to a module that the config lists in `modules_to_save`.
 
     PEFT compares the ends of names: `head` also means `lm_head`.
     """
@@ -130,45 +146,47 @@ def is_saved_module(own: str, config: AdapterConfig) -> bool:
 
 
 def is_in_layers(module: str, config: AdapterConfig) -> bool:
-    """Return whether a module is of one of the layers that have an adapter, as far as its name tells its layer."""
+    """Return whether `layers_to_transform` lists the layer of a module; True if its name has no layer number."""
     asked = config.values.get("layers_to_transform")
     layers = [asked] if isinstance(asked, int) else asked
     numbers = [part for part in module.split(".") if part.isdecimal()]
     return not isinstance(layers, list) or len(numbers) != 1 or numbers[0] in map(str, layers)
 
 
-def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
-    """Raise `Mismatch` if the matrices are of another rank than the config gives, or do not fit each other."""
-    a, b = (adapter.specs[name].shape for name in (change.a, change.b))
-    place, parameters = expert_place(change.module), config.parameters_of(change.module)
-    is_deep = place is not None and len(a) == 3  # a matrix for each expert
-    columns = 2 if is_deep and place is not None and place.leaf else 1
-    found = a[1 if is_deep else 0] if len(a) > 1 else 0
-    if len(b) < (3 if is_deep else 2) or found != b[columns]:
-        raise unfit(adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}")
-    ranks = sorted({config.rank_of(key) for key in parameters or (change.module,)})
+def check_rank(adapter: Adapter, config: AdapterConfig, update: WeightUpdate) -> None:
+    """Raise `Mismatch` if the matrices do not fit each other or have another rank than the config."""
+    a, b = (adapter.specs[name].shape for name in (update.a, update.b))
+    location, parameters = expert_place(update.module), config.parameters_of(update.module)
+    is_deep = location is not None and len(a) == 3  # a matrix for each expert
+    columns = 2 if is_deep and location is not None and location.leaf else 1
+    rank_of_a = a[1 if is_deep else 0] if len(a) > 1 else 0
+    if len(b) < (3 if is_deep else 2) or rank_of_a != b[columns]:
+        raise mismatch_with_config(
+            adapter, update.b, f"expected a shape that fits {list(a)} of `{update.a}`, found {list(b)}"
+        )
+    ranks = sorted({config.rank_of(key) for key in parameters or (update.module,)})
     is_stacked = bool(parameters) and not is_deep
-    if not any(found == rank or (is_stacked and found % rank == 0) for rank in ranks):
+    if not any(rank_of_a == rank or (is_stacked and rank_of_a % rank == 0) for rank in ranks):
         wanted = " or ".join(map(str, ranks))
-        message = f"expected rank {wanted} as in `{config.path}`, found rank {found} (shape {list(a)})"
-        raise unfit(adapter, change.a, message)
+        message = f"expected rank {wanted} as in `{config.path}`, found rank {rank_of_a} (shape {list(a)})"
+        raise mismatch_with_config(adapter, update.a, message)
 
 
 def is_target(module: str, config: AdapterConfig) -> bool:
-    """Return whether a module is a target itself, or has a parameter that is one."""
+    """Return whether a module, or one of its parameters, is a target of the config."""
     targets = config.values.get("target_modules")
     if not isinstance(targets, list):
         return bool(targets)
-    return any(is_called(module, str(target)) for target in targets) or bool(config.parameters_of(module))
+    return any(ends_with_name(module, str(target)) for target in targets) or bool(config.parameters_of(module))
 
 
-def unfit(adapter: Adapter, name: str, message: str) -> CkptError:
+def mismatch_with_config(adapter: Adapter, name: str, message: str) -> CkptError:
     hint = "pass the adapter's own config with --adapter-config"
     return Mismatch(message, path=adapter.layout.path, tensor=name, hint=hint)
 
 
 def trained_biases(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the biases beside an adapter that were trained with it: their names here, and in the adapter's file."""
+    """Return the biases outside the adapter that were trained with it, mapped to their names in the adapter's file."""
     if config.bias == "none":
         return {}
     modules = set(adapter.modules)
@@ -179,8 +197,8 @@ def trained_biases(adapter: Adapter, config: AdapterConfig, base: Mapping[str, s
     }
 
 
-def saved_base(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the embeddings that PEFT saves whole since they have an adapter: their names here, and in its file.
+def embeddings_saved_in_full(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the full embeddings that PEFT saves with an adapter that targets them, mapped to their names in its file.
 
     Source: `get_peft_model_state_dict`, `save_embedding_layers="auto"`.
     """
@@ -189,5 +207,5 @@ def saved_base(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str])
     if named.isdisjoint(_EMBEDDINGS) or config.values.get("trainable_token_indices") is not None:
         return {}
     modules = {module for module in adapter.modules if module.rpartition(".")[2] in (*_EMBEDDINGS, *_INPUTS)}
-    found = {f"{module}.weight" for module in modules}
-    return {name: WRAPPER + own_name(name) for own, name in base.items() if own in found}
+    weights = {f"{module}.weight" for module in modules}
+    return {name: WRAPPER + own_name(name) for own, name in base.items() if own in weights}

@@ -1,9 +1,9 @@
-"""Read what `adapter_config.json` says of an adapter: ranks, scalings, and methods that are not known here.
+"""Read `adapter_config.json`: ranks, scalings, and settings that ckptkit does not support.
 
-A stranger may have written it: numbers are checked, and patterns of names matched only where that takes little.
-PEFT looks up ranks and alphas by the name of a module, or by that of a parameter if the parameter itself is a target.
-Source: peft/tuners/lora/{config,model}.py; `_inject_parameters` in peft/tuners/tuners_utils.py; `get_pattern_key` and
-`_set_trainable` in peft/utils/other.py.
+The file may come from an untrusted source: numbers are checked, and name patterns are matched only if matching is
+cheap. PEFT looks up ranks and alphas by the name of a module, or by the name of a parameter if the parameter itself is
+a target. Source: peft/tuners/lora/{config,model}.py; `_inject_parameters` in peft/tuners/tuners_utils.py;
+`get_pattern_key` and `_set_trainable` in peft/utils/other.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ckptkit.models.companions import places_of
 from ckptkit.models.computation import ConfigDifference
 
 NAME = "adapter_config.json"
-_LIMIT = 1 << 24  # bytes
-_MOST_RANK = 1 << 31
-_MOST_REPEATS = 3  # in a pattern: with so many, matching a name is a polynomial of small degree
-_MOST_PATTERN = 500  # characters
-_HARMLESS = frozenset(
+_LIMIT = 1 << 24  # bytes: the file may be hostile, so its size is bounded
+_MAX_RANK = 1 << 31
+_MAX_REPEATS = 3  # in a pattern: the cost of a regex match grows with this power of the name's length
+_MAX_PATTERN = 500  # characters: bounds the time to compile and match a hostile pattern
+_SUPPORTED_KEYS = frozenset(
     {
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern"),
@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
         *("ensure_weight_tying", "runtime_config", "lora_B_layout", "unsloth_fused_expert_lora"),
     }
 )
-# keys that do not change what an adapter with given tensors computes, or that follow from the tensors
+# keys without effect on what an adapter computes, or whose effect is visible in its tensors
 _NOT_COMPUTED = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "task_type"),
@@ -49,12 +49,12 @@ _NOT_COMPUTED = frozenset(
     )
 )
 _ALL = "all-linear"
-_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they begin by changing the base
+_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that modify the base's weights
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The config of an adapter: what is in the file at `path`, as it lay and parsed."""
+    """The config of an adapter: the bytes and the parsed values of the file at `path`."""
 
     path: Path
     content: bytes
@@ -62,120 +62,128 @@ class AdapterConfig:
 
     @cached_property
     def method(self) -> str:
-        """Return the method, `LORA` for all that can be merged."""
+        """Return the value of `peft_type`, which is `LORA` for every method that ckptkit can merge."""
         return str(self.values.get("peft_type"))
 
     @cached_property
     def base(self) -> str | None:
-        """Return the id or path of the base model, None where it is not said."""
-        found = self.values.get("base_model_name_or_path")
-        return found if isinstance(found, str) and found else None
+        """Return the id or path of the base model; None if the config does not name it."""
+        base_name = self.values.get("base_model_name_or_path")
+        return base_name if isinstance(base_name, str) and base_name else None
 
     def flag(self, key: str) -> bool:
-        """Return a switch, which is off where it is not said. Raises `Corrupt` for anything else."""
-        found = self.values.get(key)
-        if found not in (None, True, False):
-            raise Corrupt(f"`{key}`: expected true or false, found {found!r}", path=self.path)
-        return bool(found)
+        """Return a boolean setting; False if it is missing. Raises `Corrupt` for a value of another type."""
+        value = self.values.get(key)
+        if value not in (None, True, False):
+            raise Corrupt(f"`{key}`: expected true or false, found {value!r}", path=self.path)
+        return bool(value)
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Return a list of names; () where there is none."""
-        found = self.values.get(key) or []
-        if isinstance(found, str):
-            return (found,)
-        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-            raise Corrupt(f"`{key}`: expected a list of names, found {abridged(found)}", path=self.path)
-        return tuple(found)
+        """Return a list of names; () if it is missing. Raises `Corrupt` for a value of another type."""
+        value = self.values.get(key) or []
+        if isinstance(value, str):
+            return (value,)
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise Corrupt(f"`{key}`: expected a list of names, found {abridged(value)}", path=self.path)
+        return tuple(value)
 
     @property
     def bias(self) -> str:
-        """Return which biases were trained: none, all or lora_only."""
-        found = self.values.get("bias") or "none"
-        if found not in ("none", "all", "lora_only"):
-            raise Corrupt(f"`bias`: expected none, all or lora_only, found {found!r}", path=self.path)
-        return str(found)
+        """Return which biases were trained: `none`, `all` or `lora_only`. Raises `Corrupt` for another value."""
+        value = self.values.get("bias") or "none"
+        if value not in ("none", "all", "lora_only"):
+            raise Corrupt(f"`bias`: expected none, all or lora_only, found {value!r}", path=self.path)
+        return str(value)
 
     def parameters_of(self, module: str) -> tuple[str, ...]:
-        """Return the parameters of a module that `target_parameters` may mean: PEFT adapts these, not the module."""
+        """Return the parameters of a module that `target_parameters` may name; PEFT adapts these instead."""
         targets = [target.rpartition(".") for target in self.names("target_parameters")]
-        return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or is_called(module, above))
+        return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or ends_with_name(module, above))
 
     def is_target(self, module: str) -> bool:
-        """Return whether PEFT would adapt a module that has the name of an adapted one in another layer.
+        """Return whether PEFT would adapt a module whose name the adapter has in another layer.
 
-        False if only a pattern that could take long to match would tell. Source: `check_target_module_exists` in
-        peft/tuners/tuners_utils.py.
+        Returns False if only a pattern that is too expensive to match could decide. Source:
+        `check_target_module_exists` in peft/tuners/tuners_utils.py.
         """
         if self.is_listed("exclude_modules", module):
             return False
         if isinstance(self.values.get("target_modules"), str):
             return self.is_listed("target_modules", module)
-        named = [*self.names("target_modules"), *(one.rpartition(".")[0] for one in self.names("target_parameters"))]
-        is_named = not named or any(is_called(module, name) for name in named)
+        named = [
+            *self.names("target_modules"),
+            *(target.rpartition(".")[0] for target in self.names("target_parameters")),
+        ]
+        is_named = not named or any(ends_with_name(module, name) for name in named)
         return is_named and self.is_in_layers(module)
 
     def is_listed(self, key: str, module: str) -> bool:
-        """Return whether a pattern or a list of names is of a module; `all-linear` is of all."""
-        found = self.values.get(key)
-        if not isinstance(found, str):
-            return any(is_called(module, name) for name in self.names(key))
+        """Return whether the pattern or list under `key` matches a module; `all-linear` matches every module."""
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            return any(ends_with_name(module, name) for name in self.names(key))
         try:
-            return found == _ALL or matches(found, module, self.path)
+            return value == _ALL or matches(value, module, self.path)
         except Unsupported:
             return False
 
     def is_in_layers(self, module: str) -> bool:
-        """Return whether `layers_to_transform` lists the layer of a module; True if it lists none."""
+        """Return whether `layers_to_transform` lists the layer of a module; True if the setting is missing."""
         layers = self.values.get("layers_to_transform")
         wanted = [layers] if isinstance(layers, int) else layers if isinstance(layers, list) else []
         if not wanted:
             return True
         lists = "|".join(map(re.escape, self.names("layers_pattern"))) or r"[^.]*"
-        found = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
-        return found is not None and int(found[1]) in wanted
+        match = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
+        return match is not None and int(match[1]) in wanted
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is no positive number."""
-        found = self.of_module("rank_pattern", "r", module, 8)
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST_RANK:
-            raise Corrupt(f"rank of `{module}`: expected 1 to {_MOST_RANK}, found {found!r}", path=self.path)
-        return found
+        """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is not a positive number."""
+        rank = self.of_module("rank_pattern", "r", module, 8)
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= _MAX_RANK:
+            raise Corrupt(f"rank of `{module}`: expected 1 to {_MAX_RANK}, found {rank!r}", path=self.path)
+        return rank
 
     def scaling_of(self, module: str) -> float:
-        """Return what the product of a module's matrices is multiplied by: alpha over the rank, or over its root."""
+        """Return the factor of the product B A of a module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         alpha, rank = self.of_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_sound(alpha):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_usable_alpha(alpha):
             raise Corrupt(f"alpha of `{module}`: expected a finite number, found {alpha!r}", path=self.path)
         return alpha / math.sqrt(rank) if self.flag("use_rslora") else alpha / rank
 
     def of_module(self, patterns: str, key: str, module: str, default: int) -> Any:
-        """Return what the first pattern that matches a module's name gives, or else what all modules have."""
-        found = self.values.get(patterns) or {}
-        if not isinstance(found, dict):
-            raise Corrupt(f"`{patterns}`: expected a mapping of names, found {abridged(found)}", path=self.path)
-        for pattern, value in found.items():
+        """Return the value of the first pattern that matches a module's name, or else the value for all modules."""
+        values_by_pattern = self.values.get(patterns) or {}
+        if not isinstance(values_by_pattern, dict):
+            raise Corrupt(
+                f"`{patterns}`: expected a mapping of names, found {abridged(values_by_pattern)}", path=self.path
+            )
+        for pattern, value in values_by_pattern.items():
             if matches(pattern, module, self.path):
                 return value
-        return found.get(module, self.values.get(key, default))
+        return values_by_pattern.get(module, self.values.get(key, default))
 
     def token_rows(self, module: str) -> tuple[int, ...]:
-        """Return the rows of an embedding that were trained. Raises `Corrupt` if they are not said, or said twice."""
-        found = self.values.get("trainable_token_indices")
-        if isinstance(found, dict):
-            found = next((rows for name, rows in found.items() if module.endswith(name)), None)
-        if not isinstance(found, list) or not all(type(row) is int and row >= 0 for row in found):
+        """Return the indices of the trained rows of an embedding.
+
+        Raises `Corrupt` if the config does not list them, or lists a row twice.
+        """
+        indices = self.values.get("trainable_token_indices")
+        if isinstance(indices, dict):
+            indices = next((rows for name, rows in indices.items() if module.endswith(name)), None)
+        if not isinstance(indices, list) or not all(type(row) is int and row >= 0 for row in indices):
             message = f"`trainable_token_indices` does not say which rows of `{module}` were trained"
             raise Corrupt(message, path=self.path)
-        if len(set(found)) != len(found):
+        if len(set(indices)) != len(indices):
             raise Corrupt(f"`trainable_token_indices` has a row of `{module}` twice", path=self.path)
-        return tuple(found)
+        return tuple(indices)
 
     def check_known(self) -> None:
-        """Raise `Unsupported` for a method whose arithmetic is not known here, by its name."""
+        """Raise `Unsupported` for a method or a setting whose arithmetic ckptkit does not implement."""
         if self.method != "LORA":
             raise Unsupported(f"expected a LoRA adapter, found {self.method}: ckptkit merges only LoRA", path=self.path)
         for key, value in self.values.items():
-            if key not in _HARMLESS and value not in (None, False, [], {}):
+            if key not in _SUPPORTED_KEYS and value not in (None, False, [], {}):
                 message = (
                     f"`{key}` is {abridged(value)}: ckptkit cannot merge adapters that were trained with this setting"
                 )
@@ -183,12 +191,15 @@ class AdapterConfig:
 
     @property
     def has_changed_base(self) -> bool:
-        """Return whether training began by changing the base, so that the adapter does not fit the one of that name."""
+        """Return whether training modified the base before its first step.
+
+        Such an adapter does not fit the published base.
+        """
         return str(self.values.get("init_lora_weights")).lower().startswith(_BASE_CHANGED)
 
 
 def read_config(path: Path) -> AdapterConfig:
-    """Return the config in a file. Raises `Corrupt` if it is none."""
+    """Return the adapter config in a file. Raises `Corrupt` if the file has no `peft_type`."""
     content = read_small(path, _LIMIT)
     values = parse_json(content, path)
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
@@ -197,19 +208,20 @@ def read_config(path: Path) -> AdapterConfig:
 
 
 def find_adapter_differences(one: AdapterConfig, two: AdapterConfig) -> list[ConfigDifference]:
-    """Return what two adapters with the same tensors compute differently by their configs."""
-    found = []
+    """Return the settings that make two adapters with the same tensors compute different results."""
+    differences = []
     for key in sorted({*one.values, *two.values} - _NOT_COMPUTED):
-        here, there = one.values.get(key), two.values.get(key)
-        if here != there and (here or there):
-            found.append(ConfigDifference(key, here, there))
-    return found
+        value_one, value_two = one.values.get(key), two.values.get(key)
+        if value_one != value_two and (value_one or value_two):
+            differences.append(ConfigDifference(key, value_one, value_two))
+    return differences
 
 
 def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | None = None) -> AdapterConfig | None:
-    """Return the config of an adapter: in the file or directory `given`, else in the checkpoint or the run above it.
+    """Return the config of an adapter: in the file or directory `given`, else beside the checkpoint or in its run.
 
-    As PEFT saves them, that of `default` lies on top, and any other in a directory of its name.
+    PEFT saves the config of adapter `default` at the top, and any other config in a directory named after the adapter.
+    Raises `NotACheckpoint` if `given` has no config.
     """
     if given is not None:
         path = Path(given)
@@ -217,36 +229,36 @@ def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | N
         if not path.is_file():
             raise NotACheckpoint("no adapter config", path=path)
         return read_config(path)
-    for place in places(checkpoint, adapter):
-        if (place / NAME).is_file():
-            return read_config(place / NAME)
+    for directory in config_directories(checkpoint, adapter):
+        if (directory / NAME).is_file():
+            return read_config(directory / NAME)
     return None
 
 
-def places(checkpoint: Path, adapter: str) -> Iterator[Path]:
-    for place in places_of(checkpoint.absolute()):
-        yield place if adapter == DEFAULT else place / adapter
+def config_directories(checkpoint: Path, adapter: str) -> Iterator[Path]:
+    for directory in places_of(checkpoint.absolute()):
+        yield directory if adapter == DEFAULT else directory / adapter
 
 
-def without_training(config: AdapterConfig) -> bytes:
-    """Return the config as PEFT saves it beside weights that were trained: for inference."""
+def for_inference(config: AdapterConfig) -> bytes:
+    """Return the config as PEFT saves it after training, with `inference_mode` on."""
     if config.values.get("inference_mode") is True:
         return config.content
     return (json.dumps({**config.values, "inference_mode": True}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def is_sound(alpha: float) -> bool:
-    """Return whether a number can be multiplied by: it is finite, and does not get lost as float32."""
+def is_usable_alpha(alpha: float) -> bool:
+    """Return whether alpha is finite and small enough for a float32 factor."""
     return abs(alpha) < 1e30
 
 
 def matches(pattern: str, module: str, path: Path) -> bool:
-    """Return whether a pattern is that of a module, or of the end of its name.
+    """Return whether a pattern matches a module's name, or the end of it.
 
-    Raises `Unsupported` for one that could take long to match, or is none.
+    Raises `Unsupported` for a pattern that could take long to match, `Corrupt` for an invalid one.
     """
     repeats = sum(pattern.count(sign) for sign in "*+{")
-    if repeats > _MOST_REPEATS or len(pattern) > _MOST_PATTERN or re.search(r"\)[*+{]", pattern):
+    if repeats > _MAX_REPEATS or len(pattern) > _MAX_PATTERN or re.search(r"\)[*+{]", pattern):
         raise Unsupported(f"the pattern `{pattern[:60]}` could take long to match", path=path)
     try:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
@@ -254,8 +266,8 @@ def matches(pattern: str, module: str, path: Path) -> bool:
         raise Corrupt(f"the pattern `{pattern[:60]}` is invalid: {error}", path=path) from error
 
 
-def is_called(module: str, name: str) -> bool:
-    """Return whether a module has this name, or one that ends with it."""
+def ends_with_name(module: str, name: str) -> bool:
+    """Return whether a module has this name, or a name that ends with it."""
     return module == name or module.endswith(f".{name}")
 
 

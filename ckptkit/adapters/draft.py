@@ -1,4 +1,4 @@
-"""Draft the adapters in a checkpoint as PEFT saves them, each with its config: `default` on top, others in folders."""
+"""Plan the output for adapters in PEFT's format, each with its config: `default` at the top, others in directories."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.adapters.changes import check, saved_base, trained_biases, without_copies
+from ckptkit.adapters.changes import check, embeddings_saved_in_full, trained_biases, without_tied_duplicates
 from ckptkit.adapters.config import NAME as CONFIG
-from ckptkit.adapters.config import AdapterConfig, find_adapter_config, without_training
+from ckptkit.adapters.config import AdapterConfig, find_adapter_config, for_inference
 from ckptkit.adapters.empty import find_empty
 from ckptkit.adapters.experts import describe_layouts
-from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
+from ckptkit.adapters.find import HINT_KEEP_TENSORS, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
 from ckptkit.adapters.trainer_names import TrainerNames, trainer_names_in
 from ckptkit.checkpoints.component import Component
@@ -32,32 +32,32 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """An adapter of a checkpoint, and its config."""
+class CheckedAdapter:
+    """An adapter of a checkpoint, and the config that it was checked against."""
 
-    opened: Opened
+    opened: AdapterComponent
     adapter: Adapter
     config: AdapterConfig
 
     @property
     def path(self) -> Path:
-        """Return where the adapter lies."""
+        """Return the path of the component that contains the adapter."""
         return self.opened.part.path
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """The part of a checkpoint that adapters are in, with the names of its weights, and the adapters."""
+class AdapterComponent:
+    """A component of a checkpoint that contains adapters: its weights, and the adapters in them."""
 
     part: Component
     weights: Weights
     adapted: Adapted
     trainer_names: TrainerNames | None = None
 
-    def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
-        """Return an adapter with its config, which it fits. Raises `NotACheckpoint` if there is none."""
+    def fitted(self, adapter: Adapter, given: str | None) -> CheckedAdapter:
+        """Return an adapter with its config, after checking that they fit. Raises `NotACheckpoint` without a config."""
         if given is not None and len(self.adapted.adapters) > 1:
-            names = ", ".join(one.name for one in self.adapted.adapters)
+            names = ", ".join(own.name for own in self.adapted.adapters)
             hint = f"put each beside the checkpoint, as NAME/{CONFIG}, or take one adapter with --include '*.NAME.*'"
             raise Usage(
                 f"expected a config for each of {len(self.adapted.adapters)} adapters, found one: {names}", hint=hint
@@ -68,51 +68,53 @@ class Opened:
         if config is None:
             raise NotACheckpoint(
                 f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
-                f"its tensors give {describe(adapter)}, but not alpha",
+                f"its tensors give {describe_adapter(adapter)}, but not alpha",
                 path=self.part.path,
                 hint="pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it",
             )
         check(adapter, config)
-        return Fitted(self, without_copies(adapter, config), config)
+        return CheckedAdapter(self, without_tied_duplicates(adapter, config), config)
 
 
-def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
-    """Return the adapters in a part of a checkpoint, as far as they are asked for; None if it has none."""
-    if not may_be_adapted(part.layout.tensors):
+def open_adapters(component: Component, options: ConvertOptions) -> AdapterComponent | None:
+    """Return the adapters in a component, as far as `options` select them; None if it has none."""
+    if not may_be_adapted(component.layout.tensors):
         return None
-    chosen = replace(options.edits, include=()) if options.merge else options.edits  # what is merged has other names
+    # --include names tensors of the merged model, which do not exist yet
+    chosen = replace(options.edits, include=()) if options.merge else options.edits
     if not options.merge:
-        chosen.check_globs([part.layout], part.path)
-    weights = find_weights(edits.select(part.layout, chosen.admit))
+        chosen.check_globs([component.layout], component.path)
+    weights = find_weights(edits.select(component.layout, chosen.admit))
     trainer_names = trainer_names_in(weights.layout.tensors)
     if trainer_names is not None:
-        weights = trainer_names.with_hub_names(weights, part.path, options.base)
+        weights = trainer_names.with_hub_names(weights, component.path, options.base)
     adapted = find_adapters(weights.layout)
     if adapted is not None:
-        if part.is_adapter and (error := find_empty(weights.layout)):
+        if component.is_adapter and (error := find_empty(weights.layout)):
             raise error
-        return Opened(part, weights, adapted, trainer_names)
-    refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
+        return AdapterComponent(component, weights, adapted, trainer_names)
+    refuse_wrapped(component, [options.edits.renaming()(name) for name in weights.layout.tensors])
     return None
 
 
-def refuse_wrapped(part: Component, names: Sequence[str]) -> None:
-    """Raise `Unsupported` for a model in PEFT's wrapper, or what PEFT saved of one, with nothing in it that is known.
+def refuse_wrapped(component: Component, names: Sequence[str]) -> None:
+    """Raise `Unsupported` for a model inside PEFT's wrapper that contains no adapter that ckptkit knows.
 
-    As a model it would have names that nothing loads. The config beside it says by which method it was trained.
+    Written as a model, its tensors would have names that nothing loads. The config beside it says which method trained
+    it.
     """
     wrapped = next(filter(is_wrapped, names), None)
-    config = find_adapter_config(part.path) if may_be_adapted(names) else None
+    config = find_adapter_config(component.path) if may_be_adapted(names) else None
     if config is not None and (wrapped or config.method != "LORA"):
         message = f"{config.path} says {config.method}, but the checkpoint contains no LoRA matrices"
-        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
     if wrapped and any(".base_layer." in name for name in names):
         message = "the tensor is inside PEFT's wrapper, but belongs to no adapter that ckptkit knows"
-        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
 
 
-def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptions) -> Conversion:
-    """Draft the adapters of a checkpoint, with their configs. Raises `Unsupported` for the mean of several."""
+def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: ConvertOptions) -> Conversion:
+    """Plan the output of all adapters of a checkpoint, with their configs. Raises `Unsupported` for an average."""
     first, *others = opened
     if first.part.masters is not None:
         hint = "drop --weights-from to take the adapter as it was saved"
@@ -121,7 +123,7 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
         hint = "run `ckptkit merge BASE A B OUT --weights 0.5,0.5` to add up their products"
         message = "these are adapters: the mean of their matrices is not the mean of their changes"
         raise Unsupported(message, path=first.part.path, hint=hint)
-    made: dict[str, bytes] = {}
+    new_files: dict[str, bytes] = {}
     drafts: list[Draft] = []
     if options.quantize:
         raise Usage("ckptkit does not quantize adapters", hint="merge them into their base first")
@@ -135,16 +137,16 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
         if options.experts:
-            from ckptkit.adapters.expert_forms import with_form  # few adapters are asked for in another form
+            from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
 
             made_of = fitted.adapter, fitted.config, fitted.path
-            changed, fitting, remark = with_form(*made_of, options.experts, options)
+            changed, fitting, remark = convert_experts(*made_of, options.experts, options)
             fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
-        config, place = fitted.config, "" if adapter.name == DEFAULT else adapter.name
-        drafts.append(draft_adapter(fitted, options, place))
-        made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
-        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(fitted.adapter)}")
+        config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name
+        drafts.append(draft_adapter(fitted, options, subdirectory))
+        new_files[str(Path(subdirectory, CONFIG))] = config.content if first.adapted.is_saved else for_inference(config)
+        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe_adapter(fitted.adapter)}")
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
@@ -158,44 +160,46 @@ def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptio
         output=output,
         options=options,
         drafts=drafts,
-        made=made,
+        made=new_files,
         copied_files={} if options.adapter_config else tokenizer_beside(first.part.path),
-        entries=[entries_of(first, drafts, options)],
+        entries=[entries_beside(first, drafts, options)],
         wrapper=first.weights.wrapper,
         notes=notes,
     )
 
 
-def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
-    """Draft one adapter: all of it under the names that PEFT gives it, in the one file that it looks for."""
+def draft_adapter(fitted: CheckedAdapter, options: ConvertOptions, place: str) -> Draft:
+    """Plan the output of one adapter: all tensors under PEFT's names, in the one file that PEFT looks for."""
     adapter, config, base = fitted.adapter, fitted.config, fitted.opened.adapted.base
     names = {name: entry.saved for name, entry in adapter.entries.items()}
-    names |= trained_biases(adapter, config, base) | saved_base(adapter, config, base)
+    names |= trained_biases(adapter, config, base) | embeddings_saved_in_full(adapter, config, base)
     names |= resized_embeddings(fitted, options.base or config.base)
     new_name = options.edits.renaming()
     chosen = edits.select(adapter.layout, names.__contains__)
     layout, casts = options.edits.cast(edits.rename(chosen, lambda name: new_name(names[name])), lambda _: True)
     came_from = fitted.opened.weights.came_from
-    known = {name: saved for name, saved in names.items() if name in came_from}  # others are made of several
+    known = {
+        name: saved for name, saved in names.items() if name in came_from
+    }  # the others combine several source tensors
     renamed = {came_from[name]: saved for name, saved in known.items() if came_from[name] != saved}
     return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
 
 
-def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
-    """Return the embeddings beside an adapter that have other rows than its base, by the config.json of that.
+def resized_embeddings(fitted: CheckedAdapter, base: str | None) -> dict[str, str]:
+    """Return the embeddings whose row count differs from the `vocab_size` in the base's config.json.
 
-    PEFT saves them whole. A base on the Hub is not asked. Source: `get_peft_model_state_dict`.
+    PEFT saves these in full. A base on the Hub is not looked up. Source: `get_peft_model_state_dict`.
     """
-    said = os.path.join(base or "", MODEL_CONFIG)  # a stranger may have named it
-    rows = vocabulary_of(read_config(Path(said)) or {}) if base and os.path.isfile(said) else None
-    here, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
-    sought = {HEAD, find_embedding(here)} - set(fitted.adapter.replaced)
-    names = [name for own, name in here.items() if own in sought]
+    config_path = os.path.join(base or "", MODEL_CONFIG)  # from an untrusted config: only tested, never fetched
+    rows = vocabulary_of(read_config(Path(config_path)) or {}) if base and os.path.isfile(config_path) else None
+    base_tensors, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
+    sought = {HEAD, find_embedding(base_tensors)} - set(fitted.adapter.replaced)
+    names = [name for own, name in base_tensors.items() if own in sought]
     return {name: WRAPPER + own_name(name) for name in names if rows is not None and specs[name].shape[:1] != (rows,)}
 
 
-def describe(adapter: Adapter) -> str:
-    """Return the method, the ranks and the targets of an adapter, in words."""
+def describe_adapter(adapter: Adapter) -> str:
+    """Return the method, the ranks and the targets of an adapter as text."""
     rows = sorted(adapter.rows)
     rank = f" of rank {rows[0]}" if len(rows) == 1 else f" of ranks {rows[0]} to {rows[-1]}" if rows else ""
     targets = list(adapter.targets)
@@ -203,8 +207,11 @@ def describe(adapter: Adapter) -> str:
     return f"{adapter.method}{rank} on {named}"
 
 
-def entries_of(opened: Opened, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
-    """Return what became of the entries beside adapters: other entries, the base and PEFT's copies are not written."""
+def entries_beside(opened: AdapterComponent, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
+    """Return how each entry beside the adapters is handled.
+
+    Other entries, the base and PEFT's copies are not written.
+    """
     adapted, read, weights = opened.adapted, opened.part.layout, opened.weights
     dropped = options.edits.reasons_to_drop(read.names) | dict(weights.left_out)
     dropped |= dict.fromkeys(weights.origins_of(adapted.base.values()), "of the base, not the adapter")

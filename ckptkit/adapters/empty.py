@@ -1,6 +1,6 @@
 """Recognize an adapter that was saved without its elements, as PEFT under ZeRO-3 did: its tensors have shape [0].
 
-Source: transformers' pull request 41416; before it, `Trainer.save_model` did not gather the parameters of an adapter.
+Source: transformers' pull request 41416. Before it, `Trainer.save_model` did not gather the parameters of an adapter.
 """
 
 from __future__ import annotations

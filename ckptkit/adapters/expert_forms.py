@@ -1,4 +1,4 @@
-"""Write the matrices of experts of an adapter in another form, with the config that fits it. No bytes move."""
+"""Convert an adapter's expert matrices to another form, with a config that fits it. Only byte locations change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.changes import check
-from ckptkit.adapters.config import AdapterConfig, is_called
+from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, ExpertPair, find_form, read_pairs
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
@@ -27,57 +27,62 @@ from ckptkit.state.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOption
 from ckptkit.words import count
 
 _INNER = ".base_layer"
-_MIDDLES = {"block_sparse_moe": "mlp"}  # what is above experts in files, and in memory
+_MIDDLES = {"block_sparse_moe": "mlp"}  # parent module of the experts: name in files, name in memory
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
 _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
 
 
-def with_form(
+def convert_experts(
     adapter: Adapter, config: AdapterConfig, path: Path, form: str, options: ConvertOptions
 ) -> tuple[Adapter, AdapterConfig, str]:
-    """Return an adapter with the matrices of experts in a form, and a config that fits it; and a remark.
+    """Return an adapter with its expert matrices in a form, a config that fits it, and a remark for the summary.
 
-    Raises `Usage` for an adapter without such matrices, or if the base has to be known and is not.
+    Raises `Usage` for an adapter without such matrices, or if the form depends on a base that was not found.
     """
     adapter = replace(adapter, layout=locate(unpack(adapter.layout)))
-    found = find_form(adapter)
-    if found is None:
+    current_form = find_form(adapter)
+    if current_form is None:
         message = "the adapter has no matrices of experts"
         raise Usage(message, path=path, hint="drop --experts and --experts-layout")
-    if options.experts_layout is not None and found != FLAT:
-        message = f"--experts-layout is for experts in one matrix; this adapter stores them as {found}"
+    if options.experts_layout is not None and current_form != FLAT:
+        message = f"--experts-layout is for experts in one matrix; this adapter stores them as {current_form}"
         raise Usage(message, path=path, hint="drop --experts-layout")
     base = base_config(config, path, options)
-    asked = ExpertFacts(options.experts_layout, whole(base, "hidden_size"), whole(base, *_COUNTS))
+    asked = ExpertFacts(options.experts_layout, first_integer(base, "hidden_size"), first_integer(base, *_COUNTS))
     names = names_of(base, path) if form == PER_EXPERT else None
-    pairs = list(in_form(read_pairs(adapter, config, asked), form, names))
-    made = list(tensors_of(pairs, form, names))
-    result = with_pairs(adapter, made)
-    fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
+    pairs = list(arrange_pairs(read_pairs(adapter, config, asked), form, names))
+    new_tensors = list(tensors_of(pairs, form, names))
+    result = with_expert_matrices(adapter, new_tensors)
+    fitting = config_for_form(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
     check(result, fitting)
-    remark = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(made), 'tensor')}"
+    remark = (
+        f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(new_tensors), 'tensor')}"
+    )
     unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
-    return result, fitting, f"{remark}; they were {found}{unread}"
+    return result, fitting, f"{remark}; they were {current_form}{unread}"
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
-    """Return the part of the base's config.json that describes its text model; {} if it is not here."""
-    found: Mapping[str, Any] | None = find_companions(path, options.base).config
-    said = Path(config.base or "", CONFIG)
-    if found is None and options.base is None and config.base and said.is_file():
-        found = read_config(said)
-    described: Mapping[str, Any] = found or {}
+    """Return the text model's section of the base's config.json; {} if there is no config.json."""
+    config_found: Mapping[str, Any] | None = find_companions(path, options.base).config
+    named_config = Path(config.base or "", CONFIG)
+    if config_found is None and options.base is None and config.base and named_config.is_file():
+        config_found = read_config(named_config)
+    described: Mapping[str, Any] = config_found or {}
     text = described.get("text_config")
     return text if isinstance(text, dict) else described
 
 
-def whole(config: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first of some whole numbers that a config has."""
+def first_integer(config: Mapping[str, Any], *keys: str) -> int | None:
+    """Return the integer under the first of these keys that has one; None without any."""
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
 def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
-    """Return what the base's files call experts. Raises `Usage` if the base is not known, `Unsupported` for others."""
+    """Return the names of expert tensors in the base's files.
+
+    Raises `Usage` if the base is unknown, `Unsupported` for a model type without separate experts.
+    """
     model_type = base.get("model_type")
     if model_type is None:
         message = "names of single experts differ by model, and no config.json of the base was found"
@@ -88,10 +93,10 @@ def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
     return experts_of(str(model_type))
 
 
-def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
-    """Yield the matrices as a form has them: gate and up together, apart, or as they are; under its modules.
+def arrange_pairs(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
+    """Yield the pairs in a form: gate and up fused, separate, or as they are, under the module names of the form.
 
-    `names` are those of experts in the base's files, which `per-expert` has.
+    `names` are the names of experts in the base's files; `per-expert` needs them.
     """
     if form == FLAT:
         yield from fuse(pairs)
@@ -100,46 +105,46 @@ def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -
         middle = names.down.partition(".experts.")[0]
         for pair in pairs:
             parent = pair.module.removesuffix(".experts").rpartition(".")[0]
-            found = pair._replace(module=f"{parent}.{middle}.experts")
-            yield from halves(found) if pair.leaf == GATE_UP else (found,)
+            moved = pair._replace(module=f"{parent}.{middle}.experts")
+            yield from split_gate_up(moved) if pair.leaf == GATE_UP else (moved,)
     else:
         yield from pairs
 
 
-def halves(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
-    """Return the matrices of gate and up apart: the rows of B are halved, A belongs to both."""
+def split_gate_up(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
+    """Split a fused pair into gate and up: each gets half of the rows of B; both share A."""
     rows = pair.b.spec.shape[1]
     gate, up = (axes.cut(pair.b, 1, at, at + rows // 2) for at in (0, rows // 2))
     return pair._replace(leaf=GATE, b=gate), pair._replace(leaf=UP, b=up)
 
 
 def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
-    """Yield the matrices of gate and up as one pair, of both ranks: A on top of A, B beside zeros.
+    """Yield gate and up as one pair with the sum of their ranks: their A stacked, their B padded with zeros.
 
-    Raises `Unsupported` for one of the two alone.
+    Raises `Unsupported` if only one of the two exists.
     """
     by_module: dict[str, dict[str, ExpertPair]] = defaultdict(dict)
     for pair in pairs:
         middle, parent = pair.module.split(".")[-2:-1], pair.module.removesuffix(".experts").rpartition(".")[0]
         module = f"{parent}.{_MIDDLES[middle[0]]}.experts" if middle and middle[0] in _MIDDLES else pair.module
         by_module[module][pair.leaf] = pair._replace(module=module)
-    for module, found in by_module.items():
-        gate, up = found.pop(GATE, None), found.pop(UP, None)
+    for module, by_leaf in by_module.items():
+        gate, up = by_leaf.pop(GATE, None), by_leaf.pop(UP, None)
         if (gate is None) != (up is None):
-            there, missing = (GATE, UP) if gate else (UP, GATE)
-            message = f"`{module}` has {there} without {missing}: no form but per-expert and 3d can store that"
+            present, missing = (GATE, UP) if gate else (UP, GATE)
+            message = f"`{module}` has {present} without {missing}: no form but per-expert and 3d can store that"
             raise Unsupported(message, hint="pass --experts per-expert or 3d")
         if gate is not None and up is not None:
             yield gate._replace(
                 leaf=GATE_UP,
                 a=axes.concatenate([gate.a, up.a], 1),
-                b=axes.concatenate([beside_zeros(gate.b, 0, up.rank), beside_zeros(up.b, gate.rank, 0)], 1),
+                b=axes.concatenate([padded_with_zeros(gate.b, 0, up.rank), padded_with_zeros(up.b, gate.rank, 0)], 1),
             )
-        yield from found.values()
+        yield from by_leaf.values()
 
 
-def beside_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
-    """Return matrices B `[E, out, r]` with columns of zeros before and after them."""
+def padded_with_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
+    """Return B `[E, out, r]` with columns of zeros before and after."""
     count, rows, rank = b.spec.shape
     width = before + rank + after
     zeros = [(at, size) for at, size in ((0, before), (before + rank, after)) if size]
@@ -151,7 +156,7 @@ def beside_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
 def tensors_of(
     pairs: Sequence[ExpertPair], form: str, names: ExpertNames | None
 ) -> Iterator[tuple[Entry, StoredTensor]]:
-    """Yield the tensors of a form, each with what it is and its name in the adapter's file."""
+    """Yield the tensors of a form, each with its entry (role and name in the adapter's file)."""
     has_both = {pair.module for pair in pairs if pair.leaf == DOWN} & {p.module for p in pairs if p.leaf == GATE_UP}
     for pair in pairs:
         if form == FLAT:
@@ -177,8 +182,8 @@ def entries_of(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Ite
     yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
 
 
-def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
-    """Return an adapter with other matrices of experts, under the names that they get in its file."""
+def with_expert_matrices(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
+    """Return an adapter whose expert matrices are replaced by `made`, under their names in the adapter's file."""
     others = {
         name: entry
         for name, entry in adapter.entries.items()
@@ -194,7 +199,7 @@ def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> 
     return replace(adapter, layout=layout, entries=entries)
 
 
-def config_for(
+def config_for_form(
     config: AdapterConfig,
     pairs: Sequence[ExpertPair],
     made: Adapter,
@@ -202,11 +207,11 @@ def config_for(
     names: ExpertNames | None,
     form: str,
 ) -> AdapterConfig:
-    """Return the config of an adapter whose matrices of experts have another form."""
+    """Return the config of an adapter after its expert matrices changed their form."""
     values = dict(config.values)
     experts = {entry.module for entry in before.entries.values() if is_of_experts(entry)}
     others = {entry.module for entry in made.entries.values() if not is_of_experts(entry)}
-    leaves = sorted({own_leaf(pair, names) for pair in pairs})
+    leaves = sorted({leaf_name(pair, names) for pair in pairs})
     targets = values.get("target_modules")
     if isinstance(targets, list):
         kept = [target for target in targets if is_kept(str(target), experts, others)]
@@ -216,10 +221,10 @@ def config_for(
     for key in (_RECORD, _DETAIL):
         values.pop(key, None)
     values |= patterns_of(config, pairs, names)
-    found = with_values(config, values)
-    if form == FLAT and any(find_layout(found, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
-        found = with_values(config, {**values, _RECORD: _RANK_MAJOR})
-    return found
+    fitting = with_values(config, values)
+    if form == FLAT and any(find_layout(fitting, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
+        fitting = with_values(config, {**values, _RECORD: _RANK_MAJOR})
+    return fitting
 
 
 def with_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConfig:
@@ -232,31 +237,40 @@ def is_of_experts(entry: Entry) -> bool:
 
 
 def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether a target stays one: it is not only that of experts."""
-    return any(is_called(module, target) for module in others) or not any(is_called(one, target) for one in experts)
+    """Return whether a target stays in `target_modules`.
+
+    It stays if it matches a module outside the experts, or no expert at all.
+    """
+    return any(ends_with_name(module, target) for module in others) or not any(
+        ends_with_name(module_of_experts, target) for module_of_experts in experts
+    )
 
 
-def own_leaf(pair: ExpertPair, names: ExpertNames | None) -> str:
-    """Return what the files call the parameter of a pair."""
+def leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
+    """Return the name of a pair's parameter in the model's files."""
     if names is None:
         return pair.leaf
     return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
 
 
 def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: ExpertNames | None) -> dict[str, Any]:
-    """Return the ranks and alphas by module that keep the scaling of each pair, where they are not those of all."""
-    found: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
+    """Return the `rank_pattern` and `alpha_pattern` that keep the scaling of each pair.
+
+    Values that equal the config's defaults are left out.
+    """
+    modules_by_leaf: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:
         scaling = config.scaling_of(pair.source)
         alpha = scaling * (math.sqrt(pair.rank) if config.flag("use_rslora") else pair.rank)
         number = "" if names is None else r"\.\d+"
-        leaf = f"{number}\\.{own_leaf(pair, names)}"
-        found[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
+        leaf = f"{number}\\.{leaf_name(pair, names)}"
+        modules_by_leaf[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for leaf, ways in found.items():
-        for (rank, alpha), modules in ways.items():
-            keys = [f"experts{leaf}"] if len(ways) == 1 else modules
+    for leaf, modules_by_rank in modules_by_leaf.items():
+        for (rank, alpha), modules in modules_by_rank.items():
+            # one pattern for all layers if they agree, else one for each module
+            keys = [f"experts{leaf}"] if len(modules_by_rank) == 1 else modules
             ranks |= dict.fromkeys(keys, rank)
             alphas |= dict.fromkeys(keys, int(alpha) if alpha.is_integer() else alpha)
     old_ranks, old_alphas = (config.values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))

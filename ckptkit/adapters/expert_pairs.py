@@ -1,11 +1,11 @@
-"""Read the matrices of experts of an adapter, in any form in which libraries store them. No bytes move.
+"""Read the expert matrices of an adapter, in any form that a library stores. Only byte locations change.
 
     flat        experts.lora_A [E*r, in], lora_B [out, r*E]       PEFT's target_parameters; vLLM's fused experts
     stacked     experts.lora_A [E, r, in], lora_B [out, r, E]     Megatron-Bridge's `stack_3d_moe`, for vLLM
     per-expert  experts.3.down_proj.lora_A [r, in], B [out, r]    PEFT with a module for each expert; vLLM, SGLang
     3d          experts.down_proj.lora_A [E, r, in], B [E, out, r]  SGLang, Megatron-Bridge, SkyRL, Tinker
 
-`flat` and `stacked` call the matrices of gate and up `experts.base_layer`. In `3d` E is 1 if all experts have the same
+`flat` and `stacked` name the matrices of gate and up `experts.base_layer`. In `3d`, E is 1 if all experts share one
 matrix. Sources: `ParamWrapper` in peft/tuners/lora/layer.py; peft/utils/transformers_weight_conversion.py;
 `_stack_moe_lora_weights` in vllm/lora/model_manager.py; sgl-project/sglang#25528; NVIDIA-NeMo/Megatron-Bridge#5939;
 `_convert_moe_experts_lora_to_vllm` of SkyRL's megatron_worker.py.
@@ -33,9 +33,9 @@ _LEAVES = {**{leaf: leaf for leaf in (GATE_UP, DOWN, GATE, UP)}, "w1": GATE, "w2
 
 
 class ExpertPair(NamedTuple):
-    """The matrices of a parameter of all experts of a layer: A `[E, r, in]` and B `[E, out, r]`.
+    """The two matrices for one parameter of all experts of a layer: A `[E, r, in]` and B `[E, out, r]`.
 
-    `source` is the name of the parameter, or of one expert's, as the config of the adapter knows it.
+    `source` is the name that the adapter's config uses: of the parameter, or of the first expert's module.
     """
 
     module: str
@@ -46,7 +46,6 @@ class ExpertPair(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """Return the number of experts."""
         return self.a.spec.shape[0]
 
     @property
@@ -56,7 +55,10 @@ class ExpertPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertFacts:
-    """What you say of the experts: the layout of lora_B, and what the base's config.json says, if it is there."""
+    """Facts about the experts that the adapter does not contain.
+
+    The layout of lora_B, and the hidden size and expert count from the base's config.json.
+    """
 
     layout: str | None = None
     hidden: int | None = None
@@ -64,17 +66,17 @@ class ExpertFacts:
 
 
 def find_form(adapter: Adapter) -> str | None:
-    """Return the form of the matrices of experts; None without any. Raises `Mismatch` for several."""
+    """Return the form of an adapter's expert matrices; None if it has none. Raises `Mismatch` for several forms."""
     specs = adapter.layout.specs
-    found = {}
+    name_by_form = {}
     for name, entry in adapter.entries.items():
-        place = expert_place(entry.module) if entry.kind in ("A", "B") else None
-        if place is not None:
-            found[form_of(place, len(specs[name].shape))] = name
-    if len(found) > 1:
-        message = f"the adapter stores experts as {' and '.join(sorted(found))}"
-        raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(found.values())))
-    return next(iter(found), None)
+        location = expert_place(entry.module) if entry.kind in ("A", "B") else None
+        if location is not None:
+            name_by_form[form_of(location, len(specs[name].shape))] = name
+    if len(name_by_form) > 1:
+        message = f"the adapter stores experts as {' and '.join(sorted(name_by_form))}"
+        raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(name_by_form.values())))
+    return next(iter(name_by_form), None)
 
 
 def form_of(place: ExpertPlace, ndim: int) -> str:
@@ -86,33 +88,33 @@ def form_of(place: ExpertPlace, ndim: int) -> str:
 
 
 def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> list[ExpertPair]:
-    """Return the matrices of experts of an adapter, whatever their form.
+    """Return the expert matrices of an adapter, in whichever form it stores them.
 
-    Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that are not known here.
+    Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that ckptkit does not know.
     """
-    found: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    names_by_layer: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in adapter.entries.items():
-        if entry.kind in ("A", "B") and (place := expert_place(entry.module)) is not None:
-            found[place.module, entry.depth][place][entry.kind] = name
+        if entry.kind in ("A", "B") and (location := expert_place(entry.module)) is not None:
+            names_by_layer[location.module, entry.depth][location][entry.kind] = name
     form, reading = find_form(adapter), ExpertReader(adapter, config, asked)
     by_module: dict[str, list[tuple[int, dict[ExpertPlace, dict[str, str]]]]] = defaultdict(list)
-    for (module, depth), places in found.items():
+    for (module, depth), places in names_by_layer.items():
         by_module[module].append((depth, places))
     pairs: list[ExpertPair] = []
     for module, levels in by_module.items():
         if form in (FLAT, STACKED):
             wrappers = {depth: names for depth, places in levels for names in places.values()}
-            pairs += reading.of_wrappers(module, wrappers)
+            pairs += reading.read_nested_pairs(module, wrappers)
         else:
-            pairs += reading.of_leaves(
-                module, {place: names for _, places in levels for place, names in places.items()}
+            pairs += reading.read_named_pairs(
+                module, {location: names for _, places in levels for location, names in places.items()}
             )
     check_counts(adapter, pairs, asked)
     return pairs
 
 
 def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFacts) -> None:
-    """Raise `Mismatch` unless all parameters of a layer have the same number of experts, and the base's."""
+    """Raise `Mismatch` unless all parameters of a layer have the same number of experts, equal to the base's."""
     counts: dict[str, int] = {}
     for pair in pairs:
         wanted = asked.count or counts.setdefault(pair.module, pair.experts)
@@ -123,32 +125,31 @@ def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFac
 
 @dataclass(frozen=True, slots=True)
 class ExpertReader:
-    """An adapter whose matrices of experts are read, with its config and what you say of the experts."""
+    """Reads the expert matrices of one adapter, given its config and the facts about the experts."""
 
     adapter: Adapter
     config: AdapterConfig
     asked: ExpertFacts
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return one of its tensors."""
         return self.adapter.layout.tensors[name]
 
     def unfit(self, name: str, expected: str) -> Mismatch:
-        found = self.tensor(name).spec
-        return Mismatch(f"expected {expected}, found {found}", path=self.adapter.layout.path, tensor=name)
+        spec = self.tensor(name).spec
+        return Mismatch(f"expected {expected}, found {spec}", path=self.adapter.layout.path, tensor=name)
 
-    def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
-        """Yield the matrices that are named by their parameters, of all experts or of one each."""
+    def read_named_pairs(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
+        """Yield the matrices that are named after parameters, for all experts together or for each expert."""
         by_leaf: dict[str, dict[int | None, Mapping[str, str]]] = defaultdict(dict)
-        for place, names in places.items():
-            by_leaf[place.leaf][place.expert] = names
+        for location, names in places.items():
+            by_leaf[location.leaf][location.expert] = names
         for own, experts in by_leaf.items():
             leaf, first = _LEAVES.get(own), next(iter(experts.values()))
             if leaf is None:
                 message = f"expected experts with {', '.join(_LEAVES)}, found `{own}`"
                 raise Unsupported(message, path=self.adapter.layout.path, tensor=first["A"])
             if None in experts:
-                yield ExpertPair(module, leaf, *self.three_axes(experts[None]), f"{module}.{own}")
+                yield ExpertPair(module, leaf, *self.stacked_matrices(experts[None]), f"{module}.{own}")
                 continue
             numbers = sorted(number for number in experts if number is not None)
             if numbers != list(range(len(numbers))):
@@ -159,14 +160,14 @@ class ExpertReader:
             yield ExpertPair(module, leaf, a, b, f"{module}.0.{own}")
 
     def stack(self, names: Sequence[str]) -> StoredTensor:
-        """Return the matrices of all experts as one tensor."""
+        """Stack the matrices of all experts along a new first axis. Raises `Mismatch` if their shapes differ."""
         first = self.tensor(names[0]).spec
         for name in names:
             if self.tensor(name).spec != first:
                 raise self.unfit(name, f"{first} as of the other experts")
         return axes.stack([self.tensor(name) for name in names])
 
-    def three_axes(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
+    def stacked_matrices(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
         """Return A `[E, r, in]` and B `[E, out, r]`; a matrix that all experts share is repeated."""
         a, b = self.tensor(names["A"]), self.tensor(names["B"])
         if len(a.spec.shape) != 3:
@@ -180,22 +181,25 @@ class ExpertReader:
             count = self.asked.count
         return repeat(a, count), repeat(b, count)
 
-    def of_wrappers(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
-        """Yield the matrices of nested wrappers, by depth. Shapes tell which parameters these are."""
+    def read_nested_pairs(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
+        """Yield the matrices of PEFT's nested wrappers, keyed by depth.
+
+        Their shapes decide which parameter each belongs to.
+        """
         sides = {
-            depth: (self.tensor(one["A"]).spec.shape[-1], self.tensor(one["B"]).spec.shape[0])
-            for depth, one in names.items()
+            depth: (self.tensor(matrices["A"]).spec.shape[-1], self.tensor(matrices["B"]).spec.shape[0])
+            for depth, matrices in names.items()
         }
-        leaves, is_turned = self.name_leaves(module, sides, next(iter(names.values()))["A"])
-        for depth, one in names.items():
+        leaves, is_turned = self.identify_parameters(module, sides, next(iter(names.values()))["A"])
+        for depth, matrices in names.items():
             parameter = f"{module}.{leaves[depth]}"
-            a, b = self.apart(one, parameter)
-            if is_turned:  # PEFT 0.18 and older take a weight [out, in] for one [in, out]
+            a, b = self.apart(matrices, parameter)
+            if is_turned:  # PEFT 0.18 and older treat a weight [out, in] as [in, out]
                 a, b = axes.permute(b, (0, 2, 1)), axes.permute(a, (0, 2, 1))
             yield ExpertPair(module, leaves[depth], a, b, parameter)
 
     def apart(self, names: Mapping[str, str], parameter: str) -> tuple[StoredTensor, StoredTensor]:
-        """Return A `[E, r, in]` and B `[E, out, r]` of a wrapper's matrices."""
+        """Unpack a wrapper's matrices into A `[E, r, in]` and B `[E, out, r]`."""
         a, b = self.tensor(names["A"]), self.tensor(names["B"])
         if len(a.spec.shape) == 3:
             if len(b.spec.shape) != 3 or b.spec.shape[1:] != a.spec.shape[1::-1]:
@@ -209,11 +213,13 @@ class ExpertReader:
         whole = axes.split(b, 1, (count, rank) if layout == BLOCKS else (rank, count))
         return axes.split(a, 0, (count, rank)), axes.permute(whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1))
 
-    def name_leaves(self, module: str, sides: Mapping[int, tuple[int, int]], name: str) -> tuple[dict[int, str], bool]:
-        """Return the parameter at each depth, and whether inputs and outputs are exchanged.
+    def identify_parameters(
+        self, module: str, sides: Mapping[int, tuple[int, int]], name: str
+    ) -> tuple[dict[int, str], bool]:
+        """Return the parameter at each depth, and whether inputs and outputs are swapped.
 
-        Gates and up projections are twice as many rows as down projections have columns: of two parameters just one
-        way fits. Of one the base's hidden size tells.
+        A gate-and-up projection has twice as many rows as the down projection has columns, so two pairs fit in only one
+        way. For a single pair, the base's hidden size decides.
         """
         targets = {target.rpartition(".")[2] for target in self.config.names("target_parameters")}
         if not targets <= set(_FUSED):
@@ -227,6 +233,7 @@ class ExpertReader:
                         sides[depth][::-1] if is_turned else sides[depth]
                         for depth in sorted(leaves, key=leaves.__getitem__, reverse=True)
                     )
+                    # gate_up maps hidden to 2 * intermediate, down maps intermediate to hidden
                     if (inputs, rows) == (outputs, 2 * columns):
                         return leaves, is_turned
             raise self.unknown(f"the shapes of `{module}` are not those of {' and '.join(_FUSED)}", name)
@@ -246,5 +253,5 @@ class ExpertReader:
 
 
 def repeat(tensor: StoredTensor, count: int) -> StoredTensor:
-    """Return a tensor of one expert as one of `count` experts; any other as it is."""
+    """Return a tensor of one expert repeated for `count` experts; any other tensor unchanged."""
     return axes.concatenate([tensor] * count, 0) if tensor.spec.shape[0] == 1 < count else tensor

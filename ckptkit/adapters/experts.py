@@ -1,9 +1,10 @@
-"""Tell how an adapter of fused experts packs the columns of lora_B.
+"""Find out how an adapter of fused experts packs the columns of lora_B.
 
-B is `[out, r*E]`, for E experts of rank r. In PEFT's layout column `k*E + e` belongs to expert e, in blocks column
-`e*r + k`. unsloth trained blocks until 2026.9.5. Since 2026.9.6 it uses PEFT's layout, and records which one it used.
-Sources: `ParamWrapper.get_delta_weight` in peft/tuners/lora/layer.py; `unflatten_moe_lora_b` and `saved_lora_b_layouts`
-in unsloth_zoo/temporary_patches/moe_utils.py (2026.10.9); unslothai/unsloth#6930, unslothai/unsloth-zoo#1232 and #1269.
+B is `[out, r*E]`, for E experts of rank r. In the `peft` layout column `k*E + e` belongs to expert e; in `blocks`
+column `e*r + k` does. unsloth trained `blocks` until 2026.9.5. Since 2026.9.6 it uses PEFT's layout, and records which
+layout it used. Sources: `ParamWrapper.get_delta_weight` in peft/tuners/lora/layer.py; `unflatten_moe_lora_b` and
+`saved_lora_b_layouts` in unsloth_zoo/temporary_patches/moe_utils.py (2026.10.9); unslothai/unsloth#6930,
+unslothai/unsloth-zoo#1232 and #1269.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _LIMIT = 1 << 24  # bytes of a model card
 
 
 def find_layout(config: AdapterConfig, parameter: str) -> str | None:
-    """Return the layout of lora_B of a parameter of fused experts: `peft` or `blocks`; None if no file tells.
+    """Return the layout of lora_B of a fused-experts parameter: `peft` or `blocks`; None if no file says.
 
-    The record of unsloth counts first. Without a record, an adapter of unsloth may have either layout. The config of
-    any other library tells by `peft_version` that PEFT wrote it.
+    unsloth's record takes precedence. Without a record, an adapter of unsloth may have either layout. For any other
+    library, `peft_version` in the config shows that PEFT wrote the adapter.
     """
     records = [config.values, of_model_class(config)]
     leaf = parameter.rpartition(".")[2]
@@ -42,21 +43,21 @@ def find_layout(config: AdapterConfig, parameter: str) -> str | None:
 
 
 def choose_layout(config: AdapterConfig, parameter: str, count: int, rank: int, given: str | None, tensor: str) -> str:
-    """Return the layout of lora_B of fused experts: the one you pass, or else the one that the files tell.
+    """Return the layout of lora_B of fused experts: `given`, or else the layout that the files record.
 
-    Of one expert, or of rank 1, both are the same. Raises `Unsupported` if nothing tells.
+    For one expert or rank 1 both layouts are the same. Raises `Unsupported` if the layout is unknown.
     """
     if 1 in (count, rank):
         return PEFT
-    found = given or find_layout(config, parameter)
-    if found is None:
+    layout = given or find_layout(config, parameter)
+    if layout is None:
         message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
         raise Unsupported(message, path=config.path, tensor=tensor, hint=HINT)
-    return found
+    return layout
 
 
 def describe_layouts(config: AdapterConfig) -> list[str]:
-    """Return a remark if an adapter of fused experts has another layout than PEFT's, or an unknown one."""
+    """Return a remark if an adapter of fused experts has a layout other than PEFT's, or an unknown one."""
     layouts = {name: find_layout(config, name) or "unknown" for name in config.names("target_parameters")}
     unlike = ", ".join(f"{name} ({layout})" for name, layout in layouts.items() if layout != PEFT)
     if not unlike:
@@ -67,7 +68,7 @@ def describe_layouts(config: AdapterConfig) -> list[str]:
 
 
 def recorded(record: Mapping[str, Any], leaf: str) -> str:
-    """Return the word that unsloth recorded for a parameter; "" without one."""
+    """Return the layout that unsloth recorded for a parameter; "" without a record."""
     detail = record.get(_DETAIL)
     parameters = detail.get("parameters") if isinstance(detail, dict) else None
     if not isinstance(parameters, dict):
@@ -77,14 +78,14 @@ def recorded(record: Mapping[str, Any], leaf: str) -> str:
 
 
 def is_of_unsloth(config: AdapterConfig) -> bool:
-    """Return whether unsloth left its name in the config of an adapter, or as a tag in the model card beside it."""
+    """Return whether unsloth trained the adapter: its name is in the config, or a tag in the model card beside it."""
     return "unsloth" in json.dumps(of_model_class(config)) or has_tag(config.path.parent / _CARD)
 
 
 def of_model_class(config: AdapterConfig) -> Mapping[str, Any]:
-    """Return what the config says about the class of the model, where unsloth leaves its marks."""
-    found = config.values.get("auto_mapping")
-    return found if isinstance(found, dict) else {}
+    """Return the config's `auto_mapping`, where unsloth records itself; {} without one."""
+    mapping = config.values.get("auto_mapping")
+    return mapping if isinstance(mapping, dict) else {}
 
 
 def has_tag(card: Path) -> bool:

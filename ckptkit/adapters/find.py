@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_sound
+from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_usable_alpha
 from ckptkit.adapters.names import (
     DEFAULT,
     WRAPPER,
@@ -19,10 +19,10 @@ from ckptkit.adapters.names import (
     find_unknown_name,
     is_copy,
     is_unused,
-    other_method,
     own_name,
     read_entry,
     trained_name,
+    unsupported_method,
 )
 from ckptkit.adapters.trainer_names import trainer_names_in
 from ckptkit.checkpoints.component import Component
@@ -33,11 +33,11 @@ from ckptkit.models.names.weights import find_weights
 
 @dataclass(frozen=True, slots=True)
 class InspectedAdapter:
-    """An adapter at a glance.
+    """The summary of an adapter.
 
-    `rows` are those of its first matrices, each once: the ranks, but of experts times their number. `alpha` and `base`
-    are what its config says, the file `config`; None without one, but `alpha` may be in its trainer's own files.
-    `has_base` says whether the base lies beside it.
+    `rows` are the distinct row counts of its A matrices: the ranks, or rank times experts for fused experts. `alpha`
+    and `base` come from its config file `config`. Without a config they are None, except `alpha` if the trainer's own
+    files record it. `has_base` says whether the checkpoint also contains the base.
     """
 
     name: str
@@ -54,20 +54,19 @@ class InspectedAdapter:
     config: Path | None
 
 
-def inspect_adapters(part: Component) -> tuple[InspectedAdapter, ...]:
-    """Return the adapters in the part with the model; () where there are none, or none that are known."""
+def inspect_adapters(component: Component) -> tuple[InspectedAdapter, ...]:
+    """Return the adapters in the model component; () if it has none that ckptkit knows."""
     try:
-        adapted = find_adapters(find_weights(part.layout).layout)
+        adapted = find_adapters(find_weights(component.layout).layout)
     except (Corrupt, Mismatch, Unsupported):
         return ()
-    return tuple(look(adapter, adapted, part) for adapter in adapted.adapters) if adapted else ()
+    return tuple(summarize_adapter(adapter, adapted, component) for adapter in adapted.adapters) if adapted else ()
 
 
-def look(adapter: Adapter, adapted: Adapted, part: Component) -> InspectedAdapter:
-    """Look at one adapter, and at its config, or what its trainer saved of it, if that can be read."""
-    config = readable_config(part.path, adapter.name)
-    alpha = (config.values if config else trained_values(part.layout)).get("lora_alpha")
-    is_number = isinstance(alpha, int | float) and is_sound(alpha)
+def summarize_adapter(adapter: Adapter, adapted: Adapted, component: Component) -> InspectedAdapter:
+    config = readable_config(component.path, adapter.name)
+    alpha = (config.values if config else trained_values(component.layout)).get("lora_alpha")
+    is_number = isinstance(alpha, int | float) and is_usable_alpha(alpha)
     return InspectedAdapter(
         adapter.name,
         adapter.method,
@@ -85,7 +84,7 @@ def look(adapter: Adapter, adapted: Adapted, part: Component) -> InspectedAdapte
 
 
 def trained_values(saved: Layout) -> Mapping[str, Any]:
-    """Return what its trainer saved of the one adapter of a checkpoint; {} if nothing can be read."""
+    """Return the adapter settings that the trainer saved in its own files; {} if nothing can be read."""
     try:
         names = trainer_names_in(saved.tensors)
         return names.trainer_values(saved)[1] if names else {}
@@ -94,21 +93,21 @@ def trained_values(saved: Layout) -> Mapping[str, Any]:
 
 
 def readable_config(path: Path, name: str) -> AdapterConfig | None:
-    """Return the config of an adapter, None if there is none that can be read."""
+    """Return the config of an adapter; None if it is missing or unreadable."""
     try:
         return find_adapter_config(path, name)
     except Corrupt:
         return None
 
 
-AS_THEY_ARE = "run `ckptkit convert --to pt` to keep all tensors and their names"
+HINT_KEEP_TENSORS = "run `ckptkit convert --to pt` to keep all tensors and their names"
 _RANKED = ("A", "embedding_A")
-_STACKED = re.compile(r"(?:.*\.)?layers\.[^0-9].*")  # layers that are alike, as one tensor
+_STACKED = re.compile(r"(?:.*\.)?layers\.[^0-9].*")  # all layers stacked in one tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter: its `entries` by the names that they have in `layout`."""
+    """An adapter: its `entries`, by tensor name in `layout`."""
 
     name: str
     layout: Layout
@@ -116,16 +115,15 @@ class Adapter:
 
     @property
     def method(self) -> str:
-        """Return the method, as far as names tell."""
+        """Return the method as far as tensor names show it: `LoRA`, `DoRA` or `trained tokens`."""
         kinds = {entry.kind for entry in self.entries.values()}
         return "trained tokens" if kinds == {"tokens"} else "DoRA" if "magnitude" in kinds else "LoRA"
 
     @property
     def rows(self) -> Counter[int]:
-        """Return the rows that its first matrices have, and how many have them.
+        """Return the row counts of its A matrices, with how many matrices have each.
 
-        A matrix of all experts has the rows of all, unless the experts, or layers in one tensor, have an axis of
-        their own.
+        A fused matrix has the rows of all experts, unless the experts or stacked layers have an axis of their own.
         """
         shapes = [
             (entry.module, self.layout.specs[name].shape)
@@ -140,31 +138,31 @@ class Adapter:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the modules that it changes, in the base model's names."""
+        """Return the modules that the adapter changes, by their names in the base model."""
         return tuple(dict.fromkeys(entry.module for entry in self.entries.values() if entry.kind != "module"))
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Return the last parts of these modules' names, each once."""
+        """Return the last components of the module names, without duplicates."""
         return tuple(dict.fromkeys(module.rpartition(".")[2] for module in self.modules))
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Return the parameters of the base model that it has a trained copy of."""
+        """Return the base model's parameters that the adapter replaces with a full trained copy."""
         return tuple(entry.module for entry in self.entries.values() if entry.kind == "module")
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Return the dtype and shape of each of its tensors, by their names in the layout."""
+        """Return the dtype and shape of each of its tensors, by tensor name in the layout."""
         return {name: self.layout.tensors[name].spec for name in self.entries}
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """The adapters of a checkpoint, and its other tensors: what the base model calls them, and their names here.
+    """The adapters of a checkpoint, and `base`: its other tensors, as base model name -> name in the checkpoint.
 
-    Where it is `saved` by itself, as for PEFT to load it, names do not hold an adapter's. `copies` are tensors that
-    PEFT saves beside parameters that were trained whole: the same numbers again, and the untrained ones.
+    `is_saved` means that the names have PEFT's saved form, without the adapter's name. `copies` are tensors that PEFT
+    saves beside parameters that were trained in full: duplicates, and the untrained originals.
     """
 
     adapters: tuple[Adapter, ...]
@@ -174,18 +172,18 @@ class Adapted:
 
 
 def find_adapters(layout: Layout) -> Adapted | None:
-    """Return the adapters among the tensors of a model, and what the base model calls the others; None without any.
+    """Return the adapters among the tensors of a model, and the base model's other tensors; None without adapters.
 
-    Raises `Unsupported` for tensors of methods that are not known here, `Corrupt` for names that contradict each other.
+    Raises `Unsupported` for tensors of methods that ckptkit does not know, `Corrupt` for contradictory names.
     """
-    method = other_method(layout.tensors)
+    method = unsupported_method(layout.tensors)
     if method is not None:
         message = f"expected LoRA or DoRA, found an adapter of {method}"
-        raise Unsupported(message, path=layout.path, hint=AS_THEY_ARE)
-    stranger = find_unknown_name(layout.tensors)
-    if stranger is not None:
+        raise Unsupported(message, path=layout.path, hint=HINT_KEEP_TENSORS)
+    unknown_name = find_unknown_name(layout.tensors)
+    if unknown_name is not None:
         message = "this is not a name that PEFT gives to an adapter's matrix"
-        raise Unsupported(message, path=layout.path, tensor=stranger, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=layout.path, tensor=unknown_name, hint=HINT_KEEP_TENSORS)
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
         return None
@@ -196,36 +194,39 @@ def find_adapters(layout: Layout) -> Adapted | None:
         message = "other tensor names contain the name of an adapter, but this one does not"
         raise Corrupt(message, path=layout.path, tensor=first)
     if nameless == {True}:
-        whole, copies = saved_whole(rest)
+        whole, copies = full_parameters(rest)
         return Adapted((Adapter(DEFAULT, layout, with_wrapper(entries | whole)),), {}, is_saved=True, copies=copies)
     by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():
         by_name[entry.adapter or DEFAULT][name] = entry
     in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
-    adapters = tuple(Adapter(name, layout, with_wrapper(found)) for name, found in in_order)
+    adapters = tuple(Adapter(name, layout, with_wrapper(own_entries)) for name, own_entries in in_order)
     return Adapted(adapters, dict(unwrapped(layout, rest)), is_saved=False)
 
 
-def saved_whole(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
-    """Return the parameters that an adapter's own file has whole, and the names of copies, which PEFT does not load.
+def full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """Return the full parameters in an adapter's own file, and the names of copies that PEFT does not load.
 
-    PEFT saves a resized embedding that was trained whole three times: under its own name, which it loads, in
+    PEFT saves a resized embedding that was trained in full three times: under its own name, which it loads, in
     `modules_to_save`, and untrained in `original_module`. Source: `get_peft_model_state_dict`.
     """
     own = {name: trained_name(name) for name in names if not is_copy(name)}
-    there = {name for name, new in own.items() if name == new}
-    found = {name: new for name, new in own.items() if name == new or new not in there}
-    whole = {name: Entry("module", None, base_name(new), 0, own_name(new)) for name, new in found.items()}
-    return whole, tuple(name for name in names if name not in found)
+    saved_names = {name for name, new in own.items() if name == new}
+    loaded = {name: new for name, new in own.items() if name == new or new not in saved_names}
+    whole = {name: Entry("module", None, base_name(new), 0, own_name(new)) for name, new in loaded.items()}
+    return whole, tuple(name for name in names if name not in loaded)
 
 
 def with_wrapper(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the entries under the names that PEFT gives them in a file, whatever stood before them here."""
+    """Return the entries with the names that PEFT gives them in a file, without any prefix of the trainer."""
     return {name: entry._replace(saved=WRAPPER + entry.saved) for name, entry in entries.items()}
 
 
 def unwrapped(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield what the base model calls each of its tensors, and the name here. Raises `Corrupt` where two are one."""
+    """Yield (base model name, name in the checkpoint) of each tensor.
+
+    Raises `Corrupt` if two tensors share a base model name.
+    """
     seen: dict[str, str] = {}
     for name in names:
         own = base_name(name)

@@ -1,4 +1,4 @@
-"""Find the layers of a base that an adapter leaves out though it changes the same modules of other layers."""
+"""Find modules of the base that an adapter skips although it changes the same modules of other layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ _SHOWN = 2  # modules in a message
 
 
 def find_gaps(adapter: Adapter, config: AdapterConfig, base: Iterable[str]) -> list[Caution]:
-    """Return a warning that modules are missing in an adapter; [] if it has all modules that PEFT would adapt.
+    """Return a warning if modules are missing in an adapter; [] if it has every module that PEFT would adapt.
 
-    `base` are the tensors of the base under the adapter's names. A module is missing if the base has it, the adapter
-    has the module of this name in another layer, and the adapter's config does not leave out this one.
+    `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
+    module of this name in another layer, and the adapter's config does not exclude it.
     """
-    here = set(adapter.modules)
-    alike = {fold(module) for module in here}
-    there = {name.rpartition(".")[0] for name in base}
-    missing = sorted((one for one in there - here if fold(one) in alike and config.is_target(one)), key=natural)
+    adapted = set(adapter.modules)
+    folded = {fold(module) for module in adapted}
+    in_base = {name.rpartition(".")[0] for name in base}
+    missing = sorted(
+        (candidate for candidate in in_base - adapted if fold(candidate) in folded and config.is_target(candidate)),
+        key=natural,
+    )
     if not missing:
         return []
-    names = f"{', '.join(f'`{one}`' for one in missing[:_SHOWN])}{and_more(len(missing) - _SHOWN)}"
+    names = f"{', '.join(f'`{candidate}`' for candidate in missing[:_SHOWN])}{and_more(len(missing) - _SHOWN)}"
     what = f"no matrices for {count(len(missing), 'module')} that the adapter changes in other layers"
     return [Caution(f"{config.path.parent}: {what}: {names}; these modules keep the weights of the base")]

@@ -1,7 +1,7 @@
-"""Merge adapters into tensors that are called and cut otherwise in files than in the model that they were trained on.
+"""Merge adapters into a base whose files name and split tensors differently than the model in memory.
 
-In memory the experts of a layer are one parameter, which in files is a tensor for each expert and matrix. What an
-adapter changes is a box of it there, and that whole tensor here.
+In memory, the experts of a layer are one parameter; in the files, each expert and matrix has its own tensor. So a
+weight update of a box of the parameter in memory becomes an update of a full tensor in the files.
 """
 
 from __future__ import annotations
@@ -22,61 +22,71 @@ from ckptkit.state.names import ask_names
 
 
 class InMemoryLocation(NamedTuple):
-    """The place of a tensor in one of the model in memory: its name, and the index of the first element."""
+    """The location of a file's tensor in the in-memory model.
+
+    The parameter's name, and the index of the tensor's first element in it.
+    """
 
     name: str
     start: Shape
 
 
-def in_memory(part: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
-    """Return the weights of a part of a checkpoint as transformers has them in memory; None where that is not known."""
+def layout_in_memory(component: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
+    """Return the weights of a component under transformers' in-memory names.
+
+    Returns None if the conversion is unknown.
+    """
     try:
-        return name_weights(weights, ask_names(part, TRANSFORMERS.name, config))[0].layout
-    except (Mismatch, Unsupported):  # the base is then as its files have it, and what does not fit that is named
+        return name_weights(weights, ask_names(component, TRANSFORMERS.name, config))[0].layout
+    except (Mismatch, Unsupported):  # keep the base as in its files; the merge reports what does not fit
         return None
 
 
 def find_places(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
-    """Return where each tensor of the files lies in memory; by the bytes, which are the same ones."""
+    """Return where each tensor of the files is in memory, matched by the byte ranges that both share."""
     owners = {
         (chunk.path, chunk.offset): (name, chunk) for name, tensor in memory.tensors.items() for chunk in tensor.chunks
     }
-    found: dict[str, InMemoryLocation] = {}
+    locations: dict[str, InMemoryLocation] = {}
     for name, tensor in files.tensors.items():
         if name in memory.tensors and memory.tensors[name].spec == tensor.spec:
-            found[name] = InMemoryLocation(name, (0,) * len(tensor.spec.shape))
-        elif (place := place_of(tensor, owners)) is not None:
-            found[name] = place
-    return found
+            locations[name] = InMemoryLocation(name, (0,) * len(tensor.spec.shape))
+        elif (location := place_of(tensor, owners)) is not None:
+            locations[name] = location
+    return locations
 
 
 def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]) -> InMemoryLocation | None:
-    """Return where a tensor lies, all of it in a row; None if it lies in pieces, or turned."""
+    """Return where a tensor is in memory if it is contiguous there; None if it is scattered or transposed."""
     places = set()
     for chunk in tensor.chunks:
-        name, there = owners.get((chunk.path, chunk.offset), ("", chunk))
-        more = len(there.size) - len(chunk.size)
-        if not name or there.size != (1,) * more + chunk.size or (there.strides or ())[more:] != (chunk.strides or ()):
+        name, stored_chunk = owners.get((chunk.path, chunk.offset), ("", chunk))
+        more = len(stored_chunk.size) - len(chunk.size)
+        if (
+            not name
+            or stored_chunk.size != (1,) * more + chunk.size
+            or (stored_chunk.strides or ())[more:] != (chunk.strides or ())
+        ):
             return None
         start = (0,) * more + chunk.start
-        places.add(InMemoryLocation(name, tuple(a - b for a, b in zip(there.start, start, strict=True))))
+        places.add(InMemoryLocation(name, tuple(a - b for a, b in zip(stored_chunk.start, start, strict=True))))
     return places.pop() if len(places) == 1 else None
 
 
-def to_files(merging: Merging, files: Layout) -> Merging:
-    """Return changes of a model in memory as changes of the tensors in its files.
+def updates_in_files(merging: Merging, files: Layout) -> Merging:
+    """Translate weight updates of the in-memory model to the tensors in its files.
 
-    Raises `Unsupported` for one of a tensor that lies in files in pieces, or turned.
+    Raises `Unsupported` for an updated tensor that the files store scattered or transposed.
     """
-    found, memory, reached = Merging(files), merging.base, set()
-    found.notes = merging.notes
-    for name, place in find_places(files, memory).items():
-        reached.add(place.name)
-        is_whole = memory.tensors[place.name].spec.shape == files.tensors[name].spec.shape
-        move_changes(merging, place.name, found, name, None if is_whole else place.start)
+    in_files, memory, reached = Merging(files), merging.base, set()
+    in_files.notes = merging.notes
+    for name, location in find_places(files, memory).items():
+        reached.add(location.name)
+        is_whole = memory.tensors[location.name].spec.shape == files.tensors[name].spec.shape
+        move_updates(merging, location.name, in_files, name, None if is_whole else location.start)
     for name in merging.changed:
         if name not in memory.tensors:
-            move_changes(merging, name, found, name, None)
+            move_updates(merging, name, in_files, name, None)
         elif name not in reached:
             message = "an adapter changes this tensor, and the base's files store its elements in another order"
             raise Unsupported(
@@ -85,22 +95,22 @@ def to_files(merging: Merging, files: Layout) -> Merging:
                 tensor=name,
                 hint="pass --names keep, and a base that was saved as it is in memory",
             )
-    return found
+    return in_files
 
 
-def move_changes(merging: Merging, name: str, found: Merging, new: str, start: Shape | None) -> None:
-    """Make the changes of tensor `name` those of `new`: the same one, or the box of it that begins at `start`."""
+def move_updates(merging: Merging, name: str, target: Merging, new: str, start: Shape | None) -> None:
+    """Move the updates of tensor `name` to `new`: the same tensor, or the box of `name` that begins at `start`."""
     if name not in merging.changed:
         return
     begin, steps = merging.begins.get(name), merging.steps.get(name, [])
     if start is None:
-        found.tensors[new] = merging.tensors[name]
-        found.reach |= {new: merging.reach[name]} if name in merging.reach else {}
+        target.tensors[new] = merging.tensors[name]
+        target.reach |= {new: merging.reach[name]} if name in merging.reach else {}
     elif begin is not None or name in merging.reach:
         message = "the base stores its parts as separate tensors, but the adapter changes the whole tensor at once"
         raise Unsupported(message, path=merging.base.root, tensor=name)
     else:
         steps = [SubBoxStep(step, start) for step in steps]
     if begin is not None:
-        found.begins[new] = begin
-    found.steps[new] += steps
+        target.begins[new] = begin
+    target.steps[new] += steps

@@ -1,4 +1,4 @@
-"""Merge adapters into a model: the tensors of the base, with recipes for those that the adapters change."""
+"""Merge adapters into a model: the base's tensors, with recipes for the tensors that the adapters change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.draft import Fitted, describe, open_adapters
+from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
 from ckptkit.adapters.expert_pairs import find_form
 from ckptkit.adapters.gaps import find_gaps
-from ckptkit.adapters.in_memory import in_memory, to_files
-from ckptkit.adapters.recipes import Merging, Source
+from ckptkit.adapters.in_memory import layout_in_memory, updates_in_files
+from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_of
@@ -38,31 +38,32 @@ from ckptkit.state.steps import fit_config, give_names, unwrap
 _TIE = "tie_word_embeddings"
 
 
-def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[Fitted]) -> Model:
-    """Return a model without the tensors that are tied to another, or with a config.json that does not tie them.
+def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[CheckedAdapter]) -> Model:
+    """Drop the tensors that stay tied to another, or untie them in config.json if the adapters made them differ.
 
-    They are no longer tied where only one of the two was changed, or each by itself. A tensor follows the one that it
-    is tied to in rows that were trained, where adapters say that they kept it tied, and where config.json has no say
-    in it. Raises `Unsupported` for one that was changed, and is tied whatever config.json says.
+    A tie breaks if an adapter changed only one of the two tensors, or each differently. The tie remains if both have
+    the same trained rows, or if the adapters set `ensure_weight_tying`. It always remains if the model's class ties
+    them regardless of config.json. Raises `Unsupported` for an updated tensor that the model's class ties to another.
     """
     layout, config, changed = model.layout, model.config, set(merging.changed)
     tied = ties_in(layout, config)
     is_kept = all(one.config.flag("ensure_weight_tying") for one in adapters)
-    apart = {
+    untied = {
         target
         for target, source in tied.items()
         if {target, source} & changed
         and not (is_kept and source in changed)
         and not merging.have_same_rows(target, source)
     }
+    # without the config's tie, only the ties of the model's class remain
     unbound = {**config, _TIE: False}
-    always = tied.keys() & ties_in(layout, unbound).keys() if apart else tied.keys()
-    for target in apart & always & changed:
+    tied_by_class = tied.keys() & ties_in(layout, unbound).keys() if untied else tied.keys()
+    for target in untied & tied_by_class & changed:
         message = f"an adapter changes it, not `{tied[target]}`, and the model's class has one tensor for both"
         raise Unsupported(message, path=base.root, tensor=target)
-    loose = apart - always
-    bound = always if loose else tied.keys()
-    left_out = {target for target in bound if {target, tied[target]} & changed or target not in base.tensors}
+    untied_by_config = untied - tied_by_class
+    still_tied = tied_by_class if untied_by_config else tied.keys()
+    left_out = {target for target in still_tied if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
         check_equal(base, target, tied[target])
     model = (
@@ -70,24 +71,24 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         .select(layout.tensors.keys() - left_out)
         .say(
             *(
-                f"{one} and {tied[one]} were tied and no longer are: {because(one, tied, changed)}"
-                for one in sorted(loose)
+                f"{one} and {tied[one]} were tied and no longer are: {name_changed(one, tied, changed)}"
+                for one in sorted(untied_by_config)
             ),
             *(
                 f"{one} changed with {tied[one]}: the model's class has one tensor for both"
-                for one in sorted(apart & always)
+                for one in sorted(untied & tied_by_class)
             ),
         )
     )
-    return model.with_config(unbound) if loose else model
+    return model.with_config(unbound) if untied_by_config else model
 
 
-def because(name: str, tied: Mapping[str, str], changed: Collection[str]) -> str:
+def name_changed(name: str, tied: Mapping[str, str], changed: Collection[str]) -> str:
     return f"{', '.join(sorted({name, tied[name]}.intersection(changed)))} changed"
 
 
 def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tensors of a layout that its config.json ties to others that are there too, and these."""
+    """Return the tensors of a layout that config.json ties to another tensor of it, mapped to that tensor."""
     if not config:
         return {}
     tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
@@ -97,52 +98,53 @@ def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
 _VOCABULARY = "vocab_size"
 
 
-def merge(parts: Sequence[Component], options: ConvertOptions) -> Model:
-    """Return the model in the first of several parts with adapters merged into it, or what lies beside one adapter.
+def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
+    """Return the model in the first component with the adapters of the others merged into it.
 
-    It is as much of the model as you ask for, under the names that you ask for. Raises `Mismatch` for an adapter that
-    does not fit its base, `Unsupported` for one that cannot be merged.
+    A single component contains the adapter; its base is in it, too, or `--base` names it. `options` select and rename
+    the output's tensors. Raises `Mismatch` for an adapter that does not fit its base, `Unsupported` for one that cannot
+    be merged.
     """
-    *before, last = parts
+    *before, last = components
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
-    adapters = [the_adapter(part, named_by, before[:1]) for part in (*before[1:], last)]
+    adapters = [open_only_adapter(component, named_by, before[:1]) for component in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
-    adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
+    adapters = [with_fused_experts(adapter, base.layout, options) for adapter in adapters]
     merged = merge_all(base, adapters, options)
     check_globs(merged, adapters, options)
-    paths = dict.fromkeys((base.part.path, *(one.path for one in adapters)))
+    paths = dict.fromkeys((base.part.path, *(adapter.path for adapter in adapters)))
     return replace(with_tokenizer_of(adapters, select(merged, options)), origins=tuple(paths))
 
 
-def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -> Fitted:
-    """Return an adapter with the matrices of experts as those of fused experts, unless the base fits them as they are.
+def with_fused_experts(adapter: CheckedAdapter, base: Layout, options: ConvertOptions) -> CheckedAdapter:
+    """Convert an adapter's expert matrices to fused experts, unless the base fits them as they are.
 
-    A base that has a tensor for each expert takes matrices for each expert.
+    A base with one tensor per expert takes per-expert matrices unchanged.
     """
     form = find_form(adapter.adapter)
     if form in (None, FLAT) or (form == PER_EXPERT and not has_fused(base)):
         return adapter
-    from ckptkit.adapters.expert_forms import with_form  # few adapters need it
+    from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
 
-    found, config, _ = with_form(adapter.adapter, adapter.config, adapter.path, FLAT, options)
-    return replace(adapter, adapter=found, config=config)
+    fused, config, _ = convert_experts(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    return replace(adapter, adapter=fused, config=config)
 
 
 def has_fused(base: Layout) -> bool:
     return any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
 
 
-def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
+def check_globs(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
     """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
     asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
     asked.check_matched("--include", asked.include, names, path)
     asked.check_left(names, path)
-    names += [name for one in adapters for name in one.opened.part.layout.names]
+    names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
     asked.check_matched("--exclude", asked.exclude, names, path)
 
 
 def select(model: Model, options: ConvertOptions) -> Model:
-    """Return the merged model as far as you ask for it, under the names that you ask for."""
+    """Return the merged model with the tensors that `options` select, under the names that they ask for."""
     asked = options.edits
     model = model.note_dropped(asked.reasons_to_drop(model.layout.tensors))
     model = model.select(set(filter(asked.admit, model.layout.tensors)))
@@ -150,14 +152,14 @@ def select(model: Model, options: ConvertOptions) -> Model:
     return model.rename(asked.renaming())
 
 
-def the_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> Fitted:
-    """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one.
+def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> CheckedAdapter:
+    """Return the only adapter in a component, with its config. Raises `Usage` if it has none or several.
 
-    `base` is the part with the base, if one was passed.
+    `base` is the component with the base, if one was passed.
     """
     opened = open_adapters(part, options)
     if opened is None:
-        if any(may_be_adapted(one.layout.tensors) for one in base):
+        if any(may_be_adapted(component.layout.tensors) for component in base):
             hint = f"pass the base first: `ckptkit merge {part.path} {base[0].path} OUT`"
         elif base:
             hint = "pass a directory with adapter_config.json, or a training checkpoint that contains an adapter"
@@ -172,8 +174,11 @@ def the_adapter(part: Component, options: ConvertOptions, base: Sequence[Compone
     return opened.fitted(adapters[0], options.adapter_config)
 
 
-def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
-    """Return the base that lies beside an adapter, or else the one that you name. Raises `Usage` without any."""
+def base_of(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
+    """Return the base in the adapter's own checkpoint, or else the base that `--base` names.
+
+    Raises `Usage` without any.
+    """
     opened, config = adapter.opened, adapter.config
     if opened.adapted.base:
         names = {name: own for own, name in opened.adapted.base.items()}
@@ -186,18 +191,20 @@ def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
         name = config.base or "MODEL"
         hint = f"pass --base {name}, or a directory that has it"
         raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
-    found = Checkpoint.open(to_model_path(options.base))
-    return replace(Model.of(found.model_component, options.base if Path(options.base).is_dir() else None), base=found)
+    checkpoint = Checkpoint.open(to_model_path(options.base))
+    return replace(
+        Model.of(checkpoint.model_component, options.base if Path(options.base).is_dir() else None), base=checkpoint
+    )
 
 
-def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
-    """Merge adapters into a base under the names of its files; under its own where its tensors do not come apart so."""
+def merge_all(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
+    """Merge adapters into a base under the Hub's names; under the base's own names if only those fit."""
     may_be_quantized = may_hold_quantized(base.part.layout.specs, base.config)
     plain = make_all_plain(base) if may_be_quantized else base
     own = unwrap(plain)
     try:
         named = give_names(own, HUB, options)
-    except NotBuilt:  # the names in the files of the base stay, which fit_config reports
+    except NotBuilt:  # keep the base's own tensor names; fit_config reports that
         return merge_into(own, adapters, options)
     try:
         return merge_into(named, adapters, options)
@@ -207,10 +214,11 @@ def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) 
     return merge_into(own, adapters, options)
 
 
-def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
-    """Merge adapters into a base of plain weights, as far as names and shapes go."""
+def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
+    """Merge adapters into a base of plain weights whose names and shapes fit the adapters."""
     whole = restore_tied(base.layout, base.config)
-    memory = None if has_modules(whole, adapters) else in_memory(base.part, base.weights, base.config)
+    # an adapter may use transformers' in-memory names instead of the names in the base's files
+    memory = None if has_modules(whole, adapters) else layout_in_memory(base.part, base.weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
     specs = base.layout.specs
     named = (memory if memory is not None and is_moved else whole).tensors
@@ -220,33 +228,38 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
         {name: recipe(name, specs[name].dtype) for name, recipe in base.recipes.items()},
     )
     model = base
-    for number, one in enumerate(adapters, 1 + len(base.others)):
+    for number, fitted in enumerate(adapters, 1 + len(base.others)):
         weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
-        base_beside = one.opened.adapted.base
-        merging.add(Source(number, one.adapter, one.config, base_beside, weight, options.experts_layout))
+        base_beside = fitted.opened.adapted.base
+        merging.add(AdapterSource(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout))
         times = f"{weight:g} times " if options.scales else ""
-        merged = f"merged {times}the adapter of {one.path}: {describe(one.adapter)}, by {one.config.path}"
-        gaps = find_gaps(one.adapter, one.config, names)
-        model = model.say(*check_base(one, base.part), merged, *gaps)
+        merged = (
+            f"merged {times}the adapter of {fitted.path}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
+        )
+        gaps = find_gaps(fitted.adapter, fitted.config, names)
+        model = model.say(*check_base(fitted, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
-        merging = to_files(merging, whole)
+        merging = updates_in_files(merging, whole)
         model = model.say(
             "the adapter uses the names of the model in memory; the output keeps the names of the base's files"
         )
     model = replace(
         model.with_layout(replace(whole, tensors=merging.tensors)),
-        others=(*base.others, *(one.adapter.layout for one in adapters)),
+        others=(*base.others, *(fitted.adapter.layout for fitted in adapters)),
         recipes={name: partial(merging.recipe, name) for name in merging.computed},
-        made_of=source_of(base.part.layout) | {"adapters": ", ".join(one.path.name for one in adapters)},
+        made_of=source_of(base.part.layout) | {"adapters": ", ".join(fitted.path.name for fitted in adapters)},
     )
     model = choose_ties(with_vocabulary(model, whole), merging, base.layout, adapters).say(*merging.notes)
     model = fit_config(model, options)
     return model.select(model.layout.tensors.keys())
 
 
-def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
-    """Raise `Usage` for --experts-layout without fused experts, or with several adapters, which may differ."""
+def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
+    """Raise `Usage` for --experts-layout without fused experts, or with several adapters.
+
+    Several adapters may have different layouts.
+    """
     if options.experts_layout is None:
         return
     if len(adapters) > 1:
@@ -257,10 +270,11 @@ def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: 
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
-def check_base(one: Fitted, base: Component) -> list[str]:
-    """Raise `Unsupported` for an adapter whose training began by changing its base, onto another one.
+def check_base(one: CheckedAdapter, base: Component) -> list[str]:
+    """Raise `Unsupported` if the adapter's training modified its base and `base` is another checkpoint.
 
-    Return a remark if the base is not called what the adapter's config says: another model may have the same shapes.
+    Returns a remark if the base's path does not contain the name in the adapter's config: another model may have the
+    same shapes.
     """
     config = one.config
     if one.path == base.path:
@@ -275,15 +289,15 @@ def check_base(one: Fitted, base: Component) -> list[str]:
     return []
 
 
-def has_modules(layout: Layout, adapters: Sequence[Fitted]) -> bool:
-    there = {name.rpartition(".")[0] for name in layout.tensors}
-    return all(module in there for one in adapters for module in one.adapter.modules)
+def has_modules(layout: Layout, adapters: Sequence[CheckedAdapter]) -> bool:
+    base_modules = {name.rpartition(".")[0] for name in layout.tensors}
+    return all(module in base_modules for adapter in adapters for module in adapter.adapter.modules)
 
 
 def with_vocabulary(model: Model, before: Layout) -> Model:
-    """Return a model whose config.json says how many tokens an embedding has that an adapter made larger.
+    """Return a model whose config.json has the token count of an embedding that an adapter enlarged.
 
-    In the state of a training its base is larger too, and all that follows the vocabulary has as many rows.
+    In a training state the base's embedding is enlarged too, and every tensor along the vocabulary has that many rows.
     """
     layout, config = model.layout, model.companions.config
     embedding = find_embedding(layout.tensors)
@@ -303,9 +317,9 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     return model.with_config({**config, _VOCABULARY: rows}).say(note)
 
 
-def with_tokenizer_of(adapters: Sequence[Fitted], model: Model) -> Model:
-    """Return the model with the tokenizer that was saved with an adapter: training may have added tokens."""
-    beside = [tokenizer_beside(one.path) for one in adapters if one.path != model.part.path]
+def with_tokenizer_of(adapters: Sequence[CheckedAdapter], model: Model) -> Model:
+    """Return the model with the tokenizer that was saved with an adapter, because training may have added tokens."""
+    beside = [tokenizer_beside(adapter.path) for adapter in adapters if adapter.path != model.part.path]
     tokenizer = next(filter(None, beside), {})
     if not tokenizer:
         return model

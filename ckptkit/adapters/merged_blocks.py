@@ -1,7 +1,7 @@
-"""Merge changes into the tensors that they are of, block by block, and round once: low-rank changes, and whole ones.
+"""Apply low-rank and full weight updates to a tensor block by block, rounding once at the end.
 
-All is computed in float32, or in float64 for a tensor of that dtype. Source of DoRA's formula:
-peft/tuners/lora/dora.py and peft/tuners/lora/variants.py; it is of the tensor as it was before any change.
+Computes in float32, or in float64 for a tensor of that dtype. DoRA's formula is from peft/tuners/lora/dora.py and
+peft/tuners/lora/variants.py; it uses the tensor as it was before any update.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe, Region, same
 
 
-# Compute low-rank changes, block by block: scaling * B A, in the ways in which layers store their weights.
+# Low-rank updates: scaling * B A, for each way in which layers store their weights.
 #
-# The product is that of BLAS, whose sums of few terms have the same bits in blocks of any height but one row. Shapes
+# BLAS returns the same bits for blocks of any height except one row, because the sums have few terms. Shapes
 # and formulas: peft/tuners/lora/layer.py.
 @dataclass(frozen=True)
 class Product:
-    """A change by the product of matrices B and A, of these shapes, times `scaling`."""
+    """The update `scaling * B A` of a weight, for matrices of these shapes."""
 
     a: Operand
     b: Operand
@@ -37,7 +37,7 @@ class Product:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Return A and B, with what a box of the weight needs of them."""
+        """Return A and B, each with the region that a box of the weight needs."""
         return self.a._replace(region=self.of_a), self.b._replace(region=self.of_b)
 
     def of_a(self, box: Box) -> Box:
@@ -48,17 +48,19 @@ class Product:
         raise NotImplementedError
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:
-        """Return the change of a box of the weight, in memory of its own."""
+        """Return the update of a box of the weight in a new array, which the caller may overwrite."""
         raise NotImplementedError
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
-        """Return the elements with the change added."""
         delta = self.delta(box, *inputs)
         return np.add(values, delta, out=delta)
 
 
 class LinearProduct(Product):
-    """B `[out, r]` times A `[r, in]`, for a weight `[out, in]`; axes of a kernel may follow, of which B has 1 each."""
+    """The update of a weight `[out, in, *kernel]`: B `[out, r]` times A `[r, in, *kernel]`.
+
+    The kernel axes of B have size 1.
+    """
 
     def of_a(self, box: Box) -> Box:
         """Return the columns of A."""
@@ -69,12 +71,11 @@ class LinearProduct(Product):
         return Box((box.start[0], *(0 for _ in self.shape_of_b[1:])), (box.size[0], self.shape_of_b[1], *kernel))
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:
-        """Return the change of a box of the weight."""
         return product(b.reshape(len(b), -1), a.reshape(len(a), -1), self.scaling).reshape(box.size)
 
 
 class TransposedProduct(Product):
-    """B `[out, r]` times A `[r, in]`, for a weight `[in, out]`: of an embedding, or of a layer that stores it so."""
+    """The update of a weight `[in, out]`, such as an embedding: (B `[out, r]` times A `[r, in]`) transposed."""
 
     def of_a(self, box: Box) -> Box:
         """Return the columns of A that are the weight's rows."""
@@ -85,16 +86,15 @@ class TransposedProduct(Product):
         return Box((box.start[1], 0), (box.size[1], self.shape_of_b[1]))
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:  # noqa: ARG002
-        """Return the change of a box of the weight."""
         return product(b, a, self.scaling).T
 
 
 @dataclass(frozen=True)
 class ExpertsProduct(Product):
-    """A product for each of `count` experts, for a weight `[E, out, in]`, or `[E, in, out]` if it is transposed.
+    """One product per expert, for a weight `[E, out, in]`, or `[E, in, out]` if it is transposed.
 
-    Row `e*r + k` of A `[r*E, in]` is of expert e, and so is column `k*E + e` of B `[out, r*E]`, or, if B is in blocks,
-    column `e*r + k`.
+    Row `e*r + k` of A `[r*E, in]` belongs to expert e. So does column `k*E + e` of B `[out, r*E]`, or column `e*r + k`
+    if B is in blocks.
     """
 
     count: int
@@ -106,12 +106,12 @@ class ExpertsProduct(Product):
         return self.shape_of_a[0] // self.count
 
     def of_a(self, box: Box) -> Box:
-        """Return the rows of A of the box's experts, and the columns that it needs."""
+        """Return the rows of A for the experts of the box, and the columns that it needs."""
         axis = 1 if self.is_transposed else 2
         return Box((box.start[0] * self.rank, box.start[axis]), (box.size[0] * self.rank, box.size[axis]))
 
     def of_b(self, box: Box) -> Box:  # noqa: ARG002
-        """Return all of B: an expert's columns lie apart, and all is read but once."""
+        """Return all of B: the columns of an expert are scattered, and B is read only once."""
         return Box((0, 0), self.shape_of_b)
 
     def columns_of(self, expert: int) -> slice:
@@ -121,52 +121,52 @@ class ExpertsProduct(Product):
         return slice(expert, None, self.count)
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:
-        """Return the change of a box of the weight."""
         axis = 2 if self.is_transposed else 1
         rows = slice(box.start[axis], box.stop[axis])
-        found = np.empty(box.size, a.dtype)
+        result = np.empty(box.size, a.dtype)
         for i in range(box.size[0]):
             columns = self.columns_of(box.start[0] + i)
-            one = product(np.ascontiguousarray(b[rows, columns]), a[i * self.rank :][: self.rank], self.scaling)
-            found[i] = one.T if self.is_transposed else one
-        return found
+            update = product(np.ascontiguousarray(b[rows, columns]), a[i * self.rank :][: self.rank], self.scaling)
+            result[i] = update.T if self.is_transposed else update
+        return result
 
 
 def product(b: Array, a: Array, scaling: float) -> Array:
-    """Return `scaling * b @ a`. Raises `Corrupt` for factors that are no finite numbers."""
+    """Return `scaling * b @ a`. Raises `Corrupt` for factors with infinite or NaN values."""
     for factor in (a, b):
         if not np.isfinite(factor).all():
             raise Corrupt("a matrix of the adapter has values that are infinite or NaN")
-    if len(b) == 1:  # the product of a vector is another routine's, with other bits
+    if len(b) == 1:  # BLAS multiplies a vector with another routine, whose bits differ
         two: Array = product(np.repeat(b, 2, axis=0), a, scaling)
         return two[:1]
-    found: Array = b @ a
-    found *= found.dtype.type(scaling)
-    return found
+    result: Array = b @ a
+    result *= result.dtype.type(scaling)
+    return result
 
 
 _NUMPY = {FLOAT32: np.float32, FLOAT64: np.float64}
 
 
 class ChangeStep(Protocol):
-    """A change of a tensor, which is made box by box."""
+    """A weight update of a tensor, which is applied box by box."""
 
     @property
     def operands(self) -> Sequence[Operand]:
-        """Return the tensors that it takes."""
+        """Return the tensors that the step reads."""
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
-        """Return the elements of `box` changed, given those of the tensor as it was at first, and of the operands.
+        """Return the elements of `box` after this step.
 
-        The result is another array, or `values`; what is given is not written over.
+        `values` are the elements after the steps before it, `base` the elements before any step, `inputs` the operands.
+        Returns a new array or `values`; never writes to its arguments.
         """
 
 
 class Merge:
-    """The recipe of a tensor that is another after some steps, one after the other.
+    """The recipe of a tensor that several steps change one after the other.
 
-    What it is at first is read, or computed in float32 by a recipe of its own. Where a step needs more of the tensor
-    than the box that is to be changed, `reach` says what.
+    The initial tensor is read, or computed in float32 by a recipe of its own. `reach` returns the larger box that the
+    steps need to update a box.
     """
 
     def __init__(self, base: Operand | Recipe, steps: Sequence[ChangeStep], reach: Region = same) -> None:
@@ -177,7 +177,7 @@ class Merge:
         self.operands = tuple(with_expanded_region(operand, reach) for operand in operands)
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of a box as `dtype`. Raises `Corrupt` for operands that are no finite numbers."""
+        """Return the elements of a box as `dtype`. Raises `Corrupt` for operands with infinite or NaN values."""
         outer, taken = self._reach(box), len(self._base.operands)
         inputs = [
             np.frombuffer(block, _NUMPY[operand.dtype]).reshape(operand.region(box).size)
@@ -197,9 +197,9 @@ class Merge:
 
 @dataclass(frozen=True)
 class DoraRescale:
-    """DoRA: after a product is added, the weights of each output are scaled to the length that `magnitude` gives.
+    """DoRA: add a product, then rescale the weights of each output to the length in `magnitude`.
 
-    Outputs lie along `axis` of the weight. The magnitudes are a vector, or one with axes of 1 around it.
+    The outputs are along `axis` of the weight. The magnitudes are a vector, possibly with extra axes of size 1.
     """
 
     product: Product
@@ -209,7 +209,6 @@ class DoraRescale:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Return the operands of the product, and the magnitudes."""
         return *self.product.operands, self.magnitude._replace(region=self._of_magnitude)
 
     def _of_magnitude(self, box: Box) -> Box:
@@ -219,7 +218,10 @@ class DoraRescale:
         return Box(tuple(start for start, _ in pairs), tuple(size for _, size in pairs))
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
-        """Return the elements changed. Raises `Corrupt` for an output with weights of 0: they have no length."""
+        """Return the rescaled elements.
+
+        Raises `Corrupt` for an output whose weights are all 0, because it has no direction.
+        """
         *factors, magnitude = inputs
         delta = self.product.delta(box, *factors)
         others = tuple(axis for axis in range(base.ndim) if axis != self.axis)
@@ -232,18 +234,16 @@ class DoraRescale:
 
 @dataclass(frozen=True)
 class ScaledAddition:
-    """The addition of a tensor of the same shape, times `scaling`."""
+    """The addition of `scaling` times a tensor of the same shape."""
 
     operand: Operand
     scaling: float
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Return the tensor."""
         return (self.operand,)
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
-        """Return the elements with those of the tensor added."""
         (added,) = inputs
         if not np.isfinite(added).all():
             raise Corrupt("a tensor of the adapter has values that are infinite or NaN")
@@ -253,37 +253,36 @@ class ScaledAddition:
 
 @dataclass(frozen=True)
 class Rows:
-    """The replacement of some rows, given by their indices, by those of another tensor."""
+    """The replacement of the rows at `indices` by the rows of another tensor."""
 
     operand: Operand
     indices: tuple[int, ...]
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Return the tensor that has the new rows."""
         return (self.operand._replace(region=self._columns),)
 
     def _columns(self, box: Box) -> Box:
         return Box((0, *box.start[1:]), (len(self.indices), *box.size[1:]))
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
-        """Return the elements with those of the new rows in their places."""
+        """Return the elements with the replaced rows; a copy only if the box contains any."""
         (rows,) = inputs
-        found = [
+        replaced = [
             (i, row - box.start[0]) for i, row in enumerate(self.indices) if row in range(box.start[0], box.stop[0])
         ]
-        if not found:
+        if not replaced:
             return values
         changed = values.copy()
-        changed[[row for _, row in found]] = rows[[i for i, _ in found]]
+        changed[[row for _, row in replaced]] = rows[[i for i, _ in replaced]]
         return changed
 
 
 @dataclass(frozen=True)
 class SubBoxStep:
-    """A step of a tensor of which another is a box, without leading axes of one element: a change of that other.
+    """A step of a larger tensor, applied to a smaller tensor that is a box of it.
 
-    The box begins at index `start`.
+    The box begins at index `start` of the larger tensor and drops its leading axes of size 1.
     """
 
     step: ChangeStep
@@ -291,7 +290,7 @@ class SubBoxStep:
 
     @property
     def operands(self) -> Sequence[Operand]:
-        """Return those of the step, with what a box needs at its place."""
+        """Return the step's operands, with regions relative to the larger tensor."""
         return [with_expanded_region(operand, self._there) for operand in self.step.operands]
 
     def _there(self, box: Box) -> Box:
@@ -299,13 +298,12 @@ class SubBoxStep:
         return Box(tuple(map(add, self.start, more + box.start)), tuple(1 for _ in more) + box.size)
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
-        """Return the elements changed."""
-        there = self._there(box)
-        return self.step.apply(values.reshape(there.size), base.reshape(there.size), there, inputs).reshape(box.size)
+        outer = self._there(box)
+        return self.step.apply(values.reshape(outer.size), base.reshape(outer.size), outer, inputs).reshape(box.size)
 
 
 def with_expanded_region(operand: Operand, reach: Region) -> Operand:
-    """Return an operand of which what is needed for a box is what is needed for all that is at hand with it."""
+    """Return an operand whose region for a box is the region for the expanded box `reach(box)`."""
     if reach is same:
         return operand
     region = operand.region

@@ -1,8 +1,8 @@
 """Parse the names of an adapter's tensors: the module, the role and the adapter's name.
 
-In training a name holds that of the adapter (`q_proj.lora_A.default.weight`), and the model's own parameters lie in a
-`base_layer`; PEFT saves the adapter without its name. Source: peft/tuners/lora/layer.py, and the table of what is saved
-in peft/utils/save_and_load.py.
+In training, a tensor name contains the adapter's name (`q_proj.lora_A.default.weight`), and the model's own parameters
+are inside a `base_layer`. PEFT saves the adapter without its name. Source: peft/tuners/lora/layer.py, and the table of
+saved names in peft/utils/save_and_load.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from ckptkit.layout.wrappers import PROMPT
 
-WRAPPER = "base_model.model."  # before the model's own names, and after whatever a trainer puts before that
+WRAPPER = "base_model.model."  # prefix of the model's own names, after any prefix of the trainer
 DEFAULT = "default"
 
 Kind = Literal["A", "B", "bias", "embedding_A", "embedding_B", "magnitude", "tokens", "module"]
@@ -29,7 +29,7 @@ _KINDS: dict[Kind, re.Pattern[str]] = {
     "tokens": re.compile(rf"(?P<module>.+)\.trainable_tokens_delta{_NAME}"),
     "module": re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<leaf>.+)"),
 }
-_SAVED = {
+_SAVED_NAMES = {
     "A": "lora_A.weight",
     "B": "lora_B.weight",
     "bias": "lora_B.bias",
@@ -38,14 +38,16 @@ _SAVED = {
     "magnitude": "lora_magnitude_vector",
     "tokens": "trainable_tokens_delta",
 }
-_KNOWN_PARTS = {part for saved in _SAVED.values() for part in saved.split(".")}
-_WRAPPERS = frozenset({"base_layer", "original_module", "token_adapter"})  # what stands in names of the model's own
-# of other libraries; PEFT's too with a point in the adapter's name
-_STRANGER = re.compile(r"(.+\.lora_)(a|A|down)((?:\..+)?)")
-_SECOND = {"a": "b", "A": "B", "down": "up"}
+_KNOWN_PARTS = {part for saved in _SAVED_NAMES.values() for part in saved.split(".")}
+_WRAPPERS = frozenset(
+    {"base_layer", "original_module", "token_adapter"}
+)  # name components of PEFT's wrappers around the model's own modules
+# matrices of other libraries, or of PEFT with a dot in the adapter's name
+_OTHER_LIBRARY = re.compile(r"(.+\.lora_)(a|A|down)((?:\..+)?)")
+_PARTNER = {"a": "b", "A": "B", "down": "up"}
 _UNUSED = re.compile(r".+\.trainable_tokens_original(?:\.[^.]+)?")
-# what other methods call their tensors, and the methods
-_OTHERS = {
+# tensor names of other methods -> method
+_OTHER_METHODS = {
     "lora_E": "AdaLoRA",
     "ranknum": "AdaLoRA",
     "ia3_l": "IA3",
@@ -71,10 +73,11 @@ _OTHERS = {
 
 
 class Entry(NamedTuple):
-    """A tensor of an adapter: what it is, of which module, and what it is called in the adapter's own file.
+    """A tensor of an adapter: its role, its module, and its name in the adapter's own file.
 
-    `module` is as the base model calls it; of the kind `module`, a parameter that is trained whole, it is the
-    parameter. Where several parameters of one module have an adapter, these nest: `depth` counts from outside.
+    `module` is the name in the base model; for the kind `module` (a parameter that is trained in full) it is the name
+    of the parameter. If several parameters of one module have an adapter, their wrappers nest: `depth` counts from
+    outside.
     """
 
     kind: Kind
@@ -85,7 +88,7 @@ class Entry(NamedTuple):
 
 
 class ExpertPlace(NamedTuple):
-    """Where the matrices of experts lie: the module of all experts, the parameter, and the number of one expert."""
+    """The location of expert matrices: the module of all experts, the parameter, and the index of a single expert."""
 
     module: str
     leaf: str
@@ -93,9 +96,9 @@ class ExpertPlace(NamedTuple):
 
 
 def expert_place(module: str) -> ExpertPlace | None:
-    """Return which matrices of experts a module of an adapter has; None for any other module."""
-    above, found, below = f".{module}.".rpartition(".experts.")
-    if not found:
+    """Return the location of the expert matrices that a module name means; None for any other module."""
+    above, separator, below = f".{module}.".rpartition(".experts.")
+    if not separator:
         return None
     number, _, leaf = below.rstrip(".").rpartition(".")
     if number and not number.isdecimal():
@@ -104,7 +107,7 @@ def expert_place(module: str) -> ExpertPlace | None:
 
 
 def read_entry(name: str) -> Entry | None:
-    """Return what a tensor of an adapter is, by its name; None for any other."""
+    """Return the role of an adapter's tensor, parsed from its name; None if the tensor is not an adapter's."""
     own = own_name(name)
     for kind, pattern in _KINDS.items():
         match = pattern.fullmatch(own)
@@ -114,57 +117,57 @@ def read_entry(name: str) -> Entry | None:
         if kind == "module":
             return Entry(kind, match["adapter"], f"{base_name(module)}.{match['leaf']}", 0, f"{module}.{match['leaf']}")
         depth = module.count(".base_layer") if kind in ("A", "B") else 0
-        return Entry(kind, match["adapter"], base_name(module), depth, f"{module}.{_SAVED[kind]}")
+        return Entry(kind, match["adapter"], base_name(module), depth, f"{module}.{_SAVED_NAMES[kind]}")
     return None
 
 
 def own_name(name: str) -> str:
-    """Return a name without what wraps the model."""
+    """Return a name without the wrapper's prefix."""
     return name.rpartition(WRAPPER)[2]
 
 
 def base_name(name: str) -> str:
-    """Return what the base model calls a parameter, or a module, that is in a wrapper of an adapter."""
+    """Return the base model's name of a parameter or module inside PEFT's wrappers."""
     return ".".join(part for part in own_name(name).split(".") if part not in _WRAPPERS)
 
 
 def is_unused(name: str) -> bool:
-    """Return whether a tensor is a copy that a wrapper keeps for itself."""
+    """Return whether a tensor is an internal copy of the wrapper that PEFT never loads."""
     return _UNUSED.fullmatch(name) is not None
 
 
 def is_copy(name: str) -> bool:
-    """Return whether a tensor is the untrained one of a module that is trained whole."""
+    """Return whether a tensor is the untrained original of a module that was trained in full."""
     return ".original_module." in name
 
 
 def trained_name(name: str) -> str:
-    """Return the name that PEFT saves a parameter by that is trained whole, without its wrapper's part."""
+    """Return the name under which PEFT saves a parameter that was trained in full."""
     return name.replace(".modules_to_save.", ".")
 
 
-def other_method(names: Collection[str]) -> str | None:
-    """Return the method that tensors of these names are of, if it is none whose tensors are known here."""
+def unsupported_method(names: Collection[str]) -> str | None:
+    """Return the adapter method that these tensor names belong to, if ckptkit does not know it; else None."""
     if not any("base_model." in name or ".base_layer." in name for name in names) and PROMPT not in names:
         return None
     for name in names:
         parts = name.split(".")
-        found = next((method for part, method in _OTHERS.items() if part in parts), None)
+        known_method = next((method for part, method in _OTHER_METHODS.items() if part in parts), None)
         unknown = next((part for part in parts if part.startswith("lora_") and part not in _KNOWN_PARTS), None)
-        if found or (unknown and read_entry(name) is None):
-            return found or unknown
+        if known_method or (unknown and read_entry(name) is None):
+            return known_method or unknown
     return None
 
 
 def find_unknown_name(names: Collection[str]) -> str | None:
-    """Return the first of two matrices that are an adapter's as another library than PEFT calls them; None without."""
+    """Return a matrix that has a partner and a name of another library's adapters; None without any."""
     for name in names:
-        match = _STRANGER.fullmatch(name)
-        if match and read_entry(name) is None and f"{match[1]}{_SECOND[match[2]]}{match[3]}" in names:
+        match = _OTHER_LIBRARY.fullmatch(name)
+        if match and read_entry(name) is None and f"{match[1]}{_PARTNER[match[2]]}{match[3]}" in names:
             return name
     return None
 
 
 def is_wrapped(name: str) -> bool:
-    """Return whether a name is that of a parameter in PEFT's wrapper of a model, or of an adapter that it saved."""
+    """Return whether a name is inside PEFT's wrapper of a model."""
     return name.startswith(WRAPPER) or f".{WRAPPER}" in name

@@ -1,4 +1,4 @@
-"""Turn adapters into the recipes of the tensors that they change, and say what does not fit."""
+"""Turn adapters into recipes for the tensors that they change, and report what does not fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptkit.adapters.changes import Change, changes_of, is_saved_module, trained_biases
+from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.experts import choose_layout, find_layout
 from ckptkit.adapters.find import Adapter
@@ -33,22 +33,21 @@ from ckptkit.state.options import BLOCKS
 
 Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]
 
-_MOST_AT_HAND = 1 << 28  # bytes of one tensor, where a block needs all of it
+_MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that every block needs in full, so that it fits in memory
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """An adapter that is to be merged: the number of its layout among the sources, and by how much it counts."""
+class AdapterSource:
+    """An adapter to merge: the number of its layout among the sources, and its weight in the sum."""
 
     number: int
     adapter: Adapter
     config: AdapterConfig
-    base: Mapping[str, str]  # what lies beside it
+    base: Mapping[str, str]  # the other tensors of its checkpoint: base model name -> name in the checkpoint
     weight: float = 1.0
-    experts_layout: str | None = None  # as you pass it
+    experts_layout: str | None = None  # the value of --experts-layout
 
     def shape(self, name: str) -> Shape:
-        """Return the shape of one of its tensors."""
         return self.adapter.layout.tensors[name].spec.shape
 
     def blame(self, message: str, name: str, hint: str | None = None) -> Mismatch:
@@ -57,9 +56,9 @@ class Source:
 
 @dataclass
 class Merging:
-    """The tensors of a base while adapters are added to it: what each begins as, and the steps that change it.
+    """The tensors of a base while adapters are merged into it: the initial value of each, and the steps that change it.
 
-    Of a base of quantized weights `plain` are the recipes of these.
+    `plain` has the recipes that dequantize the tensors of a quantized base.
     """
 
     base: Layout
@@ -73,131 +72,135 @@ class Merging:
     def __post_init__(self) -> None:
         self.tensors = dict(self.base.tensors)
 
-    def add(self, source: Source) -> None:
-        """Add an adapter. Raises `Mismatch` where it does not fit, `Unsupported` for what cannot be merged."""
+    def add(self, source: AdapterSource) -> None:
+        """Add an adapter. Raises `Mismatch` if it does not fit, `Unsupported` if it cannot be merged."""
         source.config.check_known()
         self.replace_parameters(source)
-        for change in changes_of(source.adapter):
-            self.change(source, change)
+        for update in weight_updates_of(source.adapter):
+            self.add_update(source, update)
         for name, entry in source.adapter.entries.items():
             if entry.kind == "tokens":
                 self.replace_rows(source, f"{entry.module}.weight", name, entry.module)
 
-    def replace_parameters(self, source: Source) -> None:
+    def replace_parameters(self, source: AdapterSource) -> None:
         """Replace the parameters that were trained in full."""
         replaced = {entry.module: name for name, entry in source.adapter.entries.items() if entry.kind == "module"}
         replaced |= {own: name for name, own in own_biases(source)}
         replaced = self.resized_embeddings(source) | replaced
         for own, name in replaced.items():
-            require_whole(source, name, f"`{own}` was trained in full")
+            require_weight_one(source, name, f"`{own}` was trained in full")
             if self.begins.get(own) is not None:
                 raise source.blame(f"two adapters both have a trained `{own}`", name)
-            found = source.adapter.layout.tensors[name]
-            there = self.tensors.get(own)
-            if there is None and not is_saved_module(own, source.config):
-                raise source.blame(f"the base does not have `{own}`", name, hint=near(own, self.base))
-            if there is None:
+            trained = source.adapter.layout.tensors[name]
+            in_base = self.tensors.get(own)
+            if in_base is None and not is_saved_module(own, source.config):
+                raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
+            if in_base is None:
                 self.notes.append(f"`{own}` belongs to the adapter: the base does not have it")
-            elif there.spec.shape != found.spec.shape:
-                change = f"{list(there.spec.shape)} in the base, {list(found.spec.shape)} in the adapter"
-                self.notes.append(f"`{own}` has a different shape in the base: {change}")
-            dtype = found.spec.dtype if there is None else there.spec.dtype
-            is_castable = found.spec.dtype == dtype or found.spec.dtype.can_become(dtype)
+            elif in_base.spec.shape != trained.spec.shape:
+                difference = f"{list(in_base.spec.shape)} in the base, {list(trained.spec.shape)} in the adapter"
+                self.notes.append(f"`{own}` has a different shape in the base: {difference}")
+            dtype = trained.spec.dtype if in_base is None else in_base.spec.dtype
+            is_castable = trained.spec.dtype == dtype or trained.spec.dtype.can_become(dtype)
             if not is_castable:
-                raise source.blame(f"expected {there and there.spec} as in the base, found {found.spec}", name)
-            self.tensors[own] = StoredTensor(Spec(dtype, found.spec.shape), ())
+                raise source.blame(f"expected {in_base and in_base.spec} as in the base, found {trained.spec}", name)
+            self.tensors[own] = StoredTensor(Spec(dtype, trained.spec.shape), ())
             self.begins[own] = Operand(source.number, name, dtype)
 
-    def resized_embeddings(self, source: Source) -> dict[str, str]:
-        """Return the embedding and head beside an adapter that have other rows than the base's, and their names there.
+    def resized_embeddings(self, source: AdapterSource) -> dict[str, str]:
+        """Return the embedding and head beside an adapter whose row counts differ from the base's.
 
-        The training gave its model another vocabulary, so that they are the adapter's, as in what PEFT saves.
+        The training resized the vocabulary, so these tensors belong to the adapter, as in PEFT's own files.
         """
         ends = (HEAD, find_embedding(source.base))
         sought = [own for own in source.base if own in ends and own in self.tensors]
         shapes = {own: (self.tensors[own].spec.shape, source.shape(source.base[own])) for own in sought}
         return {own: source.base[own] for own, (old, new) in shapes.items() if old != new and old[1:] == new[1:]}
 
-    def change(self, source: Source, change: Change) -> None:
-        """Add a low-rank change of a weight, and of the bias beside it."""
-        own, product = self.product_of(source, change)
-        self.require_float(own, source, change.a)
-        if change.magnitude is None:
+    def add_update(self, source: AdapterSource, update: WeightUpdate) -> None:
+        """Add a low-rank update of a weight, and of the bias beside it."""
+        own, product = self.product_of(source, update)
+        self.require_float(own, source, update.a)
+        if update.magnitude is None:
             self.steps[own].append(product)
         else:
-            self.steps[own].append(self.directed(source, change, own, product))
-        if change.bias is not None:
-            bias = f"{change.module}.bias"
-            if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape(change.bias):
-                raise source.blame(f"the base does not have a `{bias}` of this shape to add to", change.bias)
-            self.require_float(bias, source, change.bias)
+            self.steps[own].append(self.dora_step(source, update, own, product))
+        if update.bias is not None:
+            bias = f"{update.module}.bias"
+            if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape(update.bias):
+                raise source.blame(f"the base does not have a `{bias}` of this shape to add to", update.bias)
+            self.require_float(bias, source, update.bias)
             dtype = working_dtype(self.tensors[bias].spec.dtype)
-            self.steps[bias].append(ScaledAddition(Operand(source.number, change.bias, dtype), product.scaling))
+            self.steps[bias].append(ScaledAddition(Operand(source.number, update.bias, dtype), product.scaling))
 
-    def product_of(self, source: Source, change: Change) -> tuple[str, Product]:
-        """Return the parameter that a change is of, and the product that it is."""
-        own, key = f"{change.module}.weight", change.module
-        if own in self.tensors and own not in source.config.parameters_of(change.module):
-            kind = self.kind_of(source, change, own)
+    def product_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Product]:
+        """Return the name of the parameter that an update changes, and the product to add."""
+        own, key = f"{update.module}.weight", update.module
+        if own in self.tensors and own not in source.config.parameters_of(update.module):
+            kind = self.kind_of(source, update, own)
         else:
-            own, kind = self.parameter_of(source, change)
+            own, kind = self.parameter_of(source, update)
             key = own
         dtype = working_dtype(self.tensors[own].spec.dtype)
-        a, b = (Operand(source.number, name, dtype) for name in (change.a, change.b))
+        a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
         scaling = source.config.scaling_of(key) * source.weight
-        return own, kind(a, b, source.shape(change.a), source.shape(change.b), scaling)
+        return own, kind(a, b, source.shape(update.a), source.shape(update.b), scaling)
 
-    def kind_of(self, source: Source, change: Change, own: str) -> Kind:
-        """Return the way in which a layer stores its weight, by the shapes; by the config where these are square."""
-        shape, a, b = self.tensors[own].spec.shape, source.shape(change.a), source.shape(change.b)
+    def kind_of(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
+        """Return the orientation in which a layer stores its weight.
+
+        The shapes decide; for a square weight the config does.
+        """
+        shape, a, b = self.tensors[own].spec.shape, source.shape(update.a), source.shape(update.b)
         if len(shape) < 2:
-            raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", change.a)
-        is_plain = (b[0], *a[1:]) == shape and not change.is_embedding
+            raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", update.a)
+        is_plain = (b[0], *a[1:]) == shape and not update.is_embedding
         is_turned = len(shape) == 2 and (a[1], b[0]) == shape
         if not (is_plain or is_turned):
             product = [b[0], *a[1:]]
             message = f"expected shape {list(shape)} as `{own}` of the base, found a product of {product}"
-            raise source.blame(message, change.a, hint="check that the adapter was trained on this base")
+            raise source.blame(message, update.a, hint="check that the adapter was trained on this base")
         if is_plain and is_turned:
-            return self.kind_by_config(source, change, own)
+            return self.kind_by_config(source, update, own)
         return LinearProduct if is_plain else TransposedProduct
 
-    def kind_by_config(self, source: Source, change: Change, own: str) -> Kind:
-        """Return the way in which a layer stores a weight that is square. Raises `Unsupported` if nothing tells.
+    def kind_by_config(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
+        """Return the orientation of a square weight. Raises `Unsupported` if nothing decides it.
 
-        The switch is of all layers, and of the last kind that the library met: where others of the adapter show
-        that it is not theirs, it says nothing of a square one.
+        `fan_in_fan_out` is one switch for all layers, set for the last layer type that PEFT visited. If other layers of
+        the adapter contradict the switch, it says nothing about a square weight.
         """
         is_turned = source.config.flag("fan_in_fan_out")
-        for other in changes_of(source.adapter):
+        # a layer that is not square and contradicts the switch shows that the switch is not valid for every layer
+        for other in weight_updates_of(source.adapter):
             tensor = self.tensors.get(f"{other.module}.weight")
             product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
             shape = tensor.spec.shape if tensor else ()
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
                 message = f"`{own}` is square and `fan_in_fan_out` differs between layers: its orientation is unknown"
-                raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
+                raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
         return TransposedProduct if is_turned else LinearProduct
 
-    def parameter_of(self, source: Source, change: Change) -> tuple[str, Kind]:
-        """Return the parameter of a module that its change is of: the only one that has the shape for it."""
-        found = list(self.fitting(source, change))
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            a, b = source.shape(change.a), source.shape(change.b)
-            message = f"the base does not have a `{change.module}` that fits matrices {list(b)} and {list(a)}"
-            raise source.blame(message, change.a, hint=near(change.module, self.base))
-        names = ", ".join(sorted({name for name, _ in found}))
+    def parameter_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
+        """Return the parameter of a module that an update changes: the only one with a fitting shape."""
+        fitting_parameters = list(self.fitting(source, update))
+        if len(fitting_parameters) == 1:
+            return fitting_parameters[0]
+        if not fitting_parameters:
+            a, b = source.shape(update.a), source.shape(update.b)
+            message = f"the base does not have a `{update.module}` that fits matrices {list(b)} and {list(a)}"
+            raise source.blame(message, update.a, hint=hint_similar_name(update.module, self.base))
+        names = ", ".join(sorted({name for name, _ in fitting_parameters}))
         message = f"it fits {names} of the base in more than one way, and no file says which"
-        raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
+        raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
 
-    def fitting(self, source: Source, change: Change) -> Iterator[tuple[str, Kind]]:
-        """Yield the parameters of a module that a change has the shape of, and the ways."""
-        a, b = source.shape(change.a), source.shape(change.b)
-        wanted = source.config.parameters_of(change.module)
+    def fitting(self, source: AdapterSource, update: WeightUpdate) -> Iterator[tuple[str, Kind]]:
+        """Yield the parameters of a module whose shape fits an update, with the kind of product."""
+        a, b = source.shape(update.a), source.shape(update.b)
+        wanted = source.config.parameters_of(update.module)
         for own, tensor in self.tensors.items():
             shape = tensor.spec.shape
-            if own.rpartition(".")[0] != change.module or (wanted and own not in wanted):
+            if own.rpartition(".")[0] != update.module or (wanted and own not in wanted):
                 continue
             rank = source.config.rank_of(own)
             if len(shape) == 2 and (a, b) == ((rank, shape[1]), (shape[0], rank)):
@@ -206,47 +209,49 @@ class Merging:
                 for is_transposed, sides in ((False, (b[0], a[1])), (True, (a[1], b[0]))):
                     if sides == shape[1:]:
                         kind = partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
-                        yield own, partial(kind, is_in_blocks=self.layout_of(source, change, own, rank) == BLOCKS)
+                        yield own, partial(kind, is_in_blocks=self.layout_of(source, update, own, rank) == BLOCKS)
 
-    def layout_of(self, source: Source, change: Change, own: str, rank: int) -> str:
-        """Return the layout of lora_B of fused experts, with a note if you pass another one than the files tell."""
+    def layout_of(self, source: AdapterSource, update: WeightUpdate, own: str, rank: int) -> str:
+        """Return the layout of lora_B of fused experts; notes if `--experts-layout` contradicts the files."""
         count, given = self.tensors[own].spec.shape[0], source.experts_layout
-        layout = choose_layout(source.config, own, count, rank, given, change.b)
-        found = find_layout(source.config, own) if given and 1 not in (count, rank) else None
-        note = f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {found}"
-        if found and found != given and note not in self.notes:
+        layout = choose_layout(source.config, own, count, rank, given, update.b)
+        recorded_layout = find_layout(source.config, own) if given and 1 not in (count, rank) else None
+        note = (
+            f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {recorded_layout}"
+        )
+        if recorded_layout and recorded_layout != given and note not in self.notes:
             self.notes.append(note)
         return layout
 
-    def directed(self, source: Source, change: Change, own: str, product: Product) -> DoraRescale:
-        """Return the step of DoRA, with what it needs at hand: all weights of each output."""
-        assert change.magnitude is not None
+    def dora_step(self, source: AdapterSource, update: WeightUpdate, own: str, product: Product) -> DoraRescale:
+        """Return DoRA's step. It needs all weights of each output in memory at once."""
+        assert update.magnitude is not None
         shape, is_turned = self.tensors[own].spec.shape, isinstance(product, TransposedProduct)
-        magnitude = source.shape(change.magnitude)
+        magnitude = source.shape(update.magnitude)
         outputs = shape[1 if is_turned else 0]
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
             message = f"expected magnitudes of {outputs} outputs, found shape {list(magnitude)}"
-            raise source.blame(message, change.magnitude)
-        require_whole(source, change.magnitude, "a DoRA adapter changes directions")
+            raise source.blame(message, update.magnitude)
+        require_weight_one(source, update.magnitude, "a DoRA adapter changes directions")
         spec = self.tensors[own].spec
-        if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_AT_HAND:
+        if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_IN_MEMORY:
             message = f"the outputs of {spec} are its columns: DoRA would need the whole tensor in memory"
-            raise Unsupported(message, path=source.adapter.layout.path, tensor=change.magnitude)
+            raise Unsupported(message, path=source.adapter.layout.path, tensor=update.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
         return DoraRescale(
-            product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned)
+            product, Operand(source.number, update.magnitude, product.a.dtype), magnitude, int(is_turned)
         )
 
-    def replace_rows(self, source: Source, own: str, name: str, module: str) -> None:
+    def replace_rows(self, source: AdapterSource, own: str, name: str, module: str) -> None:
         """Replace the rows of an embedding that were trained."""
         if own not in self.tensors:
-            raise source.blame(f"the base does not have `{own}`", name, hint=near(own, self.base))
+            raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
         self.require_float(own, source, name)
-        require_whole(source, name, f"rows of `{own}` were trained in full")
-        shape, found = self.tensors[own].spec.shape, source.shape(name)
+        require_weight_one(source, name, f"rows of `{own}` were trained in full")
+        shape, row_shape = self.tensors[own].spec.shape, source.shape(name)
         indices = source.config.token_rows(module)
-        if found != (len(indices), *shape[1:]):
-            message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(found)}"
+        if row_shape != (len(indices), *shape[1:]):
+            message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(row_shape)}"
             raise source.blame(message, name)
         if max(indices, default=0) >= shape[0]:
             raise source.blame(
@@ -257,8 +262,8 @@ class Merging:
             raise source.blame(f"two adapters both have a trained row {min(both)}", name)
         self.steps[own].append(Rows(Operand(source.number, name, working_dtype(self.tensors[own].spec.dtype)), indices))
 
-    def require_float(self, own: str, source: Source, name: str) -> None:
-        """Raise `Unsupported` for a tensor of the base that is no float of 16 bits or more."""
+    def require_float(self, own: str, source: AdapterSource, name: str) -> None:
+        """Raise `Unsupported` for a tensor of the base that is not a float of 16 bits or more."""
         dtype = self.tensors[own].spec.dtype
         if not dtype.can_become(dtype):
             message = f"expected floats in `{own}` of the base, found {dtype}"
@@ -272,41 +277,47 @@ class Merging:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Return the names of the tensors that are not the base's as they are."""
+        """Return the names of the tensors that differ from the base's."""
         return tuple(dict.fromkeys((*self.begins, *(name for name, steps in self.steps.items() if steps))))
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Return the names of the tensors that there are recipes of."""
+        """Return the names of the tensors that have a recipe."""
         return tuple(dict.fromkeys((*self.changed, *self.plain)))
 
     def have_same_rows(self, name: str, source: str) -> bool:
-        """Return whether nothing but rows of `source` were trained, and of `name`, if any, the same ones."""
-        rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
+        """Return whether only rows of `source` were trained, and `name` has either no updates or the same rows."""
+        rows, others = (
+            [getattr(step, "indices", None) for step in self.steps.get(tensor_name, [])]
+            for tensor_name in (source, name)
+        )
         is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
         return is_by_rows and others in ([], rows)
 
     def recipe(self, name: str, source: str, dtype: DType) -> Recipe:
-        """Return the recipe of a tensor, which the base calls `source`, and which is to be of `dtype`."""
+        """Return the recipe that computes a tensor as `dtype`; `source` is its name in the base."""
         steps = self.steps.get(name)
         if name in self.plain and name not in self.begins:
             plain = self.plain[name]
             return Merge(plain, steps, self.reach.get(name, same)) if steps else plain
-        found = self.begins.get(name, Operand(0, source, dtype))
+        initial = self.begins.get(name, Operand(0, source, dtype))
         if not steps:
-            return Taken(found._replace(dtype=dtype))
-        return Merge(found._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
+            return Taken(initial._replace(dtype=dtype))
+        return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
 
 
-def require_whole(source: Source, name: str, because: str) -> None:
-    """Raise `Unsupported` for a tensor that takes the place of the base's, if the adapter counts for more or less."""
+def require_weight_one(source: AdapterSource, name: str, because: str) -> None:
+    """Raise `Unsupported` if the adapter has a weight other than 1.
+
+    A tensor that replaces the base's cannot be scaled.
+    """
     if source.weight != 1:
         message = f"{because}, which --weights cannot scale: drop --weights"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=name)
 
 
-def own_biases(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield the biases beside an adapter that were trained with it: the names here, and the base's."""
+def own_biases(source: AdapterSource) -> Iterator[tuple[str, str]]:
+    """Yield (name in the checkpoint, name in the base) of the biases outside an adapter that were trained with it."""
     names = {name: own for own, name in source.base.items()}
     for name in trained_biases(source.adapter, source.config, source.base):
         yield name, names[name]
@@ -317,12 +328,12 @@ def rows_of(shape: Shape) -> Region:
 
 
 def columns_of(shape: Shape) -> Region:
-    """Return the region that is all of a tensor, whatever the box: each of its columns is in every block of rows."""
+    """Return the region that is always the full tensor: each of its columns crosses every block of rows."""
     return lambda _: Box((0,) * len(shape), shape)
 
 
-def near(name: str, base: Layout) -> str:
-    """Return a hint on what the base calls something."""
+def hint_similar_name(name: str, base: Layout) -> str:
+    """Return a hint that names a similar tensor of the base."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     alike = next((own for own in base.tensors if f".{last}." in f".{own}"), None) or next(iter(base.tensors), "nothing")
     return f"it has {alike}: pass the base that the adapter was trained on, with the tensor names that it had then"

@@ -1,4 +1,4 @@
-"""Adapters that a trainer saved under names of its own: a line in `TRAINER_NAMES`, and a module that knows them."""
+"""Adapters that a trainer saves under its own names: a row in `TRAINER_NAMES`, and a module that translates them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from ckptkit.models.names.weights import Weights
 
 
 class TrainerNames(Protocol):
-    """What the module of a line does."""
+    """The interface of a module that translates a trainer's names."""
 
     def has_matrix(self, names: Collection[str], /) -> bool:
-        """Return whether one of these is what the trainer calls a matrix."""
+        """Return whether one of these names is the trainer's name of an adapter matrix."""
 
     def with_hub_names(self, weights: Weights, path: Path, base: str | None, /) -> Weights:
-        """Return the matrices under PEFT's names for the Hub's modules, as the config.json of the base describes it."""
+        """Return the matrices under PEFT's names for the Hub's modules, by the base's config.json."""
 
     def hub_config(
         self, config: AdapterConfig | None, saved: Layout, modules: Collection[str], replaced: Collection[str], /
     ) -> AdapterConfig:
-        """Return a config with the Hub's modules as targets. Raises `NotACheckpoint` if nothing gives alpha."""
+        """Return a config with the Hub's modules as targets. Raises `NotACheckpoint` if no file has alpha."""
 
     def trainer_values(self, saved: Layout, /) -> tuple[Path, dict[str, Any]]:
-        """Return what PEFT's config would say, by what the trainer saved, and where that lies."""
+        """Return the path of the trainer's own settings, and the values that PEFT's config would have."""
 
 
 class KnownNames(NamedTuple):
-    """A line: the module, which is imported when a name has the form `tells`."""
+    """A row of the table: the module `where`, and the pattern of its tensor names `tells`.
+
+    The module is imported when a name matches.
+    """
 
     where: str
     tells: str
@@ -47,10 +50,10 @@ TRAINER_NAMES = PluginTable(
 
 
 def trainer_names_in(names: Collection[str]) -> TrainerNames | None:
-    """Return the module for a trainer's names of matrices if some of these are such names, else None."""
+    """Return the module that translates these names; None if they are not a trainer's."""
     for known in TRAINER_NAMES.values():
         if any(map(re.compile(known.tells, re.DOTALL).fullmatch, names)):
-            found = cast(TrainerNames, import_module(known.where))
-            if found.has_matrix(names):
-                return found
+            module = cast(TrainerNames, import_module(known.where))
+            if module.has_matrix(names):
+                return module
     return None

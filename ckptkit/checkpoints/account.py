@@ -1,4 +1,4 @@
-"""Account for the tensors that a salvaged checkpoint lost or took from elsewhere, in the result and in a file."""
+"""The account of a salvage: the tensors that were lost or taken from elsewhere, in the result and in a file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ckptkit.layout.box import Box
 from ckptkit.words import count, format_bytes
 
 NAME = "salvage.json"
-LIMIT = 1 << 28  # bytes
-_NAMED = 3  # of what is lost
+LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
+_NAMES_SHOWN = 3  # lost tensors in a message
 _DAMAGED = "bytes changed after they were written: their CRC-32 differs from the recorded one"
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A tensor or entry that was left out, by its name in the output: the reason, and the file that contained it.
+    """A lost tensor or entry, by its name in the output: the reason, and the file that contained it.
 
-    `boxes` are the lost parts, empty if all of it is lost. `name` is empty for a file with unknown contents.
+    `boxes` are the lost boxes, empty if all of it is lost. `name` is empty for a file with unknown contents.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Lost:
 
     @property
     def label(self) -> str:
-        """Return its name, with the lost part in brackets unless all of it is lost."""
+        """Return its name, followed by the lost box in brackets unless all of it is lost."""
         if not (self.boxes and self.shape):
             return self.name
         parts = [", ".join(map(span, box.start, box.size, self.shape)) for box in self.boxes]
@@ -45,7 +45,7 @@ class Lost:
         return f"{self.name}[{parts[0]}]{and_more(len(parts) - 1)}"
 
     def describe(self, source: Path) -> str:
-        """Return why it was lost, and the file of the checkpoint at `source` that contained it."""
+        """Return the reason, and the file of the checkpoint at `source` that contained it."""
         why = _DAMAGED if "CRC-32" in self.why else self.why
         if self.path is None:
             return why
@@ -53,7 +53,6 @@ class Lost:
         return f"{self.path.relative_to(source) if is_inside else self.path.name}: {why}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as `--json` prints it."""
         boxes = [{"start": list(box.start), "size": list(box.size)} for box in self.boxes]
         path = None if self.path is None else str(self.path.absolute())
         return {"name": self.name or None, "why": self.why, "path": path, "shape": self.shape, "boxes": boxes}
@@ -61,20 +60,19 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A tensor or entry with bytes from elsewhere; `cast` tells the dtype that they had, if it was another."""
+    """A tensor or entry with bytes from another checkpoint or copy; `cast` describes the dtype conversion, if any."""
 
     name: str
     source: str
     cast: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as `--json` prints it."""
         return {"name": self.name, "from": self.source, "cast": self.cast or None}
 
 
 @dataclass(frozen=True, slots=True)
 class SalvagedWeights:
-    """The model's tensors with their bytes: those of the checkpoint itself, those of another one, and the lost ones."""
+    """The sizes in bytes of the model's tensors: from the checkpoint itself, from another one, and lost."""
 
     own: Mapping[str, int] = field(default_factory=dict)
     filled: Mapping[str, int] = field(default_factory=dict)
@@ -82,17 +80,21 @@ class SalvagedWeights:
 
     @property
     def are_all_lost(self) -> bool:
-        """Return whether the checkpoint has weights, and none of them is left."""
+        """Return whether the checkpoint has weights, and all of them are lost."""
         return bool(self.lost) and not (self.own or self.filled)
 
     def share(self, part: Mapping[str, int]) -> str:
-        """Return how many of all weights are in a part of them: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
+        """Return the size of a part of the weights as text: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
         total = len(self.own) + len(self.filled) + len(self.lost)
-        some, every = sum(part.values()), sum(map(sum, (one.values() for one in (self.own, self.filled, self.lost))))
-        return f"{len(part):,} of {count(total, 'weight')} ({format_bytes(some)}, {percent(some, every)} of the bytes)"
+        size, full_size = (
+            sum(part.values()),
+            sum(map(sum, (sizes.values() for sizes in (self.own, self.filled, self.lost)))),
+        )
+        return (
+            f"{len(part):,} of {count(total, 'weight')} ({format_bytes(size)}, {percent(size, full_size)} of the bytes)"
+        )
 
     def to_json(self) -> dict[str, int]:
-        """Return the numbers as `--json` prints them."""
         parts = {"own": self.own, "filled": self.filled, "lost": self.lost}
         numbers = {name: len(part) for name, part in parts.items()}
         return numbers | {f"{name}_bytes": sum(part.values()) for name, part in parts.items()}
@@ -100,10 +102,10 @@ class SalvagedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of a salvage: lost tensors, tensors with bytes from elsewhere, and tensors with another copy.
+    """The account of a salvage: lost tensors, tensors from elsewhere, and tensors restored from another copy.
 
-    `source` is the checkpoint that was salvaged; `described_by` is the one whose metadata describes its files, if its
-    own is missing; `other` is the checkpoint that lost tensors were taken from.
+    `source` is the salvaged checkpoint; `described_by` is the checkpoint whose metadata describes its files, if its own
+    is missing; `other` is the checkpoint that lost tensors were taken from.
     """
 
     lost: Sequence[Lost] = ()
@@ -117,11 +119,11 @@ class Account:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing is lost and everything comes from the checkpoint itself."""
+        """Return whether nothing is lost and every tensor comes from the checkpoint itself."""
         return not (self.lost or self.filled or self.described_by)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as `--json` prints it."""
+        """Return the fields that `--json` prints."""
         lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
         described = {"described_by": str(self.described_by.absolute())} if self.described_by else {}
         more = {"repaired": list(self.repaired), "weights": self.weights.to_json(), **described}
@@ -143,7 +145,7 @@ class Account:
             yield f"filled with numbers of another dtype ({rounded[0].cast}): {which}"
 
     def to_bytes(self, before: Path | None = None) -> bytes:
-        """Return the content of the account's file; it includes the account that the source had at path `before`."""
+        """Return the content of the account's file. Includes the source's own account at path `before`, if any."""
         value = {"source": str(self.source.absolute()), "tensors_kept": self.kept, **self.to_json()}
         earlier = read_account(before.parent) if before else None
         value |= {"before": earlier} if earlier else {}
@@ -151,7 +153,7 @@ class Account:
 
 
 def percent(part: int, total: int) -> str:
-    """Return a share of the bytes in percent, rounded down: 100% is all of them."""
+    """Return a share of the bytes in percent, rounded down, so that 100% means all bytes."""
     tenths = part * 1000 // total if total else 1000
     return f"{tenths // 10}%" if tenths % 10 == 0 else f"{tenths / 10}%"
 
@@ -161,24 +163,28 @@ def span(start: int, size: int, extent: int) -> str:
 
 
 def read_account(root: Path) -> Mapping[str, Any] | None:
-    """Return the account in a directory; None if there is no readable one."""
+    """Return the account in a directory; None if it is missing or unreadable."""
     try:
-        found = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
+        account = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
     except (Corrupt, IOFailure, Unsafe):
         return None
-    return found if isinstance(found, dict) else None
+    return account if isinstance(account, dict) else None
 
 
-def name_lost(found: Mapping[str, Any]) -> str:
-    """Return the first names of what an account says is lost, and how many more there are; "" if nothing is."""
+def list_lost_names(found: Mapping[str, Any]) -> str:
+    """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
     entries = found.get("lost")
-    names = [str(one.get("name") or one.get("path")) for one in entries or () if isinstance(one, dict)]
-    return f"{', '.join(f'`{name}`' for name in names[:_NAMED])}{and_more(len(names) - _NAMED)}" if names else ""
+    names = [str(entry.get("name") or entry.get("path")) for entry in entries or () if isinstance(entry, dict)]
+    return (
+        f"{', '.join(f'`{name}`' for name in names[:_NAMES_SHOWN])}{and_more(len(names) - _NAMES_SHOWN)}"
+        if names
+        else ""
+    )
 
 
 def describe_account(found: Mapping[str, Any]) -> str:
     """Return a summary of an account: how many tensors were lost and filled."""
-    sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
+    sizes = {kind: len(entries) for kind in ("lost", "filled") if isinstance(entries := found.get(kind), list)}
     words = [
         f"{sizes[kind]:,} {what}"
         for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere"))

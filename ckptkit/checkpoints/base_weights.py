@@ -1,4 +1,4 @@
-"""Read the weights of the model that a training began with, once a step asks for them."""
+"""Read the weights of the model that a training began with, on first use."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ckptkit.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class BaseWeights:
-    """The weights of a base: a directory, a URL or a Hub id. Called, it gives their names, None if it has none.
+    """The weights of a base: a directory, a URL or a Hub id. Calling it returns their names, None without weights.
 
-    The first use opens the base. A base that cannot be reached counts as one without weights: the Hub's cache may have
-    the config only.
+    The first use opens the base. A base that cannot be reached counts as a base without weights, because the Hub's
+    cache may contain only the config.
     """
 
     base: str
 
     @property
     def layout(self) -> Layout | None:
-        """Return the weights under their names in the base, None if it has none."""
+        """Return the weights under their names in the base; None without weights."""
         return self._found if isinstance(self._found, Layout) else None
 
     @property
     def problem(self) -> CkptError | None:
-        """Return why weights that are there cannot be read: pointers of git-lfs in their place, an unknown format."""
+        """Return why existing weights cannot be read, for example Git LFS pointers or an unknown format; else None."""
         return self._found if isinstance(self._found, CkptError) else None
 
     @cached_property
@@ -41,7 +41,7 @@ class BaseWeights:
             return None
 
     def open(self) -> Checkpoint:
-        """Return the base as a checkpoint. Raises a `CkptError` if it has no weights that can be read."""
+        """Return the base as a checkpoint. Raises a `CkptError` if it has no readable weights."""
         return Checkpoint.open(to_model_path(self.base))
 
     def __call__(self) -> frozenset[str] | None:

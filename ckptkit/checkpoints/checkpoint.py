@@ -1,7 +1,7 @@
-"""Open the checkpoint that a path means: the only answer to that question, for every command and every call.
+"""Open the checkpoint at a path. Every command and API call finds its checkpoint here.
 
-A path means what lies there, or the latest complete checkpoint of the run that lies there. A checkpoint may have
-several components: model and optimizer in directories of their own, or the rest of a training beside a model.
+A path means the checkpoint at the path, or the latest complete checkpoint of the run at the path. A checkpoint may have
+several components: model and optimizer in separate directories, or a model with training state beside it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from ckptkit import trainers
 from ckptkit.arguments import checked
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join
-from ckptkit.checkpoints.evidence import gather, gather_names, read_number
+from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_number
 from ckptkit.checkpoints.find_components import (
     COMPANION,
     EXPORTED,
-    OF_TRAINING,
+    TRAINING_SUFFIXES,
     LeftBehind,
     complete_folders,
     components_beside,
     components_inside,
     files_of_ranks,
-    find_unread,
+    find_unsupported_files,
+    has_unsupported_files,
     inner_folders,
     is_run,
     is_stray_file,
-    is_unread,
-    left_in,
     models_of,
-    only_step,
+    only_step_directory,
     ranks_in,
     ranks_of,
+    unused_files,
 )
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import (
@@ -72,9 +72,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: the directory or file at `path`, and its components, the one with the model first.
+    """A checkpoint: the directory or file at `path`, and its components, the model first.
 
-    Opening it looks at names only. `strange` are directories that should hold a component, but none is readable.
+    Opening a checkpoint only looks at file names. `strange` lists directories that should contain a component but have
+    no known format.
     """
 
     path: Path
@@ -88,33 +89,36 @@ class Checkpoint:
     @classmethod
     @checked
     def open(cls, source: Source, also: Others = ()) -> Checkpoint:
-        """Open the checkpoint at a path or URL, or the latest complete one of the run that lies there.
+        """Open the checkpoint at a path or URL, or the latest complete checkpoint of the run there.
 
-        `also` are other directories that hold files of the same one, as when each node had a disk of its own. Raises
-        `NotACheckpoint` if there is none, `Unsupported` for files of a trainer that are not read yet, `Corrupt` for
-        directories of different checkpoints.
+        `also` are other directories with files of the same checkpoint, as when each node wrote to a disk of its own.
+        Raises `NotACheckpoint` if there is none, `Unsupported` for files of a trainer that ckptkit cannot read yet,
+        `Corrupt` for directories of different checkpoints.
         """
         if isinstance(source, Checkpoint) and not also:
             return source
         path = join_places(path_of(source), also) if also else path_of(source)
-        here = cls.at(path)
-        if here.is_direct:
-            return run_around(here) or here
+        checkpoint = cls.at(path)
+        if checkpoint.is_direct:
+            return run_around(checkpoint) or checkpoint
         latest = latest_in(path)
         if latest is not None:
             return latest
-        if here.components:
-            return here
-        raise here.unreadable or no_checkpoint(path)
+        if checkpoint.components:
+            return checkpoint
+        raise checkpoint.unreadable or no_checkpoint(path)
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """Return what lies at `path` itself, be it complete or a checkpoint at all."""
+        """Return the checkpoint at `path` itself, without choosing one of a run.
+
+        It may be incomplete, or have no components.
+        """
         wholes = complete_folders(path)
         if wholes is not None:
             return cls(path, wholes)
         reader = None if is_run(path) else detect_format(path)
-        if is_unread(path, reader):
+        if has_unsupported_files(path, reader):
             return cls(path, ())
         if reader is None or is_stray_file(path, reader):
             return cls(path, components_inside(path))
@@ -128,27 +132,26 @@ class Checkpoint:
 
     @property
     def is_direct(self) -> bool:
-        """Return whether it lies at the path itself, or in a directory there that holds all of it.
+        """Return whether the checkpoint is at the path itself, or in one directory there that contains all of it.
 
-        Other directories in a path hold components of a checkpoint, or checkpoints of their own.
+        Other directories at a path are components of a checkpoint, or checkpoints of their own.
         """
         return any(not component.place or component.has_all for component in self.components)
 
     @property
     def places(self) -> list[Path]:
-        """Return where its components lie, also those that no format claims."""
+        """Return the paths of the components, including those in no known format."""
         return [*(component.path for component in self.components), *self.strange]
 
     @property
     def name(self) -> str:
-        """Return the name of its directory or file."""
         return name_of(self.path)
 
     @cached_property
     def own_step(self) -> int | None:
-        """Return the step in its name, or the epoch if that is all it says; None otherwise.
+        """Return the step in its name, or the epoch if the name has no step; None without either.
 
-        A mere number is the step of a directory with a checkpoint in it.
+        A bare number is the step of a directory that contains a checkpoint.
         """
         name = self.name if self.path.is_dir() else stem_of(self.name)
         step = step_of(Path(name))
@@ -156,9 +159,9 @@ class Checkpoint:
 
     @cached_property
     def step(self) -> int | None:
-        """Return its step, or that of the checkpoint that it is a component of; None where nothing says one.
+        """Return its step, or the step of the checkpoint that it is a component of; None if nothing records one.
 
-        A name says it, or else what its trainer noted; an epoch is said only if there is no step.
+        The name takes precedence over the trainer's own record. An epoch counts only if there is no step.
         """
         own = self.own_step
         if own is None:
@@ -168,11 +171,11 @@ class Checkpoint:
 
     @property
     def noted_step(self) -> int | None:
-        """Return the step that its trainer noted in a small file or an entry, None if that cannot be read."""
+        """Return the step that its trainer recorded in a small file or an entry; None without a readable record."""
         folder = self.path if self.path.is_dir() else self.path.parent
         notes = (read_number(folder / file, key) if file else self.value(key) for file, key in trainers.step_keys())
-        found = next((note for note in notes if type(note) is int and note >= 0), None)
-        return self.salvaged_step if found is None else found
+        step = next((note for note in notes if type(note) is int and note >= 0), None)
+        return self.salvaged_step if step is None else step
 
     @property
     def salvaged_step(self) -> int | None:
@@ -181,9 +184,9 @@ class Checkpoint:
         return step_of(Path(source)) if isinstance(source, str) else None
 
     def value(self, key: KeyPath) -> object:
-        """Return the number or text of an entry that is no tensor, None if none at a key path can be read.
+        """Return the number or text in a non-tensor entry; None if no entry at the key path can be read.
 
-        The last steps may lead into an entry that is a dict or a list.
+        The last keys of the path may lead into an entry that is a dict or a list.
         """
         for component in self.components:
             for length in range(len(key), 0, -1):
@@ -194,35 +197,38 @@ class Checkpoint:
 
     @cached_property
     def trainer(self) -> str | None:
-        """Return who wrote it, told by what only they leave; None if nothing tells."""
+        """Return the trainer that wrote the checkpoint; None if nothing identifies it."""
         model = self.model_component
         others = [component.layout for component in self.components if component is not model]
-        return trainers.who_wrote(gather(model.path, (model.layout, *others)))
+        return trainers.who_wrote(gather_evidence(model.path, (model.layout, *others)))
 
     @cached_property
     def named_trainer(self) -> str | None:
-        """Return who wrote it if names and small files tell, without its metadata; None where only keys would."""
+        """Return the trainer by file names and small files alone, without reading metadata; None if unclear."""
         places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
-        names = (trainers.who_wrote(gather_names(place)) for place in places)
+        names = (trainers.who_wrote(gather_name_evidence(path)) for path in places)
         return next(filter(None, names), None)
 
     @cached_property
     def world_size(self) -> int | None:
-        """Return how many ranks have files of their own in it, by the names of files; None if none has."""
+        """Return how many ranks have files of their own, by file names; None if no rank has."""
         places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
-        ranks = {rank for place in places for rank in (ranks_in(place) if place.is_dir() else ranks_of([place.name]))}
+        ranks = {rank for path in places for rank in (ranks_in(path) if path.is_dir() else ranks_of([path.name]))}
         return len(ranks) or None
 
     @cached_property
     def models(self) -> list[Component]:
-        """Return the components that may be the model; the one that lies at the path itself is, whatever its name."""
-        return [one for one in self.components if not one.place] or models_of(self.components)
+        """Return the components that may be the model.
+
+        A component at the path itself is the model under any name.
+        """
+        return [component for component in self.components if not component.place] or models_of(self.components)
 
     @cached_property
     def model_component(self) -> Component:
-        """Return the component with the model, or the only one.
+        """Return the component with the model, or the only component.
 
-        Raises `Unsupported` if several may have it, `NotACheckpoint` if there are only others.
+        Raises `Unsupported` if several may be the model, `NotACheckpoint` if none may.
         """
         models = self.models
         if len(models) == 1 or (models and not models[0].place):
@@ -237,26 +243,29 @@ class Checkpoint:
         raise Unsupported(message, path=self.path, hint=self.say_tracked(models))
 
     def say_tracked(self, models: Iterable[Component]) -> str:
-        """Return the hint to pass one of several models, and which one a tracker names."""
+        """Return the hint to pass one of several models; it names the model that a latest-checkpoint file points to."""
         trackers = trackers_in(self.path)
         named = ((model, tracker) for model in models for tracker in trackers if tracker.means(model.path))
-        found = next(named, None)
-        return f"pass `{found[0].path}`, which `{found[1].name}` names" if found else "pass one of them"
+        tracked = next(named, None)
+        return f"pass `{tracked[0].path}`, which `{tracked[1].name}` names" if tracked else "pass one of them"
 
     @property
     def exported(self) -> Component | None:
-        """Return the weights for use, such as an adapter, that lie beside the directory with all states, if any do."""
+        """Return the exported weights, such as an adapter, beside the directory with the full training state.
+
+        Returns None if there are none.
+        """
         has_all = bool(self.components) and all(component.has_all for component in self.components)
-        found = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
-        reader = detect_format(self.path / found[0]) if found else None
-        return Component("", self.path / found[0], reader) if reader else None
+        names = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
+        reader = detect_format(self.path / names[0]) if names else None
+        return Component("", self.path / names[0], reader) if reader else None
 
     @cached_property
     def layout(self) -> Layout:
         """Return all components as one layout, in the format of the model.
 
-        An entry has the name that it has in its component. The component's own name comes in front of it where an
-        earlier component has the same name.
+        An entry keeps the name that it has in its component. If an earlier component has the same name, the component's
+        name is put in front.
         """
         model = self.model_component
         root = self.path if self.path.is_dir() else self.path.parent
@@ -269,7 +278,7 @@ class Checkpoint:
 
     @cached_property
     def family(self) -> Family | None:
-        """Return the family that the names of the model's tensors are of; None for the Hub's, and for unknown ones."""
+        """Return the model family that the tensor names belong to; None for the Hub's names, and for unknown names."""
         try:
             return family_of(self.weights.layout.shapes, self.trainer)
         except (Mismatch, Unsupported):  # no model, or several
@@ -277,11 +286,14 @@ class Checkpoint:
 
     @cached_property
     def companions(self) -> Companions:
-        """Return config, tokenizer and the like, from the checkpoint or the run above it."""
+        """Return the model files (config.json, tokenizer) from the checkpoint or its run."""
         return find_companions(self.model_component.path, None)
 
     def readable(self) -> tuple[Checkpoint, tuple[str, ...]]:
-        """Return the checkpoint with its readable components, and a remark on each other one beside the model."""
+        """Return the checkpoint with its readable components only, and a remark on each unreadable one.
+
+        Raises the error of the model component if that is unreadable.
+        """
         model = self.model_component
         kept: list[Component] = []
         unread: list[str] = []
@@ -296,7 +308,7 @@ class Checkpoint:
         return replace(self, components=tuple(kept)), tuple(unread)
 
     def with_twins(self) -> Checkpoint:
-        """Return the checkpoint with rounded copies in the place of the tensors that have them.
+        """Return the checkpoint with the low-precision copies in place of the tensors that have one.
 
         Raises `Mismatch` if there are none.
         """
@@ -306,7 +318,7 @@ class Checkpoint:
         return replace(self, components=tuple(replace(component, takes_twins=True) for component in self.components))
 
     def with_base(self, base: str | None) -> Checkpoint:
-        """Return the checkpoint of a model whose config.json lies in `base`, if that is given."""
+        """Return the checkpoint with `base` as the place of the model's config.json; unchanged for None."""
         return (
             replace(self, components=tuple(replace(component, base=base) for component in self.components))
             if base
@@ -314,7 +326,7 @@ class Checkpoint:
         )
 
     def problems(self) -> list[CkptError]:
-        """Return what keeps it from being read, as far as names and sizes tell; [] for a complete checkpoint."""
+        """Return the reasons why it cannot be read, by names and sizes alone; [] for a complete checkpoint."""
         if not self.components:
             return [self.unreadable or unknown(self.path)]
         strange = [Corrupt("no known format", path=path) for path in self.strange]
@@ -322,7 +334,7 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every component of it has been written to its end; False if it is deleted meanwhile."""
+        """Return whether every component was written to its end; False if the checkpoint is deleted meanwhile."""
         try:
             return not self.problems()
         except IOFailure:
@@ -332,132 +344,141 @@ class Checkpoint:
 
     @property
     def is_weights_only(self) -> bool:
-        """Return whether it is a model and, by its files' names, nothing else of a training, such as an optimizer."""
+        """Return whether, by file names, it is a model without any training state such as an optimizer."""
         if not (self.path.is_dir() and self.is_direct and self.components[0].reader.is_model_only):
             return False
-        return not any(child.is_dir() or child.suffix in OF_TRAINING for child in children(self.path))
+        return not any(child.is_dir() or child.suffix in TRAINING_SUFFIXES for child in children(self.path))
 
     def require_resumable(self) -> None:
-        """Raise `NotACheckpoint` for a checkpoint of which nothing is left but the weights."""
+        """Raise `NotACheckpoint` for a checkpoint that contains only weights."""
         if self.is_weights_only:
             hint = "pass a whole checkpoint, or start a new run with `--model` and this directory"
             message = "the directory contains only weights: training cannot continue from them"
             raise NotACheckpoint(message, path=self.path, hint=hint)
 
     def left_behind(self, used: Iterable[Path]) -> list[LeftBehind]:
-        """Return what of its directory is not among the files and directories `used`, each with why."""
+        """Return the files of its directory that are not in `used`, each with the reason."""
         if not self.path.is_dir():
             return []
         components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
-            found = list(left_in(self.path, frozenset(used), components))
+            files = list(unused_files(self.path, frozenset(used), components))
         copy = self.exported
-        return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in found]
+        return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in files]
 
     @property
     def files_beside(self) -> list[LeftBehind]:
-        """Return the files in its directory that no component is read from, but for config and tokenizer."""
+        """Return the files in its directory that no component reads, without config and tokenizer."""
         used = {component.layout.root / name for component in self.components for name in component.layout.files}
         return [left for left in self.left_behind(used) if left.why != COMPANION]
 
     @cached_property
     def unreadable(self) -> Unsupported | None:
-        """Return the error for files of others that ckptkit does not read yet; None where it has none of these."""
-        found = None if self.components else find_unread(self.path)
-        if found is None:
+        """Return the error for files of a trainer that ckptkit cannot read yet; None for any other checkpoint."""
+        unread = None if self.components else find_unsupported_files(self.path)
+        if unread is None:
             return None
-        return Unsupported(f"{found.what}: ckptkit cannot read this yet", path=self.path, hint=found.hint)
+        return Unsupported(f"{unread.what}: ckptkit cannot read this yet", path=self.path, hint=unread.hint)
 
 
 def value_in(layout: Layout, name: str, steps: KeyPath) -> object:
-    """Return what some steps lead to in an entry that is no tensor, None if that cannot be read."""
+    """Return the value at a key path inside a non-tensor entry; None if it cannot be read."""
     try:
-        found = load_value(layout.root, layout.blobs[name])
+        value = load_value(layout.root, layout.blobs[name])
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return None
     for step in steps:
-        children = dict(enumerate(found)) if isinstance(found, list) else dict(pairs_of(found) or ())
-        found = children.get(step)
-    return found
+        children = dict(enumerate(value)) if isinstance(value, list) else dict(pairs_of(value) or ())
+        value = children.get(step)
+    return value
 
 
-Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by
+Source = str | os.PathLike[str] | Checkpoint  # accepted wherever a function takes a checkpoint
 
 
 def path_of(source: Source) -> Path:
-    """Return the path or URL that was named, be there a checkpoint or not."""
+    """Return the path or URL of a source, whether or not a checkpoint is there."""
     return source.path if isinstance(source, Checkpoint) else to_path(source)
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a directory or file, also where the path is `.` or `..`."""
+    """Return the name of a directory or file, also if the path is `.` or `..`."""
     return path.name if path.name not in ("", "..") else path.resolve().name
 
 
 def local_path_of(source: Source) -> Path:
-    """Return the local path that was named, be there a checkpoint or not. Raises `Usage` for a remote one."""
+    """Return the local path of a source, whether or not a checkpoint is there.
+
+    Raises `Usage` for a remote path.
+    """
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
-        return joined([to_local(place) for place in roots_of(path)])
+        return joined([to_local(root) for root in roots_of(path)])
     return to_local(path)
 
 
 def open_layout(source: Source) -> Layout:
-    """Return the position of every chunk in all components of a checkpoint; for `source` see `Checkpoint.open`."""
+    """Return the byte range of every chunk in all components of a checkpoint; for `source` see `Checkpoint.open`."""
     return Checkpoint.open(source).layout
 
 
 def named_in(root: Path) -> list[Checkpoint]:
-    """Return what is named like a checkpoint in the run at `root`, complete or not, oldest first; [] for no run."""
+    """Return the directories and files named like checkpoints in the run at `root`, oldest first.
+
+    They may be incomplete. Returns [] if `root` is not a run.
+    """
     return oldest_first(map(Checkpoint.at, candidates_in(root)))
 
 
 def candidates_in(root: Path) -> list[Path]:
-    """Return what may be a checkpoint in the run at `root`, by its name alone."""
+    """Return the paths in the run at `root` that may be checkpoints, by name alone."""
     is_step = step_of(root) is not None
     steps = [path for path in entries_in(root) if may_be_step(path)]
-    inner = only_step(root, steps)
-    there = [path for path in steps if path != inner and not (is_step and trainers.is_whole(path.name))]
-    list_ahead(there)
-    return there
+    inner = only_step_directory(root, steps)
+    candidates = [path for path in steps if path != inner and not (is_step and trainers.is_whole(path.name))]
+    list_ahead(candidates)
+    return candidates
 
 
 def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return those of which the name says a step, in the order of steps."""
-    return sorted((one for one in found if one.own_step is not None), key=lambda one: (one.own_step or 0, one.name))
+    """Return the checkpoints whose name has a step, in the order of steps."""
+    return sorted(
+        (checkpoint for checkpoint in found if checkpoint.own_step is not None),
+        key=lambda checkpoint: (checkpoint.own_step or 0, checkpoint.name),
+    )
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
-    """Return what is named like a checkpoint in the run at `root`, then its last one and other directories with one."""
+    """Return the checkpoints of the run at `root`: first by step, then the trainer's last one and others."""
     named = named_in(root)
-    known = {one.path for one in named}
-    there = [path for path in entries_in(root) if path not in known] if named else []
-    others = [path for path in there if path.is_dir() or trainers.is_last(path.name)]
-    return [*named, *(one for one in map(Checkpoint.at, others) if one.components)]
+    known = {checkpoint.path for checkpoint in named}
+    others_in_run = [path for path in entries_in(root) if path not in known] if named else []
+    others = [path for path in others_in_run if path.is_dir() or trainers.is_last(path.name)]
+    return [*named, *(checkpoint for checkpoint in map(Checkpoint.at, others) if checkpoint.components)]
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Return the directories in a directory that are runs."""
+    """Return the subdirectories that are runs."""
     return [folder for folder in inner_folders(root) if named_in(folder)]
 
 
 class RunAround(CheckpointWarning):
-    """A directory is the run of a training and contains a model of its own."""
+    """A directory is both a training run and a model: a warning that names the one that ckptkit uses."""
 
 
-def run_around(here: Checkpoint) -> Checkpoint | None:
-    """Return the latest checkpoint of a run that was taken for a checkpoint because of a stray file in it; else None.
+def run_around(checkpoint: Checkpoint) -> Checkpoint | None:
+    """Return the latest checkpoint of a run that looked like a checkpoint because of a stray file in it; else None.
 
-    Warns which of the two is taken. A model that other files describe, as a trainer exports it at its end, is taken
-    itself: this returns None.
+    Warns which of the two ckptkit uses. A model with description files, as a trainer exports at the end of a run, is
+    used itself: this returns None.
     """
-    path, reader = here.path, here.components[0].reader
-    if not path.is_dir() or step_of(path) is not None or here.components[0].path != path:
+    path, reader = checkpoint.path, checkpoint.components[0].reader
+    if not path.is_dir() or step_of(path) is not None or checkpoint.components[0].path != path:
         return None
     if is_stray(path, reader):
-        latest = latest_in(path)  # which says why, if it is not the highest step
+        latest = latest_in(path)  # warns if it is not the highest step
         if latest is not None:
-            files = ", ".join(sorted(here.components[0].layout.files))
+            files = ", ".join(sorted(checkpoint.components[0].layout.files))
             warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround)
         return latest
     if reader.is_model_only and (left := find_latest(path).checkpoint):
@@ -470,8 +491,11 @@ class LatestDiffers(CheckpointWarning):
     """The checkpoint that a trainer would resume from is not the one with the highest step."""
 
 
-class Latest(NamedTuple):
-    """The latest checkpoint of a run, None if none is complete. `remarks` say why it is not the one that names tell."""
+class LatestCheckpoint(NamedTuple):
+    """The latest checkpoint of a run, None if none is complete.
+
+    `remarks` say why it is not the checkpoint that the names suggest.
+    """
 
     checkpoint: Checkpoint | None
     remarks: tuple[str, ...] = ()
@@ -480,29 +504,29 @@ class Latest(NamedTuple):
 def latest_in(root: Path) -> Checkpoint | None:
     """Return the latest complete checkpoint of the run at `root`, None if it has none; see `find_latest`.
 
-    Warns if it is not the one with the highest step, or if a latest-checkpoint file names one that is not complete.
+    Warns if it is not the one with the highest step, or if a latest-checkpoint file names an incomplete one.
     """
-    found = find_latest(root)
-    for remark in found.remarks if found.checkpoint else ():
+    latest = find_latest(root)
+    for remark in latest.remarks if latest.checkpoint else ():
         warn(f"{root}: {remark}", LatestDiffers)
-    return found.checkpoint
+    return latest.checkpoint
 
 
-def find_latest(root: Path) -> Latest:
+def find_latest(root: Path) -> LatestCheckpoint:
     """Find the checkpoint that the trainer of the run at `root` would resume from.
 
-    It is the one that a latest-checkpoint file, a link such as `last` or the newest `last.ckpt` means, if that is
-    complete; else the complete one with the highest step.
+    This is the checkpoint that a latest-checkpoint file, a link such as `last` or the newest `last.ckpt` points to, if
+    it is complete; else the complete one with the highest step.
     """
     named = named_in(root)
     highest = next((one for one in reversed(named) if one.is_complete), None)
-    meant: list[tuple[str, Checkpoint]] = []
+    candidates: list[tuple[str, Checkpoint]] = []
     remarks: list[str] = []
     trackers = trackers_in(root) if root.is_dir() else []
     for tracker in (one for one in trackers if one.is_latest):
-        found = meant_by(tracker, root, named)
-        meant += [(tracker.name, found)] if found else []
-        if not found:
+        tracked = tracked_checkpoint(tracker, root, named)
+        candidates += [(tracker.name, tracked)] if tracked else []
+        if not tracked:
             what = "is not complete" if (root / tracker.target).exists() else "does not exist"
             remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
     remarks += [f"`{one.name}` names {one.target}" for one in trackers if one.is_guess and not one.is_latest]
@@ -511,30 +535,33 @@ def find_latest(root: Path) -> Latest:
             step = step_or_none(last)
             if step is None:
                 remarks.append(f"`{path.name}` does not say its step: it may be later")
+            # `last` wins if its step is higher, or if it was written later: then the training was rolled back
             elif highest is None or step > (step_or_none(highest) or 0) or is_rolled_back(last, highest):
-                meant.append((path.name, last))
-    named_by, latest = max(meant, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
+                candidates.append((path.name, last))
+    named_by, latest = max(candidates, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
     if latest and highest and latest.path != highest.path:
         remarks.append(f"taking {latest.name}, which `{named_by}` names; the highest step is {highest.name}")
     elif latest and remarks:
         remarks[-1] += f"; taking {latest.name}"
-    return Latest(latest, tuple(remarks))
+    return LatestCheckpoint(latest, tuple(remarks))
 
 
 def is_rolled_back(last: Checkpoint, highest: Checkpoint) -> bool:
-    """Return whether a run's last checkpoint was written after the highest step: the training went back before it."""
+    """Return whether a run's last checkpoint is newer than its highest step: training restarted from an earlier one."""
     with translate_os_errors(last.path):
         return last.path.stat().st_mtime > highest.path.stat().st_mtime and step_or_none(last) != step_or_none(highest)
 
 
-def meant_by(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
-    """Return the complete checkpoint that a tracker names, of those `named` by steps or of any in the run."""
-    found = next((one for one in named if tracker.means(one.path)), None) or Checkpoint.at(root / tracker.target)
-    return found if found.components and found.is_complete else None
+def tracked_checkpoint(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
+    """Return the complete checkpoint that a latest-checkpoint file names; None if it is incomplete or missing."""
+    checkpoint = next((candidate for candidate in named if tracker.means(candidate.path)), None) or Checkpoint.at(
+        root / tracker.target
+    )
+    return checkpoint if checkpoint.components and checkpoint.is_complete else None
 
 
 def step_or_none(checkpoint: Checkpoint) -> int | None:
-    """Return the step that its name says or its trainer noted; None if nothing says one, or it cannot be read."""
+    """Return the step of a checkpoint; None if it has none or cannot be read."""
     try:
         return checkpoint.step
     except (Corrupt, IOFailure, Unsafe, Unsupported):
@@ -542,14 +569,14 @@ def step_or_none(checkpoint: Checkpoint) -> int | None:
 
 
 def entries_in(root: Path) -> Iterator[Path]:
-    """Return what lies in a directory, but for hidden entries, and for links to other entries of it."""
+    """Yield the paths in a directory, except hidden ones and links to other paths in it."""
     for path in children(root) if root.is_dir() else []:
         if not (path.name.startswith(".") or (path.is_symlink() and entry_of(root, str(path.readlink())))):
             yield path
 
 
 def unknown(path: Path) -> NotACheckpoint:
-    """Return the error for a path at which no format finds a checkpoint, in few words."""
+    """Return the error for a path where no format finds a checkpoint."""
     if path.is_dir():
         return NotACheckpoint("no known format" if children(path) else "empty", path=path)
     if not path.exists():
@@ -557,14 +584,14 @@ def unknown(path: Path) -> NotACheckpoint:
     return one_of_dcp(path) or NotACheckpoint("no known format", path=path)
 
 
-def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
-    """Return the error for a checkpoint that is whole, but in a format that ckptkit does not read."""
+def unsupported_problem(checkpoint: Checkpoint) -> Unsupported | None:
+    """Return the error for a complete checkpoint in a format that ckptkit does not read; None for any other."""
     return next((problem for problem in checkpoint.problems() if isinstance(problem, Unsupported)), None)
 
 
-def claimed(path: Path) -> NotACheckpoint | None:
-    """Return the error for a place in a store that an upload has not filled yet, or that is being deleted."""
-    from ckptkit.io.claims import read_claim, unfinished_upload  # only where no checkpoint was found
+def unfinished_in_store(path: Path) -> NotACheckpoint | None:
+    """Return the error for a path in a store whose upload or deletion is unfinished; None for any other."""
+    from ckptkit.io.claims import read_claim, unfinished_upload  # deferred: only needed for this error
 
     claim = read_claim(path)
     if claim is not None and claim.is_deletion:
@@ -575,37 +602,48 @@ def claimed(path: Path) -> NotACheckpoint | None:
 
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
-    """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
-    if unfinished_work := claimed(path):
+    """Return the error for a path that is neither a checkpoint nor a run with a readable one."""
+    if unfinished_work := unfinished_in_store(path):
         return unfinished_work
     if not path.exists():
         return absent(path)
     hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
     if path.is_dir():
-        return files_of_ranks(path) or unfinished_run(path) or program_in(path) or nothing_in(path, hint)
+        return (
+            files_of_ranks(path) or unfinished_run(path) or program_in(path) or no_checkpoint_in_directory(path, hint)
+        )
     other = one_of_dcp(path) or unlike_torch(path)
     return other or of_no_format(path, hint)
 
 
 def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
-    """Return the error for a run without a complete checkpoint that can be read, None for any other directory."""
+    """Return the error for a run without a complete, readable checkpoint; None for any other directory."""
     unfinished = named_in(path)
     if not unfinished:
         return None
-    unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)
-    message = f"the run has no complete checkpoint; unfinished: {', '.join(one.name for one in unfinished)}"
+    unread = next(
+        (
+            error
+            for checkpoint in reversed(unfinished)
+            if (error := checkpoint.unreadable or unsupported_problem(checkpoint))
+        ),
+        None,
+    )
+    message = (
+        f"the run has no complete checkpoint; unfinished: {', '.join(checkpoint.name for checkpoint in unfinished)}"
+    )
     hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
     return unread or NotACheckpoint(message, path=path, hint=hint)
 
 
 def program_in(path: Path) -> Unsupported | None:
-    """Return the error for a program that torch wrote, or a file of another library, in a directory; None without."""
+    """Return the error for an exported torch program or another library's file in a directory; None without."""
     files = (file for file in children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
-    return next((found for file in files if (found := unlike_torch(file))), None)
+    return next((error for file in files if (error := unlike_torch(file))), None)
 
 
-def nothing_in(path: Path, hint: str) -> NotACheckpoint:
-    """Return the error for a directory without a checkpoint, which names a run in it if there is one."""
+def no_checkpoint_in_directory(path: Path, hint: str) -> NotACheckpoint:
+    """Return the error for a directory without a checkpoint. Its hint names a run inside the directory."""
     runs, names = runs_in(path), names_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
     if not runs and any(map(trainers.is_of_run, names)):

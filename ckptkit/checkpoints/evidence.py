@@ -1,4 +1,4 @@
-"""Gather the names that a checkpoint shows, for its trainer to be told by. Opens small files only when asked."""
+"""Gather the names in a checkpoint that identify its trainer. Small files are opened only on request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.trainers.trainer import Evidence
 
-_LIMIT = 1 << 24  # bytes of a small file
+_LIMIT = 1 << 24  # bytes: larger files are not small files of a trainer
 
 
-def gather_names(place: Path) -> Evidence:
-    """Return the evidence at `place`, a directory or file, without that of its metadata."""
+def gather_name_evidence(place: Path) -> Evidence:
+    """Return the evidence at `place`, a directory or file, without reading metadata."""
     files = frozenset(names_in(place)) if place.is_dir() else frozenset({place.name})
 
     def read_json(name: str) -> Mapping[str, Any]:
@@ -27,8 +27,8 @@ def gather_names(place: Path) -> Evidence:
     return Evidence(place, files, read_json=read_json)
 
 
-def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
-    """Return the evidence at `place`, a directory or file, of which the first layout is, and those of other parts."""
+def gather_evidence(place: Path, layouts: Iterable[Layout]) -> Evidence:
+    """Return the evidence at `place`, a directory or file. The first layout is the model's."""
     model, *others = layouts
     below: dict[str, set[str]] = {}
     for layout in (model, *others):
@@ -36,7 +36,7 @@ def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
             key = layout.key(name)
             below.setdefault(str(key[0]), set()).update(map(str, key[1:2]))
     return replace(
-        gather_names(place),
+        gather_name_evidence(place),
         format=model.format,
         world_size=model.world_size,
         keys=frozenset(below),
@@ -46,7 +46,7 @@ def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
 
 
 def read_source(place: Path) -> Mapping[str, str] | None:
-    """Return what a directory's manifest says that the checkpoint was made of; None without a sound one that does."""
+    """Return the manifest's record of the source checkpoint; None without a valid manifest or record."""
     try:
         manifest = read_manifest(place) if place.is_dir() else None
     except (Corrupt, IOFailure, Unsafe):
@@ -55,17 +55,17 @@ def read_source(place: Path) -> Mapping[str, str] | None:
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a small file, {} where it holds none that can be read."""
+    """Return the JSON object in a small file; {} if the file has no readable object."""
     try:
-        found = parse_json(read_small(path, _LIMIT), path)
+        value = parse_json(read_small(path, _LIMIT), path)
     except (Corrupt, IOFailure, Unsafe):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_number(path: Path, key: KeyPath) -> object:
-    """Return what lies at a key path in a small file of JSON, None where there is none."""
-    found: object = read_object(path) if path.is_file() else {}
+    """Return the value at a key path in a small JSON file; None if it is missing."""
+    value: object = read_object(path) if path.is_file() else {}
     for step in key:
-        found = found.get(step) if isinstance(found, dict) else None
-    return found
+        value = value.get(step) if isinstance(value, dict) else None
+    return value

@@ -1,8 +1,7 @@
-"""Read `ckptkit.json`, the manifest, which has a checksum for every file and tensor.
+"""Read the manifest `ckptkit.json`, which has a checksum for every file and tensor.
 
-A store may keep checksums itself: those are compared with the manifest.
-
-A file of another step, another rank or another model, whole and undamaged, can only be told by one.
+Checksums that a store keeps are compared with the manifest's. Only a manifest can expose an undamaged file that belongs
+to another step, rank or model.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from ckptkit.words import count, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class StoreSums:
-    """What a store says of files, by name: `sums` of those whose CRC-32 it knows, the checksums it has of `others`."""
+    """The checksums that a store has, by file name: `sums` for files with a CRC-32, `others` for other checksums."""
 
     sums: Mapping[str, FileSum]
     others: Mapping[str, StoredSum]
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the store said nothing, or the files are local."""
+        """Return whether the store returned no checksums, or the files are local."""
         return not (self.sums or self.others)
 
     def describe(self, names: Iterable[str]) -> str:
-        """Return which checksums the store has of some of the files, as in `CRC32 of 2 files, no checksum of 1`."""
+        """Return which checksums the store has of these files, as in `CRC32 of 2 files, no checksum of 1`."""
         kinds = Counter(self._kind(name) for name in names)
         first, *rest = (f"{kind} of {number:,}" for kind, number in sorted(kinds.items(), reverse=True))
         return ", ".join([f"{first} {'file' if max(kinds.values()) == 1 else 'files'}", *rest])
@@ -51,19 +50,22 @@ class StoreSums:
         return " and ".join(self.others[name].kinds) or "no checksum"
 
 
-def ask_store(root: Path, names: Iterable[str]) -> StoreSums:
-    """Return what the store says of files of directory `root`; one or two requests a file, many at a time."""
+def read_store_checksums(root: Path, names: Iterable[str]) -> StoreSums:
+    """Return the store's checksums for files of directory `root`.
+
+    Sends one or two requests per file, in parallel.
+    """
     if not any(map(is_remote, roots_of(root))):
         return StoreSums({}, {})
     wanted = list(names)
-    found = dict(zip(wanted, at_once(lambda name: stored_sum(root / name), wanted), strict=True))
-    told = {name: one for name, one in found.items() if one is not None}
-    sums = {name: whole for name, one in told.items() if (whole := whole_sum(one)) is not None}
-    return StoreSums(sums, {name: one for name, one in told.items() if name not in sums})
+    sum_by_name = dict(zip(wanted, at_once(lambda name: stored_sum(root / name), wanted), strict=True))
+    by_name = {name: store_sum for name, store_sum in sum_by_name.items() if store_sum is not None}
+    sums = {name: whole for name, store_sum in by_name.items() if (whole := whole_sum(store_sum)) is not None}
+    return StoreSums(sums, {name: store_sum for name, store_sum in by_name.items() if name not in sums})
 
 
 def whole_sum(told: StoredSum) -> FileSum | None:
-    """Return size and CRC-32 of a file from those of its parts; None if the store does not tell these."""
+    """Return the size and CRC-32 of a file, combined from its parts; None if the store has no CRC-32 of the parts."""
     if not told.parts or sum(nbytes for _, nbytes in told.parts) != told.nbytes:
         return None
     crc = 0
@@ -72,19 +74,21 @@ def whole_sum(told: StoredSum) -> FileSum | None:
     return FileSum(told.nbytes, crc)
 
 
-def tell_proved(sizes: Mapping[str, int], proved: Collection[str]) -> list[str]:
+def remark_on_proved_files(sizes: Mapping[str, int], proved: Collection[str]) -> list[str]:
     """Return a remark on the files whose CRC-32 in the store was compared, if there are any."""
     total = format_bytes(sum(sizes[name] for name in proved))
     return [f"{count(len(proved), 'file')}, {total}: compared with the store's CRC-32"] if proved else []
 
 
-def tell_unproved(path: Path, sizes: Mapping[str, int], names: Collection[str], told: StoreSums) -> Unsupported:
-    """Return the problem that the store has no CRC-32 of these files, or the manifest does not list them."""
+def unproved_files_problem(
+    path: Path, sizes: Mapping[str, int], names: Collection[str], told: StoreSums
+) -> Unsupported:
+    """Return the problem that files have no CRC-32 in the store or are not in the manifest."""
     total = format_bytes(sum(sizes[name] for name in names))
-    without = [name for name in names if name in told.others]
+    no_crc = [name for name in names if name in told.others]
     unlisted = [name for name in names if name in told.sums]
     why = [
-        *([f"the store has {told.describe(without)}"] if without else []),
+        *([f"the store has {told.describe(no_crc)}"] if no_crc else []),
         *([f"the manifest does not list {abridge(unlisted)}"] if unlisted else []),
     ]
     message = f"no CRC-32 to compare of {len(names):,} of {count(len(sizes), 'file')}, {total}: {'; '.join(why)}"
@@ -92,9 +96,9 @@ def tell_unproved(path: Path, sizes: Mapping[str, int], names: Collection[str], 
 
 
 NAME = "ckptkit.json"
-_LIMIT = 1 << 28  # bytes
-_DESCRIBED_BY = (".metadata", ".index.json")  # how the names end of files that describe the others
-_REPLACE = "`ckptkit manifest --overwrite` makes a new one"
+_LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
+_DESCRIPTION_SUFFIXES = (".metadata", ".index.json")  # suffixes of files that describe the other files
+_HINT_REPLACE = "`ckptkit manifest --overwrite` makes a new one"
 
 ByteRange = tuple[int, int]  # offset in a file and length, in bytes
 
@@ -103,7 +107,7 @@ ByteRange = tuple[int, int]  # offset in a file and length, in bytes
 class FileSum:
     """The size and the CRC-32 of a file.
 
-    `runs` has the CRC-32 of the runs of tensor bytes that no format records one for, by offset and length.
+    `runs` has the CRC-32 of ranges of tensor bytes without a checksum in the format itself, by offset and length.
     """
 
     nbytes: int
@@ -117,19 +121,19 @@ class FileSum:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FileSum:
-        """Return the sums that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the object that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
         runs = {}
-        for place, crc in value.get("runs", {}).items():
-            offset, length = map(int, place.split("+"))
+        for byte_range, crc in value.get("runs", {}).items():
+            offset, length = map(int, byte_range.split("+"))
             runs[offset, length] = int(crc, 16)
         return cls(int(value["nbytes"]), int(value["crc32"], 16), runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The files of one directory; the CRC-32, in row-major order, of each tensor that lies in one piece.
+    """The files of one directory, and the CRC-32, in row-major order, of each contiguous tensor.
 
-    `source` is what it was made of, if that was another checkpoint: its path and format.
+    `source` is the path and format of the checkpoint that this one was made from; None for an original.
     """
 
     files: Mapping[str, FileSum]
@@ -137,15 +141,15 @@ class Manifest:
     source: Mapping[str, str] | None = None
 
     def has_tensors_of(self, path: Path, owns: Callable[[str], bool]) -> bool:
-        """Return whether `tensors` are of what lies at `path`, and not of other files that its format `owns`."""
+        """Return whether `tensors` describe `path`: a directory, or the only file that its format `owns`."""
         return path.is_dir() or [name for name in self.files if owns(name)] == [path.name]
 
     def to_bytes(self) -> bytes:
-        """Return the file, which ends with a CRC-32 of its own."""
+        """Return the content of the manifest file. It ends with the CRC-32 of the rest."""
         value = {
             "ckptkit": __version__,
             "source": self.source,
-            "files": {name: found.to_json() for name, found in sorted(self.files.items())},
+            "files": {name: file_sum.to_json() for name, file_sum in sorted(self.files.items())},
             "tensors": {name: {"crc32": f"{crc:08x}"} for name, crc in sorted(self.tensors.items())},
         }
         return dump({**value, "crc32": f"{crc32(dump(value)):08x}"})
@@ -156,12 +160,15 @@ def dump(value: Mapping[str, Any]) -> bytes:
 
 
 def source_of(layout: Layout) -> dict[str, str]:
-    """Return what a manifest says of the checkpoint that another was made of."""
+    """Return a manifest's record of the checkpoint that another was made from."""
     return {"path": str(layout.root.absolute()), "format": layout.format}
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """Return the manifest in directory `root`, None if there is none. Raises `Corrupt` for one that is damaged."""
+    """Return the manifest in directory `root`, None if there is none. Raises `Corrupt` for a damaged one.
+
+    Warns about the manifest of an earlier save, and returns None.
+    """
     path = root / NAME
     if not is_there(path):
         return None
@@ -171,8 +178,8 @@ def read_manifest(root: Path) -> Manifest | None:
         if crc32(dump(value)) != recorded:
             hint = "delete the manifest, run `ckptkit verify`, then `ckptkit manifest`"
             raise Corrupt("the manifest itself is damaged or was edited", path=path, hint=hint)
-        files = {name: FileSum.from_json(found) for name, found in value["files"].items()}
-        tensors = {name: int(found["crc32"], 16) for name, found in value["tensors"].items()}
+        files = {name: FileSum.from_json(record) for name, record in value["files"].items()}
+        tensors = {name: int(record["crc32"], 16) for name, record in value["tensors"].items()}
         source = value["source"]
     except CkptError as error:
         raise error.blame(path=path) from None
@@ -180,29 +187,29 @@ def read_manifest(root: Path) -> Manifest | None:
         hint = "run `ckptkit manifest` to make a new one: it reads every byte first"
         raise Corrupt("another version of ckptkit wrote the manifest", path=path, hint=hint) from error
     for name in files:
-        for step in name.split("/"):  # of a file in a directory, such as a rank's
+        for step in name.split("/"):  # a file may be in a subdirectory, such as a rank's
             check_name(step, root)
     if is_of_earlier_save(root, files):
-        warn(f"{path}: ignoring the manifest of an earlier save: {_REPLACE}", StaleManifest)
+        warn(f"{path}: ignoring the manifest of an earlier save: {_HINT_REPLACE}", StaleManifest)
         return None
     return Manifest(files, tensors, source)
 
 
 def has_stale_manifest(root: Path) -> bool:
-    """Return whether the manifest in a directory is that of an earlier save, as `read_manifest` ignores it."""
+    """Return whether the manifest in a directory belongs to an earlier save, so that `read_manifest` ignores it."""
     try:
         return is_there(root / NAME) and read_manifest(root) is None
     except Corrupt:
         return False
 
 
-def lost_since(error: CkptError, root: Path) -> CkptError:
-    """Return the error for metadata that a manifest lists and that is gone; any other error as it is.
+def explain_deleted_metadata(error: CkptError, root: Path) -> CkptError:
+    """Return the error that metadata was deleted after the save, if the manifest lists it; else `error` unchanged.
 
-    The file was there when the manifest was made, so the save did finish.
+    The file existed when the manifest was made, so the save was complete.
     """
     names = error.files if isinstance(error, Incomplete) else ()
-    lost = [name for name in names if name.endswith(_DESCRIBED_BY)]
+    lost = [name for name in names if name.endswith(_DESCRIPTION_SUFFIXES)]
     try:
         manifest = read_manifest(root) if lost and root.is_dir() else None
     except Corrupt:
@@ -215,24 +222,24 @@ def lost_since(error: CkptError, root: Path) -> CkptError:
 
 
 class StaleManifest(CheckpointWarning):
-    """A manifest that describes the files of an earlier save in the same directory."""
+    """The manifest describes files of an earlier save in the same directory."""
 
 
 def is_of_earlier_save(root: Path, files: Mapping[str, FileSum]) -> bool:
-    """Return whether others have saved a checkpoint again over the files that a manifest lists.
+    """Return whether another program saved a checkpoint again over the files that a manifest lists.
 
-    Then the file that describes all others has another content, and was written after the manifest together with
-    files that it describes. A damaged one differs as well, but nothing else is newer with it. Only on a disk: a store
-    does not tell when a file was changed, only when it was sent.
+    Then the file that describes the others has other content and is newer than the manifest, as are files that it
+    describes. A damaged file also differs, but then no other file is newer. Checked on local disks only: stores have no
+    modification time, only an upload time.
     """
-    described = [name for name in files if name.endswith(_DESCRIBED_BY)]
+    described = [name for name in files if name.endswith(_DESCRIPTION_SUFFIXES)]
     if not described or is_remote(root):
         return False
-    made = (root / NAME).stat().st_mtime_ns
-    newer = {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > made}
+    manifest_time = (root / NAME).stat().st_mtime_ns
+    newer = {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > manifest_time}
     return len(newer) > 1 and any(differs(root / name, files[name]) for name in described if name in newer)
 
 
 def differs(path: Path, known: FileSum) -> bool:
-    """Return whether a file is not the one that a manifest has recorded."""
+    """Return whether a file differs from the manifest's record in size or CRC-32."""
     return file_size(path) != known.nbytes or crc32(read_small(path, _LIMIT)) != known.crc32

@@ -1,4 +1,4 @@
-"""Find the files of a checkpoint that come last where files appear one by one: its marks."""
+"""Find the marker files of a checkpoint: the files that must be written last if files become visible one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.models.companions import CONFIG
 
 
 class PlacedFiles(NamedTuple):
-    """The files of one component of a checkpoint, in directory `place` of it, and those that describe the component."""
+    """The files of one component, in directory `place` of the checkpoint, and the files that describe the component."""
 
     place: str
     files: Collection[str]
@@ -19,17 +19,17 @@ class PlacedFiles(NamedTuple):
 
 
 def find_marks(components: Iterable[PlacedFiles], names: Collection[str], *, is_for_loaders: bool) -> tuple[str, ...]:
-    """Return the files without which nobody takes the others for a checkpoint, in the order in which they come last.
+    """Return the files without which no reader takes the rest for a checkpoint, in the order to write them.
 
     `components` begin with the model. The manifests among all `names` come first. Then come the files that describe
-    each component, or its last file if none does; those of the model come after the others. config.json is last in a
-    Hugging Face model, which `is_for_loaders`; elsewhere it comes with the manifests.
+    each component, or its last file if none does; the model's come after the others'. config.json is last in a Hugging
+    Face model (`is_for_loaders`); otherwise it comes with the manifests.
     """
     manifests = [name for name in sorted(names) if PurePath(name).name == MANIFEST]
     described = []
-    for place, files, descriptions in reversed(list(components)):
+    for directory, files, descriptions in reversed(list(components)):
         last = [name for name in sorted(files) if name in descriptions] or sorted(files)[-1:]
-        described += [str(PurePath(place, name)) for name in last]
+        described += [str(PurePath(directory, name)) for name in last]
     config = [CONFIG] if CONFIG in names else []
     marks = [*manifests, *described, *config] if is_for_loaders else [*manifests, *config, *described]
     return tuple(dict.fromkeys(marks))

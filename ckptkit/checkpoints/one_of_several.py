@@ -1,8 +1,8 @@
-"""Recognize a file that is one of several: a rank's file has a part of each tensor, or some of the tensors.
+"""Recognize a file that is one of several: a rank's file has a shard of each tensor, or some of the tensors.
 
-Its name says so (`rank0-of-2`, `sdp_00` beside `sdp_01`, also of the directories above it), or its content does, or
-the content of the files beside it. The name `rank0.pt` proves nothing: rank 0 often saves the whole model. Such a file
-is used with a warning, unless a config.json confirms its shapes.
+The proof is in its name (`rank0-of-2`, `sdp_00` beside `sdp_01`, or a directory above it), in its content, or in the
+files beside it. The name `rank0.pt` proves nothing, because rank 0 often saves the full model: such a file is used with
+a warning, unless a config.json confirms its shapes.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.trainers import ONE_FILE, stem_of, step_of
 
-_SHARDS = "shard_metadata"  # of torch_xla's and fairscale's FSDP, beside the flat shards of a rank
-_WORLDS = ((_SHARDS, "world_size"), ("mp_world_size",))
-_NAMED = 4  # files in a message
-_RANK_0 = re.compile(r"model[-_.]0+")  # torch_checkpointing calls the files of the item `model` so
+_SHARDS_KEY = "shard_metadata"  # key that FSDP of torch_xla and fairscale saves beside a rank's flat shards
+_WORLD_SIZE_KEYS = ((_SHARDS_KEY, "world_size"), ("mp_world_size",))
+_NAMES_SHOWN = 4  # files in a message
+_RANK_0 = re.compile(r"model[-_.]0+")  # torch_checkpointing's file name for the item `model`
 
 
-def require_whole(checkpoint: Checkpoint) -> None:
-    """Raise `Unsupported` for one of several files, each of which has a part of the model."""
+def refuse_partial_file(checkpoint: Checkpoint) -> None:
+    """Raise `Unsupported` for one of several files that each contain only some of the model's data."""
     if problem := find_parts(checkpoint):
         raise problem
 
 
 def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
-    """Return the error for a checkpoint that is one of several files of a model, None for any other."""
+    """Return the error for a checkpoint that is one of several files of a model; None for any other checkpoint."""
     layout = layout_of(checkpoint)
     if layout is None:
-        return None  # whoever reads it says so, or salvages it
+        return None  # the reader reports the error, or salvage handles it
     component = checkpoint.model_component
     if component.reader.is_sharded or isinstance(checkpoint.path, JoinedPath):
         return None  # its format joins the files
     if layout.descriptions or layout.world_size is not None:
         return None  # an index lists its files, or the format names them
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
-    worlds = [found for key in _WORLDS if isinstance(found := checkpoint.value(key), int)]
+    worlds = [siblings for key in _WORLD_SIZE_KEYS if isinstance(siblings := checkpoint.value(key), int)]
     if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
         return one_of_several(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
-    found = set_of(file) or parts_beside(checkpoint, file) or ([file.name] if is_part(file) else [])
-    is_joined = len(found) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, found))
-    if found and not is_joined:
-        names = f"{', '.join(found[:_NAMED])}{and_more(len(found) - _NAMED)}"
-        which = f"one of {len(found)}" if len(found) > 1 else "one of several"
+    siblings = rank_set_of(file) or parts_beside(checkpoint, file) or ([file.name] if is_part(file) else [])
+    is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, siblings))
+    if siblings and not is_joined:
+        names = f"{', '.join(siblings[:_NAMES_SHOWN])}{and_more(len(siblings) - _NAMES_SHOWN)}"
+        which = f"one of {len(siblings)}" if len(siblings) > 1 else "one of several"
         hint = f"{JOIN}; if this one has all of the model, rename a copy of it"
         return one_of_several(checkpoint, file, f"this is {which}: {names}", hint)
     return None
@@ -64,20 +64,20 @@ def is_part(file: Path) -> bool:
 
 
 def parts_beside(checkpoint: Checkpoint, file: Path) -> list[str]:
-    """Return the files that are one model together with this file, by their contents; [] if nothing shows it.
+    """Return the files that together with this file are one model, by their contents; [] if nothing shows it.
 
-    They are counted from 0, and the first or the last has other tensors, or the same tensors cut elsewhere.
+    Their names count from 0, and the first or the last has other tensors, or the same tensors split elsewhere.
     """
     series = series_of(file)
     if not series or has_number(file.name, len(series)):
         return series
-    here = checkpoint.model_component.layout.shapes
+    own_shapes = checkpoint.model_component.layout.shapes
     others = (Checkpoint.at(file.parent / name) for name in (series[0], series[-1]) if name != file.name)
-    return series if any(is_other_part(here, shapes_of(other)) for other in others) else []
+    return series if any(is_other_part(own_shapes, shapes_of(other)) for other in others) else []
 
 
 def series_of(file: Path) -> list[str]:
-    """Return the files that are called like this one and counted from 0; [] for steps and epochs."""
+    """Return the files with the same name but another number, counted from 0; [] if the numbers are steps or epochs."""
     is_step = step_of(Path(stem_of(file.name))) is not None
     return [] if is_step or file.suffix not in ONE_FILE else find_series(file.name, names_in(file.parent))
 
@@ -96,22 +96,27 @@ def shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     return layout.shapes if layout else {}
 
 
-def is_other_part(here: Mapping[str, Shape], there: Mapping[str, Shape]) -> bool:
-    """Return whether two files have each tensors that the other lacks, or shapes that differ along one axis only."""
-    if not there:
+def is_other_part(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shape]) -> bool:
+    """Return whether two files each have tensors that the other lacks, or shapes that differ along one axis only."""
+    if not two_shapes:
         return False
-    differing = [(one, two) for name, one in here.items() if (two := there.get(name, one)) != one]
-    if here.keys() - there.keys() and there.keys() - here.keys():
+    differing = [
+        (shape, other_shape)
+        for name, shape in one_shapes.items()
+        if (other_shape := two_shapes.get(name, shape)) != shape
+    ]
+    if one_shapes.keys() - two_shapes.keys() and two_shapes.keys() - one_shapes.keys():
         return True
     return bool(differing) and all(
-        len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) == 1 for one, two in differing
+        len(shape) == len(other_shape) and sum(a != b for a, b in zip(shape, other_shape, strict=True)) == 1
+        for shape, other_shape in differing
     )
 
 
 def find_doubt(checkpoint: Checkpoint) -> str | None:
-    """Return why a file may be a part though nothing proves it; None for any other checkpoint.
+    """Return why a file may be only one of several, although nothing proves it; None for any other checkpoint.
 
-    For a checkpoint that `find_parts` has no error for.
+    Call it only if `find_parts` found no error.
     """
     layout = layout_of(checkpoint)
     if layout is None or len(layout.files) != 1:
@@ -126,15 +131,19 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
     is_first = not series and _RANK_0.fullmatch(stem_of(file.name)) is not None
     if is_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "its name counts ranks"
-    elif series and all(is_alike(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])):
-        why = f"{', '.join(series[:_NAMED])}{and_more(len(series) - _NAMED)} have the same tensors and shapes"
+    elif series and all(
+        has_same_tensors(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])
+    ):
+        why = (
+            f"{', '.join(series[:_NAMES_SHOWN])}{and_more(len(series) - _NAMES_SHOWN)} have the same tensors and shapes"
+        )
     else:
         return None
     return f"{why}, and nothing shows whether this file has the whole model or one part of it"
 
 
-def is_alike(checkpoint: Checkpoint, other: Checkpoint) -> bool:
-    """Return whether two files have tensors of the same names and shapes, and do not say that their steps differ."""
+def has_same_tensors(checkpoint: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two files have the same tensor names and shapes, and no recorded steps that differ."""
     if shapes_of(other) != checkpoint.model_component.layout.shapes:
         return False
     return None in (steps := (checkpoint.noted_step, other.noted_step)) or len(set(steps)) == 1
@@ -142,26 +151,26 @@ def is_alike(checkpoint: Checkpoint, other: Checkpoint) -> bool:
 
 def has_shards(checkpoint: Checkpoint) -> bool:
     layout = checkpoint.model_component.layout
-    return any(layout.key(name)[0] == _SHARDS for name in layout.names)
+    return any(layout.key(name)[0] == _SHARDS_KEY for name in layout.names)
 
 
-def set_of(file: Path) -> list[str]:
-    """Return the files or directories of which a file is one, by its name or those of the directories above it."""
-    for place in (file, *file.absolute().parents):
-        if place != file and not is_numbered(place.name):
+def rank_set_of(file: Path) -> list[str]:
+    """Return the set of rank files or directories that a file belongs to, by its name or the directories above it."""
+    for path in (file, *file.absolute().parents):
+        if path != file and not is_numbered(path.name):
             break
-        if found := find_set(place.name, names_in(place.parent)):
-            return found
+        if names := find_set(path.name, names_in(path.parent)):
+            return names
     return []
 
 
 def joins_all(component: Component, names: list[str]) -> bool:
-    """Return whether its format joins the files of a directory."""
+    """Return whether the component's format joins the files of a directory."""
     return component.reader.is_sharded or (component.reader.owns(names[0]) and not component.problem)
 
 
 def one_of_several(checkpoint: Checkpoint, file: Path, what: str, hint: str) -> Unsupported:
-    """Return the error for one of several files, with the directory that has all if ckptkit joins them."""
+    """Return the error for one of several files. The hint names the directory if ckptkit can join it."""
     folder = file.parent
     above = Checkpoint.at(folder) if checkpoint.path != folder else None
     if above and any(joins_all(part, names_in(folder)) for part in above.components):

@@ -1,4 +1,4 @@
-"""What a directory may be beside a checkpoint, such as a delta: a line in `OTHER_KINDS`, and a module that opens it."""
+"""Directories that are not checkpoints, such as a delta: a row in `OTHER_KINDS`, and a module that opens them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ckptkit.io.path import is_remote
 
 
 class OtherKind(Protocol):
-    """What the module of a line does."""
+    """The interface of a module that opens another kind of directory."""
 
     def is_complete(self, path: Path, /) -> bool:
-        """Return whether a directory contains a complete one."""
+        """Return whether a directory contains everything that belongs to it."""
 
     def show(self, path: Path, /, *, tensors: bool, json: bool) -> None:
-        """Print what it is, for `ckptkit inspect`."""
+        """Print a description, for `ckptkit inspect`."""
 
     def check(self, path: Path, /, *, base: Path | None, jobs: int | None) -> Any:
-        """Return it as `ckptkit.checks.verify.Verified`, for `ckptkit verify`."""
+        """Return the result as `ckptkit.checks.verify.Verified`, for `ckptkit verify`."""
 
     def list_files(self, path: Path, /) -> Any:
         """Return its files as `ckptkit.hub.cp.Contents`, for `ckptkit cp`."""
 
 
 class KnownKind(NamedTuple):
-    """A line: the module, and the pattern `files` of names that only it has, also before it is complete."""
+    """A row of the table: the module, and the pattern `files` of names that only this kind has, complete or not."""
 
     where: str
     files: str
@@ -44,7 +44,7 @@ OTHER_KINDS = PluginTable(
 
 
 def other_kind_of(path: Path) -> OtherKind | None:
-    """Return what a directory is, complete or not, None if it is no kind of `OTHER_KINDS`."""
+    """Return the module for a directory of another kind, complete or not; None if no kind matches."""
     names = names_in(path) if path.is_dir() else ()
     for known in OTHER_KINDS.values():
         if any(map(re.compile(known.files).fullmatch, names)):
@@ -53,8 +53,8 @@ def other_kind_of(path: Path) -> OtherKind | None:
 
 
 def members_of(path: Path) -> list[Path]:
-    """Return the folders of a local directory that contains others of these kinds; for any other path, the path."""
+    """Return the subdirectories of a local directory that groups directories of these kinds; else the path itself."""
     if is_remote(path) or not path.is_dir() or other_kind_of(path) or detect_format(path) is not None:
         return [path]
-    found = [folder for folder in folders(path) if not folder.name.startswith(".")]
-    return found if any(map(other_kind_of, found)) else [path]
+    subdirectories = [folder for folder in folders(path) if not folder.name.startswith(".")]
+    return subdirectories if any(map(other_kind_of, subdirectories)) else [path]

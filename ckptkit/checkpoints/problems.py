@@ -1,4 +1,4 @@
-"""Gather the problems of a checkpoint, each once. All problems of a missing file count as one."""
+"""Collect the problems of a checkpoint without duplicates. All problems of a missing file count as one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Incomplete
 from ckptkit.words import count
 
-_NAMED = 3  # tensors of a problem that are named
+_NAMES_SHOWN = 3  # tensor names in a message
 Key = tuple[Path | None, tuple[str, ...], str | None, int | None]  # file, or directory and files; tensor; byte
 
 
 class Problems:
-    """The problems of one checkpoint, each once.
+    """The problems of one checkpoint, without duplicates.
 
-    Tensors that lack what is in one file are one problem: that of the file, if it has one.
+    Tensors that are incomplete because of one file are one problem: the file's own, if it has one.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class Problems:
         self._lacking: dict[Path, dict[str, Incomplete]] = {}  # by file and tensor
 
     def add(self, problem: CkptError) -> None:
-        """Note a problem, unless one of the same place is known; without its traceback, which keeps files alive.
+        """Add a problem, unless the same place already has one. Drops its traceback, which keeps files alive.
 
-        A tensor that lacks what is in a file has a gap for that reason, and no problem of its own.
+        A tensor that is incomplete because of a missing file gets no problem of its own.
         """
         problem = problem.with_traceback(None)
         files = problem.files if isinstance(problem, Incomplete) else ()
@@ -39,65 +39,69 @@ class Problems:
             self._found.setdefault((problem.path, files, problem.tensor, None), problem)
 
     def are_in(self, path: Path) -> bool:
-        """Return whether a problem of file `path` is known."""
-        return path in self._lacking or any(found == path for found, *_ in self._found)
+        """Return whether file `path` has a problem."""
+        return path in self._lacking or any(known_path == path for known_path, *_ in self._found)
 
     def list(self) -> tuple[CkptError, ...]:
-        """Return all of them, those of files and single tensors before those of several tensors."""
+        """Return all problems: first the problems of files and single tensors, then of several tensors."""
         left = dict(self._lacking)
-        found = []
+        problems = []
         for problem in self._found.values():
             lacking = [left.pop(path) for path in sorted(files_of(problem) & left.keys())]
-            found.append(with_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors)))
-        return (*found, *map(of_tensors, left.values()))
+            problems.append(
+                with_affected_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors))
+            )
+        return (*problems, *map(merge_tensor_problems, left.values()))
 
 
 def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]) -> tuple[CkptError, ...]:
-    """Return problems with those of one file as one if most of its entries have one: it is not the file that is meant.
+    """Merge the problems of a file if most of its entries have one: it is probably not the file that was meant.
 
-    `entries` are how many tensors and other entries each file contains by the metadata.
+    `entries` is the number of tensors and other entries that the metadata lists for each file.
     """
     problems = tuple(problems)
     wrong: dict[Path | None, set[str]] = {}
-    for one in problems:
-        if one.tensor is not None and not isinstance(one, Incomplete):
-            wrong.setdefault(one.path, set()).add(one.tensor)
-    foreign = {path for path, names in wrong.items() if len(names) > _NAMED and 2 * len(names) > entries.get(path, 0)}
+    for problem in problems:
+        if problem.tensor is not None and not isinstance(problem, Incomplete):
+            wrong.setdefault(problem.path, set()).add(problem.tensor)
+    mismatched_files = {
+        path for path, names in wrong.items() if len(names) > _NAMES_SHOWN and 2 * len(names) > entries.get(path, 0)
+    }
     kept: dict[object, CkptError] = {}
-    for one in problems:
-        if one.path not in foreign or one.tensor is None or isinstance(one, Incomplete):
-            kept[id(one)] = one
-        elif one.path not in kept:
-            known = entries.get(one.path, 0)  # 0 if the metadata could not be read to its end
+    for problem in problems:
+        if problem.path not in mismatched_files or problem.tensor is None or isinstance(problem, Incomplete):
+            kept[id(problem)] = problem
+        elif problem.path not in kept:
+            known = entries.get(problem.path, 0)  # 0 if the metadata could not be read to its end
             of_all = f" of {known:,}" if known else ""
-            what = f"{len(wrong[one.path]):,}{of_all} entries are not as the metadata describes them"
-            message = f"{what}, such as `{one.tensor}`: {one.message}"
+            what = f"{len(wrong[problem.path]):,}{of_all} entries are not as the metadata describes them"
+            message = f"{what}, such as `{problem.tensor}`: {problem.message}"
             hint = "restore the file from a copy: it may belong to another save"
-            kept[one.path] = Corrupt(message, path=one.path, hint=hint)
+            kept[problem.path] = Corrupt(message, path=problem.path, hint=hint)
     return tuple(kept.values())
 
 
 def files_of(problem: CkptError) -> set[Path]:
-    """Return the files that a problem of files is about; none for the problem of a tensor."""
+    """Return the files that a file problem is about; none for the problem of a tensor."""
     if problem.tensor is not None or problem.path is None:
         return set()
     names = problem.files if isinstance(problem, Incomplete) else ()
     return {problem.path, *(problem.path / name for name in names)}
 
 
-def with_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
-    """Return the problem of files with the tensors that have a part in them."""
+def with_affected_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
+    """Return a file problem that also names the tensors that are incomplete because of it."""
     if not tensors:
         return problem
-    found = copy(problem)
-    some = count(len(tensors), "tensor", "is")
-    found.message = f"{problem.message}; {some} incomplete: {abridge(tensors)}"
-    found.args = (found.message,)
-    return found
+    extended = copy(problem)
+    affected = count(len(tensors), "tensor", "is")
+    extended.message = f"{problem.message}; {affected} incomplete: {abridge(tensors)}"
+    extended.args = (extended.message,)
+    return extended
 
 
-def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
-    """Return the problem of tensors that lack what is in one file; of a single tensor as it was reported."""
+def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
+    """Merge the problems of tensors that are incomplete because of one file; a single problem is unchanged."""
     first, *others = lacking.values()
     if not others:
         return first
@@ -107,6 +111,6 @@ def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
 
 
 def abridge(names: Iterable[str]) -> str:
-    """Return a few of the names."""
-    some = list(islice(names, _NAMED + 1))
-    return ", ".join(some[:_NAMED]) + (", ..." if some[_NAMED:] else "")
+    """Return the first names as text."""
+    first_names = list(islice(names, _NAMES_SHOWN + 1))
+    return ", ".join(first_names[:_NAMES_SHOWN]) + (", ..." if first_names[_NAMES_SHOWN:] else "")

@@ -1,7 +1,7 @@
-"""Decide whether a directory or file may be replaced: only if ckptkit knows everything in it.
+"""Decide whether a directory or file may be replaced: only if ckptkit knows every entry in it.
 
-A checkpoint of a training that cannot be made again from another checkpoint is replaced by its own kind only: by a
-later save of the training, or a copy of another one.
+A training checkpoint that was not converted from another checkpoint cannot be made again. Only a later save of the
+training, or a copy of another such checkpoint, may replace it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MOST_NAMED = 5
 
 
 def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool = False) -> None:
-    """Raise `Occupied` if `dst` is no checkpoint, or a directory with entries that are not part of one.
+    """Raise `Occupied` if `dst` is not a checkpoint, or a directory with entries that ckptkit does not know.
 
-    The files `made` are about to be written under the same names, so they may be replaced in any case. A checkpoint of
-    a training is replaced `by_training` only, unless ckptkit made it from another one.
+    The files `made` are about to be written under the same names, so they may always be replaced. A training checkpoint
+    may only be replaced `by_training`, unless ckptkit made it from another one.
     """
     if dst.is_symlink() or not dst.exists():
         return
@@ -42,9 +42,9 @@ def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool 
         check_training(dst, by_training=by_training)
         return
     with translate_os_errors(dst):
-        found = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
-    if found:
-        named = ", ".join(found[:_MOST_NAMED]) + and_more(len(found) - _MOST_NAMED)
+        unknown = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
+    if unknown:
+        named = ", ".join(unknown[:_MOST_NAMED]) + and_more(len(unknown) - _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)
@@ -52,7 +52,7 @@ def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool 
 
 
 def check_training(dst: Path, *, by_training: bool) -> None:
-    """Raise `Occupied` for a checkpoint of a training that no other checkpoint has; see `check_replaceable`."""
+    """Raise `Occupied` for a training checkpoint that cannot be made again; see `check_replaceable`."""
     if not by_training and (entries := states_only_at(dst)):
         message = f"the destination is a checkpoint of a training, which cannot be made again: it has `{entries[0]}`"
         hint = "choose another destination, or delete this checkpoint first: --overwrite replaces exports"
@@ -60,7 +60,7 @@ def check_training(dst: Path, *, by_training: bool) -> None:
 
 
 def states_only_at(dst: Path) -> list[str]:
-    """Return what of the checkpoint at `dst` is state of a training, unless ckptkit made it from another checkpoint."""
+    """Return the training state in the checkpoint at `dst`; [] if ckptkit made it from another checkpoint."""
     return [] if is_made_of_another(dst) else names_of_state(Checkpoint.at(dst))
 
 
@@ -74,16 +74,16 @@ def is_made_of_another(dst: Path) -> bool:
 
 
 def names_of_state(checkpoint: Checkpoint) -> list[str]:
-    """Return what of a checkpoint is state of a training: components, or tensors; [] if it cannot be read."""
-    parts = [part.place for part in checkpoint.components if part.place and not part.is_model]
+    """Return the components or tensors of a checkpoint that are training state; [] if it cannot be read."""
+    components = [component.place for component in checkpoint.components if component.place and not component.is_model]
     try:
-        return parts or sorted(names_of_training(checkpoint.layout))
+        return components or sorted(names_of_training(checkpoint.layout))
     except _UNREADABLE:
         return []
 
 
 def is_checkpoint_file(path: Path) -> bool:
-    """Return whether a file has tensors, as far as it can be read: a damaged checkpoint may be replaced too."""
+    """Return whether a file has tensors. A damaged checkpoint counts, because it may be replaced, too."""
     components = Checkpoint.at(path).components
     try:
         return bool(components) and bool(components[0].layout.tensors)
@@ -94,9 +94,9 @@ def is_checkpoint_file(path: Path) -> bool:
 
 
 def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tuple[str, ...]:
-    """Return the files in a store without which nobody takes what lies at `dst` for a checkpoint.
+    """Return the marker files in a store: without them, nobody takes `dst` for a checkpoint.
 
-    Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
+    If other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if `dst` may not
     be replaced; see `check_replaceable`.
     """
     from ckptkit.io.destination import keeps_others
@@ -105,31 +105,36 @@ def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tu
     if keeps_others(dst):
         return files_in(dst)
     check_replaceable(dst, made, by_training=by_training)
-    found = []
+    markers = []
     for part in Checkpoint.at(dst).components if dst.is_dir() else ():
-        with suppress(*_UNREADABLE):  # it has none
-            found += [str((part.layout.root / name).relative_to(dst)) for name in part.layout.descriptions]
-    return tuple(found)
+        with suppress(*_UNREADABLE):  # unreadable, so it has no marker files
+            markers += [str((part.layout.root / name).relative_to(dst)) for name in part.layout.descriptions]
+    return tuple(markers)
 
 
 def files_in(dst: Path) -> tuple[str, ...]:
-    """Return the files of the checkpoint in a directory, and of its manifest. Raises `Occupied` for several models."""
-    here = Checkpoint.at(dst) if dst.is_dir() else None
-    parts = here.components if here else ()
-    if here and len(here.models) > 1:
-        names = ", ".join(sorted({part.reader.name for part in parts}))
+    """Return the files of the checkpoint in a directory, and of its manifests.
+
+    Raises `Occupied` for several models.
+    """
+    checkpoint = Checkpoint.at(dst) if dst.is_dir() else None
+    components = checkpoint.components if checkpoint else ()
+    if checkpoint and len(checkpoint.models) > 1:
+        names = ", ".join(sorted({component.reader.name for component in components}))
         message = f"the destination contains several models ({names}), but --overwrite replaces only one"
         raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
-    folders, files = own_parts(dst) if parts else (set(), set())
-    manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if parts else set()
-    recorded = {path for manifest in manifests for path in recorded_in(manifest.parent)}
+    folders, files = own_parts(dst) if components else (set(), set())
+    manifests = (
+        {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if components else set()
+    )
+    recorded = {path for manifest in manifests for path in files_in_manifest(manifest.parent)}
     return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
 
 
 def require_no_checkpoint(dst: Path) -> None:
-    """Raise `Occupied` if a checkpoint is at a place among other files, which may stay."""
+    """Raise `Occupied` if a checkpoint is at `dst`. Other files may be there."""
     refresh(dst)
-    with suppress(NotACheckpoint):  # not even the repository is there
+    with suppress(NotACheckpoint):  # the repository does not exist yet
         if files_in(dst):
             raise destination_exists(dst)
 
@@ -144,23 +149,25 @@ def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:
 
 
 def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
-    """Return the paths of the parts of the one checkpoint in a directory, and the files that they are stored in."""
-    here = Checkpoint.at(root)
-    parts = here.components
-    if len(here.models) > 1:  # several models side by side: not one checkpoint
+    """Return the paths of the components of the only checkpoint in a directory, and the files that they read."""
+    checkpoint = Checkpoint.at(root)
+    components = checkpoint.components
+    if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
     files = set()
-    for part in parts:
+    for component in components:
         try:
-            files |= {part.layout.root / name for name in (*part.layout.paths, *part.layout.descriptions)}
-        except _UNREADABLE:  # its files are known by their names
+            files |= {
+                component.layout.root / name for name in (*component.layout.paths, *component.layout.descriptions)
+            }
+        except _UNREADABLE:  # its files are still recognized by their names
             continue
-    return {part.path for part in parts}, files
+    return {component.path for component in components}, files
 
 
 def unknown_in(folder: Path, known: set[Path], above: set[Path], *, is_checkpoint: bool) -> Iterator[Path]:
-    """Yield what is unknown in a directory: `known` are files, `above` the directories that contain known files."""
-    recorded = recorded_in(folder)
+    """Yield the unknown paths in a directory: `known` are files, `above` the directories that contain known files."""
+    recorded = files_in_manifest(folder)
     known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}
     names = names_in(folder)
     for path in children(folder):
@@ -174,7 +181,7 @@ def unknown_in(folder: Path, known: set[Path], above: set[Path], *, is_checkpoin
             yield path
 
 
-def recorded_in(folder: Path) -> set[Path]:
+def files_in_manifest(folder: Path) -> set[Path]:
     """Return the files that the manifest in a directory lists; none if the manifest is missing or damaged."""
     try:
         manifest = read_manifest(folder)

@@ -1,4 +1,4 @@
-"""Compare the copies of one tensor that several ranks saved. Copies that differ are never one tensor."""
+"""Compare the copies of a tensor that several ranks saved. Copies that differ do not belong to one tensor."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def find_different(layout: Layout, report: Report, *, with_bytes: bool = True) -
     Reports chunks whose archive is damaged.
     """
     pairs = {str(i): pair for i, pair in enumerate(find_pairs(layout))}
-    ours = locate(alone(layout, {label: pair.chosen for label, pair in pairs.items()}), report)
-    theirs = locate(alone(layout, {label: pair.copy for label, pair in pairs.items()}), report)
+    ours = locate(chunks_as_tensors(layout, {label: pair.chosen for label, pair in pairs.items()}), report)
+    theirs = locate(chunks_as_tensors(layout, {label: pair.copy for label, pair in pairs.items()}), report)
     unknown = []
     different = []
     for label in pairs:
@@ -69,7 +69,7 @@ def find_pairs(layout: Layout) -> Iterator[Pair]:
                 yield Pair(name, own, copy)
 
 
-def alone(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
+def chunks_as_tensors(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
     """Return a layout in which each chunk is a tensor of its own."""
     tensors = {
         label: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(box=whole(chunk.size)),))
@@ -79,7 +79,7 @@ def alone(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
 
 
 def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
-    """Return whether two located chunks are equal by their CRC-32, None if these cannot tell."""
+    """Return whether two located chunks are equal by their CRC-32; None if the checksums cannot decide it."""
     if None in (one.crc32, other.crc32):
         return None
     places = [(chunk.strides, chunk.length, chunk.offset - chunk.bytes[0], chunk.bytes[1]) for chunk in (one, other)]

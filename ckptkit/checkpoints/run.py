@@ -13,23 +13,23 @@ from ckptkit.io.path import is_remote
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The directory of a training, without the training: where its checkpoints lie."""
+    """The directory of a training and its checkpoints, without the training process."""
 
     root: Path
 
     def checkpoint(self, step: int) -> Path:
-        """Return where the checkpoint of `step` lies or will lie."""
+        """Return the path of the checkpoint of `step`, whether or not it exists."""
         return self.root / f"ckpt-{step}"
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
-        return [one for one in named_in(self.root) if one.is_complete]
+        return [checkpoint for checkpoint in named_in(self.root) if checkpoint.is_complete]
 
     def up_to_latest(self) -> list[Checkpoint]:
         """Return the complete checkpoints up to the latest one, oldest first."""
         latest = self.latest()
         last = latest.own_step if latest else None
-        return [one for one in self.checkpoints() if last is None or (one.own_step or 0) <= last]
+        return [checkpoint for checkpoint in self.checkpoints() if last is None or (checkpoint.own_step or 0) <= last]
 
     def latest(self) -> Checkpoint | None:
         """Return the latest complete checkpoint, or None; see `find_latest`."""
@@ -37,7 +37,7 @@ class RunFolder:
 
 
 def local_folder(run: Path) -> Path:
-    """Return where the files of a run lie that only this machine needs: in the run if it is local, or in the cache.
+    """Return the directory for files of a run that only this machine needs: the run itself, or a cache if it is remote.
 
     The cache is `$XDG_CACHE_HOME/ckptkit`, by default `~/.cache/ckptkit`.
     """

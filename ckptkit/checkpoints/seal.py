@@ -1,9 +1,9 @@
-"""Make the files of one folder of an output, and complete them when their data is there.
+"""Create the files of one directory of an output, and finalize them once their data is written.
 
 create_files -> read_made -> (the data is written) -> seal -> write_manifest
 
-A conversion fills the files by its plan, a save from the memory of every rank; both do all else here.
-`ckptkit manifest` sums the files of other checkpoints.
+A conversion fills the files by its plan, a save from the memory of every rank; both share the other steps. `ckptkit
+manifest` computes the checksums of existing checkpoints.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ckptkit.words import count
 
 
 def create_files(root: Path, files: Iterable[NewFile], *, anew: bool, is_sparse: bool = False) -> None:
-    """Create files in directory `root` with their size and the bytes known beforehand.
+    """Create files in directory `root` with their final size and the bytes known beforehand.
 
-    With `anew` false a file may be there already: it keeps what lies in its holes. If `is_sparse`, holes take no room.
+    If `anew` is false, a file may exist already; it keeps its content outside the bytes known beforehand. If
+    `is_sparse`, unwritten ranges use no disk space.
     """
     make_folder(root)
     for file in files:
@@ -37,7 +38,7 @@ def create_files(root: Path, files: Iterable[NewFile], *, anew: bool, is_sparse:
 
 
 def read_made(writer: FormatWriter, root: Path, tensors: Collection[str], entries: Collection[str] = ()) -> Layout:
-    """Return where the bytes of tensors, and of other entries, belong in directory `root`, as the format's reader says.
+    """Return the byte ranges for tensors and other entries in directory `root`, as the format's reader reports them.
 
     The chunks are not located yet. Raises `Mismatch` if the format has lost a tensor.
     """
@@ -51,10 +52,10 @@ def read_made(writer: FormatWriter, root: Path, tensors: Collection[str], entrie
 
 
 def seal(writer: FormatWriter, made: Layout, checksums: Mapping[FileOffset, int]) -> None:
-    """Write the bytes that had to wait for the data, such as checksums in headers.
+    """Write the bytes that depend on the data, such as checksums in headers.
 
     `checksums` has the CRC-32 of every chunk of `made`. Raises `Corrupt` if the format's own library reads something
-    else than `made`.
+    other than `made`.
     """
     write_parts(made.root, writer.seal(made, checksums))
     writer.check(made)
@@ -71,8 +72,8 @@ def write_manifest(
 ) -> Manifest:
     """Write and return the manifest of the files `names`; only bytes without a checksum are read.
 
-    `checksums` has the CRC-32 of chunks and blobs of `made`, `entries` are further bytes that have one. `source` is
-    the checkpoint that the output was made of. With `anew` false there may be a manifest already.
+    `checksums` has the CRC-32 of chunks and blobs of `made`, `entries` are further byte ranges with a known CRC-32.
+    `source` is the checkpoint that the output was made from. If `anew` is false, a manifest may exist already.
     """
     sums = sum_files(made.root, names, (*extents_of(made, checksums), *entries))
     manifest = Manifest(sums, sums_of_tensors(made, checksums), source)
@@ -81,7 +82,7 @@ def write_manifest(
 
 
 def extents_of(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Extent]:
-    """Yield the bytes of each chunk and blob that has a checksum."""
+    """Yield the byte range of each chunk and blob that has a checksum."""
     for name, stored in made.stored:
         offset, length = stored.bytes if isinstance(stored, Chunk) else (stored.offset, stored.length)
         if length and (stored.path, offset) in checksums:
@@ -89,13 +90,13 @@ def extents_of(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Ex
 
 
 def sums_of_tensors(made: Layout, checksums: Mapping[FileOffset, int]) -> dict[str, int]:
-    """Return by name the CRC-32 of each tensor that lies in one chunk: 0, that of no bytes, of an empty one."""
+    """Return the CRC-32 of each tensor that is a single chunk, by name; 0 (that of no bytes) for an empty one."""
     whole = {name: tensor.chunks[0] for name, tensor in made.tensors.items() if len(tensor.chunks) == 1}
     return {name: checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
 
 
 def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:
-    """Return sizes and sums of files in `root`; only bytes that are in none of the `extents` are read."""
+    """Return the sizes and checksums of files in `root`; only bytes outside the `extents` are read."""
     known: dict[str, list[Extent]] = {}
     for extent in extents:
         known.setdefault(extent.path, []).append(extent)
@@ -107,11 +108,14 @@ def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> di
 
 
 def replace_manifest(root: Path, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint that others may be reading, in one step; of several in the first."""
-    for there in roots_of(root / NAME) or [next(iter(roots_of(root)), root) / NAME]:
-        publish(there, manifest.to_bytes(), overwrite=True)
+    """Write the manifest of a checkpoint atomically, because others may be reading it.
+
+    For joined directories, replaces every existing manifest, or writes to the first directory.
+    """
+    for path in roots_of(root / NAME) or [next(iter(roots_of(root)), root) / NAME]:
+        publish(path, manifest.to_bytes(), overwrite=True)
 
 
-def files_in(root: Path) -> set[str]:
-    """Return the names of all files directly in `root`, but for a manifest and for links."""
+def regular_files_in(root: Path) -> set[str]:
+    """Return the names of all regular files directly in `root`, except a manifest."""
     return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}

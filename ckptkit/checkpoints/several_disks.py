@@ -15,18 +15,18 @@ Others = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def join_places(path: Path, also: Others = ()) -> Path:
-    """Return a path, or if `also` others are, all of these directories as one.
+    """Return a path, or the directories `path` and `also` joined as one.
 
-    Raises `Usage` for what is no directory, `Corrupt` where names say that they are of different steps.
+    Raises `Usage` for a path that is not a directory, `Corrupt` if names belong to different steps.
     """
     others = [also] if isinstance(also, str | os.PathLike) else also
     places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
-    for place in places if others else []:
-        if not place.is_dir():
-            what = "it is not a directory" if place.exists() else "the directory does not exist"
-            raise Usage(f"{what}, and --also needs directories", path=place)
-        steps = [step for one in (places[0], place) if (step := step_of_place(one)) is not None]
+    for directory in places if others else []:
+        if not directory.is_dir():
+            what = "it is not a directory" if directory.exists() else "the directory does not exist"
+            raise Usage(f"{what}, and --also needs directories", path=directory)
+        steps = [step for earlier in (places[0], directory) if (step := step_of_place(earlier)) is not None]
         if len(set(steps)) > 1:
             message = f"expected step {steps[0]} as in {places[0]}, found step {steps[1]}"
-            raise Corrupt(message, path=place, hint="pass directories of one checkpoint")
+            raise Corrupt(message, path=directory, hint="pass directories of one checkpoint")
     return joined(places) if others else path

@@ -1,1 +1,1 @@
-"""Look at a checkpoint and compare two: verify, diff, inspect, stats."""
+"""Examine a checkpoint or compare two: verify, diff, inspect, stats."""

@@ -53,14 +53,14 @@ def diff(
 
     Elements of the same dtype are equal if all bits are. With `rtol` or `atol`, or if dtypes differ, they are equal if
     `|a - b| <= atol + rtol * |b|`; NaN equals NaN. Another dtype is a difference, unless you pass `allow_cast`: then
-    the wider of two floats is first converted to the other. `include` and `exclude` are globs of names; a glob that
-    matches nothing is an error unless you pass `allow_unmatched`. If only one has an optimizer, only the models are
-    compared.
+    the wider of two floats is first converted to the narrower. `include` and `exclude` are globs of names; a glob that
+    matches nothing is an error unless you pass `allow_unmatched`. If only one checkpoint has an optimizer, only the
+    models are compared.
 
-    Names of the Hub are compared with those of another family if a config.json tells how they belong together: that of
+    The Hub's names are matched with those of another family if a config.json describes the translation: the one of
     either checkpoint, or of `base`. `map` is a table with further names, of either checkpoint, and `rename` has rules
-    `REGEX=>TEXT` for the parameters of `a`. If one optimizer numbers its parameters and the other names them,
-    `optimizer_order` is as in `convert`. Raises a `CkptError` if one of them cannot be read or is damaged.
+    `REGEX=>TEXT` for the parameters of `a`. If one optimizer has parameter indices and the other names,
+    `optimizer_order` is as in `convert`. Raises a `CkptError` if a checkpoint cannot be read or is damaged.
     """
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
@@ -85,11 +85,11 @@ def diff(
     asked.check_globs([side.layout for pair in pairs for side in pair], one.path)
     if not any(side.layout.names for pair in pairs for side in pair):
         raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
-    found = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))
+    result = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
-        found = found.merge(diff_sides(ours, theirs, terms, jobs, progress))
-    return found
+        result = result.merge(diff_sides(ours, theirs, terms, jobs, progress))
+    return result
 
 
 def prove(
@@ -101,16 +101,16 @@ def prove(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[Path, Diff]:
-    """Hold the tensors of what a conversion made against those of its source, bit for bit; by part of what it made.
+    """Compare the tensors of a conversion's output with its source, bit for bit. Returns a `Diff` for each component.
 
-    With `allow_cast` a tensor of another dtype is first converted to that which it has in `made`, as it was then.
-    `named` is what the user says of the names in the source. Other entries are not compared. What their config.json let
-    both models compute is compared too.
+    With `allow_cast`, a source tensor of another dtype is first converted to its dtype in `made`, as the conversion
+    did. `named` are the user's options about the names in the source. Non-tensor entries are not compared. The
+    computation that config.json describes is compared, too.
     """
     one, two = Checkpoint.open(made), Checkpoint.open(source)
-    found = compare_tensors(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
+    diffs = compare_tensors(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
     model = one.model_component.path
-    return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in found.items()}
+    return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in diffs.items()}
 
 
 def compare_tensors(
@@ -122,9 +122,9 @@ def compare_tensors(
     jobs: int | None,
     progress: Progress | None,
 ) -> dict[Path, Diff]:
-    """Return what `prove` does of the tensors alone."""
+    """Return the result of `prove` without comparing config.json."""
     terms = CompareOptions(allow_cast=allow_cast, is_conversion=True)
-    found: dict[Path, Diff] = {}
+    diffs: dict[Path, Diff] = {}
     pairs, shared = pair_parts(one, two)
     renamed = rename_sides([theirs for _, theirs in pairs], named)
     for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
@@ -134,38 +134,39 @@ def compare_tensors(
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are not tensors were not compared")
         differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
-        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
-    if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in found.values()):
+        diffs[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
+    if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in diffs.values()):
         raise Usage(f"nothing to compare: this and {two.path} have no tensors", path=one.path, hint=_ON_ENTRIES)
-    return found
+    return diffs
 
 
 def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
-    """Return by which keys of config.json two models compute differently, and a note if only one has such a file."""
-    found = Diff(one.path, two.path)
+    """Return the keys of config.json that make two models compute differently, and a note if only one has it."""
+    result = Diff(one.path, two.path)
     if one.model_component.is_adapter and two.model_component.is_adapter:
         ours, others = (find_adapter_config(checkpoint.model_component.path) for checkpoint in (one, two))
-        return replace(found, configs=tuple(find_adapter_differences(ours, others)) if ours and others else ())
+        return replace(result, configs=tuple(find_adapter_differences(ours, others)) if ours and others else ())
     try:
-        here, there = one.companions.config, two.companions.config
+        our_config, their_config = one.companions.config, two.companions.config
     except (Corrupt, IOFailure, Unsafe) as error:
-        return replace(found, notes=(f"{CONFIG} was not compared: {error.message}",))
-    if here is not None and there is not None:
-        return replace(found, configs=tuple(find_differences(here, there)))
-    if here is there:
-        return found
-    lacking = one.path if here is None else two.path
+        return replace(result, notes=(f"{CONFIG} was not compared: {error.message}",))
+    if our_config is not None and their_config is not None:
+        return replace(result, configs=tuple(find_differences(our_config, their_config)))
+    if our_config is their_config:
+        return result
+    entries_missing_in = one.path if our_config is None else two.path
     return replace(
-        found, notes=(f"{CONFIG} is missing in {lacking}, so ckptkit did not compare how the models compute",)
+        result,
+        notes=(f"{CONFIG} is missing in {entries_missing_in}, so ckptkit did not compare how the models compute",),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """The terms on which two tensors count as the same: how close their numbers must be, and if dtypes may differ.
+    """The conditions under which two tensors are equal: the tolerance, and whether dtypes may differ.
 
-    Where dtypes may differ, the wider of two floats is converted to the other. Of a conversion it is the second that is
-    converted to the first, and names are what they are.
+    If dtypes may differ, the wider of two floats is converted to the narrower. For a conversion, the second is
+    converted to the dtype of the first, and names must match exactly.
     """
 
     tolerance: Tolerance | None = None
@@ -173,12 +174,12 @@ class CompareOptions:
     is_conversion: bool = False
 
     def accept(self, one: DType, two: DType) -> bool:
-        """Return whether tensors of these dtypes can be the same."""
+        """Return whether tensors of these dtypes can be equal."""
         return one == two or (self.allow_cast and one.can_become(two))
 
 
 def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None, progress: Progress | None) -> Diff:
-    """Hold one directory or file against another."""
+    """Compare one component with another."""
     renamed: dict[str, str] = {}
     if not terms.is_conversion:
         ours, theirs, renamed = rename_alike(ours, theirs, jobs)
@@ -186,10 +187,10 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
     measured, notes = compare_values(a, b, terms, jobs, progress)
     distances = measured.distances
     different = [
-        Difference(name, reason, one.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
-        for name, one in a.tensors.items()
+        Difference(name, reason, tensor.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
+        for name, tensor in a.tensors.items()
         if name in b.tensors
-        if (reason := reason_of(one.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
+        if (reason := reason_of(tensor.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
     ]
     shared = a.blobs.keys() & b.blobs.keys()
     entries, uncompared = differing_entries(select_blobs(a, shared), select_blobs(b, shared))
@@ -211,12 +212,14 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
 
 
 def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
-    """Return both sides, ours with the names that theirs has for the same: parameters first, then what is left."""
+    """Return both sides, ours renamed to the names that theirs has for equal tensors: weights first, then the rest."""
     before = ours.layout.names
-    renames = find_renames(lacking(ours, theirs, ours.weights), lacking(theirs, ours, theirs.weights), jobs=jobs)
+    renames = find_renames(
+        entries_missing_in(ours, theirs, ours.weights), entries_missing_in(theirs, ours, theirs.weights), jobs=jobs
+    )
     if renames:
         ours = ours.renamed(lambda name: renames.get(name, name))
-    others = find_renames(lacking(ours, theirs), lacking(theirs, ours), jobs=jobs)
+    others = find_renames(entries_missing_in(ours, theirs), entries_missing_in(theirs, ours), jobs=jobs)
     if others:
         keys = {name: (others.get(name, name),) for name in ours.layout.names}
         ours = replace(ours, layout=edits.rekey(ours.layout, keys))
@@ -224,14 +227,14 @@ def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side
 
 
 def is_one_packed(one: Side, two: Side) -> bool:
-    """Return whether a tensor is of plain floats on one side, and of floats of 8 bits or fewer on the other."""
+    """Return whether a tensor is a plain float on one side and a float of 8 bits or fewer on the other."""
     specs = two.layout.specs
     pairs = ((spec.dtype, specs[name].dtype) for name, spec in one.layout.specs.items() if name in specs)
     return any({a.kind, b.kind} == {"float", "small_float"} for a, b in pairs)
 
 
-def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
-    """Return what of a side the other has not, perhaps of some names only."""
+def entries_missing_in(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
+    """Return the entries of a side that the other side lacks; `among` restricts the names."""
     names = set(side.layout.names) - set(other.layout.names)
     return edits.select(side.layout, (names if among is None else names & among).__contains__)
 
@@ -239,19 +242,23 @@ def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> L
 def compare_values(
     a: Layout, b: Layout, terms: CompareOptions, jobs: int | None, progress: Progress | None
 ) -> tuple[Comparison, list[str]]:
-    """Compare the elements of each tensor that both have in one shape. Return remarks, too, on converted tensors."""
+    """Compare the elements of the tensors that both have in the same shape. Also returns remarks on casts."""
     remarks = []
     names = {name for name in a.tensors if is_measurable(name, a, b)}
     a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
-        a, b = (a, edits.cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
+        a, b = (
+            (a, edits.cast_to(b, a.specs))
+            if terms.is_conversion
+            else (cast_to_narrower(a, b.specs), cast_to_narrower(b, a.specs))
+        )
         converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
         if converted:
             remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
     a, b = locate(a), locate(b)
-    told = report_progress(progress, a.nbytes + b.nbytes)
-    return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=told), remarks
+    report = report_progress(progress, a.nbytes + b.nbytes)
+    return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=report), remarks
 
 
 def is_measurable(name: str, a: Layout, b: Layout) -> bool:
@@ -265,13 +272,13 @@ def is_measurable(name: str, a: Layout, b: Layout) -> bool:
     )
 
 
-def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
+def cast_to_narrower(layout: Layout, others: Mapping[str, Spec]) -> Layout:
     narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
     return edits.cast_to(layout, narrower)
 
 
 def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: CompareOptions) -> Reason | None:
-    """Return why two tensors are not the same, None if they are."""
+    """Return why two tensors differ; None if they are equal."""
     if one.shape != two.shape:
         return "shape"
     if not terms.accept(one.dtype, two.dtype):
@@ -280,5 +287,5 @@ def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: CompareOpt
 
 
 def select_blobs(layout: Layout, names: AbstractSet[str]) -> Layout:
-    """Return a layout with some of its entries that are no tensor, and no tensors."""
+    """Return a layout with only the non-tensor entries of these names."""
     return edits.select(replace(layout, tensors={}), names.__contains__)

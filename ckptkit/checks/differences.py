@@ -1,4 +1,4 @@
-"""List the differences between two checkpoints, the most important first: tensors, and entries that are no tensors."""
+"""List the differences between two checkpoints, the most important first: tensors, then non-tensor entries."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ Scalar = str | int | float | bytes | bool | None
 
 
 def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Scalar] | None], list[str]]:
-    """Return the entries of two layouts with the same names that differ, with both values where these are scalars.
+    """Return the entries with equal names that differ, with both values if these are scalars.
 
-    Return remarks, too, on entries that cannot be compared.
+    Also returns remarks on entries that cannot be compared.
     """
     remarks = []
     a, b = (locate(replace(layout, tensors={})) for layout in (a, b))
     unlike = a.blobs.keys() - same_bytes(a, b)
-    found: dict[str, tuple[Scalar, Scalar] | None] = {}
+    differing: dict[str, tuple[Scalar, Scalar] | None] = {}
     for name in sorted(unlike):
         try:
             one, two = (load_value(layout.root, layout.blobs[name]) for layout in (a, b))
             if not is_same(one, two):
-                found[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
+                differing[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
         except Unsupported as error:
             remarks.append(f"entry `{name}` was not compared: {error.message}")
-    return found, remarks
+    return differing, remarks
 
 
 def same_bytes(a: Layout, b: Layout) -> set[str]:
-    """Return the entries that have bytes to themselves, and the same in both."""
+    """Return the entries that are stored as byte ranges of their own and have equal bytes in both."""
     names = {
         name
         for name, blob in a.blobs.items()
@@ -61,20 +61,20 @@ def as_bytes(layout: Layout, names: set[str]) -> Layout:
 
 
 def tensor_of(blob: Blob) -> StoredTensor:
-    """Return the bytes of an entry as a tensor."""
+    """Return the bytes of an entry as a uint8 tensor."""
     box, dtype = whole((blob.length,)), DTYPES["uint8"]
     chunk = Chunk(box, blob.path, blob.offset, blob.length, dtype, crc32=blob.crc32)
     return StoredTensor(Spec(dtype, box.size), (chunk,))
 
 
 def is_same(one: Any, two: Any) -> bool:
-    """Return whether entries whose bytes differ hold the same value all the same; not if there are tensors in it."""
+    """Return whether entries with different bytes have equal values; False if they contain tensors."""
     has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk(value))
     return not has_tensors and dump(one) == dump(two)
 
 
 def problems_of(found: Diff) -> Iterator[Mismatch]:
-    """Return a problem for each tensor that differs, or that only one has, and one for configs that differ."""
+    """Yield a problem for each tensor that differs or that only one has, and one for configs that differ."""
     path, other = found.a, found.b
     if certain := [one for one in found.configs if one.is_certain]:
         message = f"the config lets the model compute something else: {describe_differences(certain, str(other))}"
@@ -102,10 +102,10 @@ Reason = Literal["shape", "dtype", "values", "entry"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor, or an entry that is none, that both have and that is not the same.
+    """A tensor or non-tensor entry that both have and that differs.
 
-    `a` and `b` are the specs of a tensor, and there is a `distance` if its elements could be held against each other.
-    An entry that is a scalar has both `values`.
+    `a` and `b` are the specs of a tensor; it has a `distance` if its elements could be compared. A scalar entry has
+    both `values`.
     """
 
     name: str
@@ -118,20 +118,23 @@ class Difference:
 
     @property
     def rank(self) -> tuple[int, bool, float, str]:
-        """A key that puts first what matters most: other shapes, NaN, the model's weights, those furthest apart."""
+        """A sort key, most important first: other shapes, NaN, the model's weights, the largest distance."""
         kind = 0 if self.reason == "shape" else 3 if self.distance is None else 1 if self.distance.strange else 2
         return kind, not self.is_weight, -self.distance.rel_l2 if self.distance else 0.0, self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Differences of `count` tensors that are called the same but for their layer, as though these were one tensor."""
+    """The differences of `count` tensors whose names differ only in the layer number, merged as if one tensor."""
 
     difference: Difference
     count: int
 
     def merge(self, other: Difference) -> Kind:
-        """Return them with one more; which index was the first of all means nothing then."""
+        """Return the kind with one more difference.
+
+        Drops the index of the first difference, which no longer means anything.
+        """
         distance = self.difference.distance
         if distance is not None and other.distance is not None:
             distance = replace(distance.merge(other.distance), first=None)
@@ -142,9 +145,9 @@ class Kind:
 class Diff(Summarized):
     """The differences between `a` and `b`: `tensors`, their `nbytes`, and `entries` that are not tensors were compared.
 
-    `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
-    names was compared. `checked_bytes` had a CRC-32 to be compared with. `configs` are the keys of config.json by which
-    the two models compute differently. A `Diff` is neither true nor false: ask `is_equal`.
+    `different` is sorted by importance. `renamed` maps names in `a` to names in `b`; tensors under two names were
+    compared. `checked_bytes` were verified against a CRC-32. `configs` are the keys of config.json that make the two
+    models compute differently. A `Diff` has no truth value: use `is_equal`.
     """
 
     a: Path
@@ -162,15 +165,21 @@ class Diff(Summarized):
 
     @property
     def by_kind(self) -> tuple[Kind, ...]:
-        """Return what differs, with those together that differ alike in every layer: `layers.*.mlp.up_proj.weight`.
+        """Return the differences, merged if they are the same in every layer: `layers.*.mlp.up_proj.weight`.
 
-        Whatever has NaN stays by itself.
+        Tensors with NaN stay separate.
         """
         kinds: dict[tuple[object, ...], Kind] = {}
-        for one in self.different:
-            has_nan = one.distance is not None and one.distance.strange > 0
-            key = (one.name if has_nan else fold(one.name), one.reason, one.a, one.b, one.values)
-            kinds[key] = kinds[key].merge(one) if key in kinds else Kind(one, 1)
+        for difference in self.different:
+            has_nan = difference.distance is not None and difference.distance.strange > 0
+            key = (
+                difference.name if has_nan else fold(difference.name),
+                difference.reason,
+                difference.a,
+                difference.b,
+                difference.values,
+            )
+            kinds[key] = kinds[key].merge(difference) if key in kinds else Kind(difference, 1)
         return tuple(sorted(kinds.values(), key=lambda kind: kind.difference.rank))
 
     def __bool__(self) -> bool:
@@ -178,12 +187,12 @@ class Diff(Summarized):
 
     @property
     def is_equal(self) -> bool:
-        """Return whether nothing differs, not even a name or what a config.json lets the model compute."""
+        """Return whether nothing differs, neither names nor the computation that config.json describes."""
         return self.has_same_entries and not self.configs
 
     @property
     def has_same_entries(self) -> bool:
-        """Return whether all tensors and other entries are the same, under the same names."""
+        """Return whether all tensors and other entries are equal, under the same names."""
         return not (self.only_in_a or self.only_in_b or self.different or self.renamed)
 
     def summary(self) -> Iterator[str]:
@@ -191,7 +200,7 @@ class Diff(Summarized):
         yield from first_few((f"{one.name}: {one.reason}" for one in self.different), len(self.different))
 
     def merge(self, other: Diff) -> Diff:
-        """Return what was found in two parts of the same checkpoints."""
+        """Return the combined result for two components of the same checkpoints."""
         return Diff(
             self.a,
             self.b,
@@ -218,7 +227,7 @@ def conclude(found: Diff) -> str:
     configs = f"the configs differ in {describe_differences(found.configs, 'B')}" if found.configs else ""
     if found.has_same_entries:
         return f"not the same model: the tensors are equal, but {configs}; compared: {amount}"
-    weights = sum(one.is_weight for one in found.different)
+    weights = sum(difference.is_weight for difference in found.different)
     differ = "entry differs" if len(found.different) == 1 else "entries differ"
     lines = [
         (len(found.different), differ + (f" ({weights:,} of the model)" if weights else "")),

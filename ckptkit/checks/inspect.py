@@ -1,4 +1,4 @@
-"""Describe a checkpoint from its metadata alone: its parts, and how much is the model, the optimizer and the rest."""
+"""Describe a checkpoint from its metadata alone: its components, and the sizes of model, optimizer and rest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The entries of one kind: how many, their bytes, those of tensors by dtype, and the keys that they lie under."""
+    """The entries of one kind: their number, their bytes, tensor bytes by dtype, and the top-level keys above them."""
 
     entries: int
     nbytes: int
@@ -44,29 +44,29 @@ class Group:
 
 
 def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Group]:
-    """Return the entries of all parts by kind, the model's, the optimizer's and the rest, but for kinds without any.
+    """Group the entries of all components into "model", "optimizer" and "rest"; empty groups are left out.
 
-    `weights` are those of the first part that are the model's.
+    `weights` are the model's tensors in the first component.
     """
-    found: dict[str, list[tuple[Layout, list[str]]]] = {"model": [], "optimizer": [], "rest": []}
+    entries_by_kind: dict[str, list[tuple[Layout, list[str]]]] = {"model": [], "optimizer": [], "rest": []}
     for i, part in enumerate(parts):
         ours = set(weights.values()) if i == 0 else set()
-        names: dict[str, list[str]] = {kind: [] for kind in found}
+        names: dict[str, list[str]] = {kind: [] for kind in entries_by_kind}
         for name in part.names:
             names["model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"].append(name)
         for kind, chosen in names.items():
             if chosen:
-                found[kind].append((part, chosen))
-    return {kind: sum_up(parts) for kind, parts in found.items() if parts}
+                entries_by_kind[kind].append((part, chosen))
+    return {kind: sum_up(parts) for kind, parts in entries_by_kind.items() if parts}
 
 
 def is_optimizer(layout: Layout, name: str) -> bool:
-    """Return True for an entry of an optimizer, by the way to it or by the directory that it lies in."""
+    """Return whether an entry belongs to an optimizer, by its key path or its directory."""
     return layout.root.name.startswith("optim") or any(str(step).startswith("optim") for step in layout.key(name)[:3])
 
 
 def sum_up(parts: Iterable[tuple[Layout, list[str]]]) -> Group:
-    """Sum up entries of several parts as one group."""
+    """Sum up entries of several components as one group."""
     entries, nbytes = 0, 0
     dtypes: Counter[str] = Counter()
     under: dict[str, None] = {}
@@ -83,7 +83,7 @@ def sum_up(parts: Iterable[tuple[Layout, list[str]]]) -> Group:
 
 
 def bytes_by_dtype(layout: Layout, names: Iterable[str]) -> dict[str, int]:
-    """Return bytes of the tensors of each dtype, most first."""
+    """Return the tensor bytes of each dtype, largest first."""
     found: Counter[str] = Counter()
     for name in names:
         if name in layout.tensors:
@@ -92,19 +92,23 @@ def bytes_by_dtype(layout: Layout, names: Iterable[str]) -> dict[str, int]:
     return dict(found.most_common())
 
 
-Tie = tuple[str, ...]  # names of one tensor
+Tie = tuple[str, ...]  # names of the same tensor
 
 
 def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping[str, str]) -> list[Tie]:
-    """Return the names with the same bytes in the same places; and the head that `config` ties to the embedding.
+    """Return the groups of names with the same byte ranges, and the head that `config` ties to the embedding.
 
-    `weights` gives the name that the checkpoint has for each of the model's; the head itself may be left out of it. If
-    it is there, it is only tied if its bytes are the embedding's, which are read. A number by itself is no tie: the
-    steps of a whole group may be one.
+    `weights` maps the model's names to the checkpoint's; the checkpoint may lack the head. If it has the head, its
+    bytes are read and must equal the embedding's. Scalars never count as tied: a whole parameter group may share one
+    step.
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
     alike = group_by(stored, lambda tensor: (tensor.spec, place_of(tensor.chunks[0])))
-    ties = [tuple(tie) for some in alike for tie in group_by(some, lambda tensor: tuple(map(place_of, tensor.chunks)))]
+    ties = [
+        tuple(tie)
+        for group_members in alike
+        for tie in group_by(group_members, lambda tensor: tuple(map(place_of, tensor.chunks)))
+    ]
     embedding = find_embedding(weights) if config and is_tied(config) else None
     if embedding is not None:
         head = (weights.get(HEAD, HEAD), weights[embedding])
@@ -117,7 +121,7 @@ def are_equal(layout: Layout, name: str, other: str) -> bool:
     """Return whether two tensors have the same bytes; False if they are in a store, or cannot be read."""
     if is_remote(layout.root):
         return False
-    from ckptkit.models.fit import check_equal  # imports the engine, which few checkpoints need
+    from ckptkit.models.fit import check_equal  # deferred: imports the engine, which is rarely needed
 
     try:
         check_equal(layout, name, other)
@@ -129,28 +133,28 @@ def are_equal(layout: Layout, name: str, other: str) -> bool:
 def group_by(
     tensors: Mapping[str, StoredTensor], key: Callable[[StoredTensor], Hashable]
 ) -> list[dict[str, StoredTensor]]:
-    """Return the tensors that have a key in common with another, by key."""
-    found: dict[Hashable, dict[str, StoredTensor]] = {}
+    """Return the groups of tensors that share a key; tensors with a unique key are left out."""
+    by_key: dict[Hashable, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        found.setdefault(key(tensor), {})[name] = tensor
-    return [some for some in found.values() if len(some) > 1]
+        by_key.setdefault(key(tensor), {})[name] = tensor
+    return [members for members in by_key.values() if len(members) > 1]
 
 
 def place_of(chunk: Chunk) -> Hashable:
-    """Return where the elements of a chunk lie, and which they are."""
+    """Return the byte range of a chunk and the box of its elements."""
     return chunk.path, chunk.offset, chunk.box, chunk.strides
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected(Summarized):
-    """A checkpoint at a glance: `layout` is that of all its parts that can be read, `unread` says which cannot be.
+    """The summary of a checkpoint: `layout` joins its readable components, `unread` names the unreadable ones.
 
-    `model` is the part with the model, or the only one. `step`, `trainer`, `family`, whose names the model's tensors
-    have, and `parameters`, its elements with tied ones counted once, are None where nothing tells them. `groups` are
-    "model", "optimizer" and "rest".
-    `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
-    `salvaged` is what was lost when it was made of a damaged one, None if it was not. `left_behind` are files in its
-    directory that no part of it is read from. `remarks` say what its files do not agree on, or do not have.
+    `model` is the component with the model, or the only one. `step`, `trainer`, `family` (of the model's tensor names)
+    and `parameters` (tied ones count once) are None if unknown. `groups` are "model", "optimizer" and "rest".
+
+    `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer or for a mix. `salvaged` is the
+    account of a salvaged checkpoint, None for any other. `left_behind` are files in its directory that no component
+    reads. `remarks` are contradictions between its files, and things that are missing.
     """
 
     layout: Layout
@@ -174,7 +178,7 @@ class Inspected(Summarized):
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Bytes of the tensors of each dtype, most first."""
+        """Tensor bytes of each dtype, largest first."""
         return bytes_by_dtype(self.layout, self.layout.tensors)
 
     def summary(self) -> Iterator[str]:
@@ -205,8 +209,8 @@ class Inspected(Summarized):
 def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     """Return what the checkpoint at `source`, or the latest of the run there, contains. Reads no tensor data.
 
-    With `with_places`, finds the bytes of each chunk inside its envelope, which costs two small reads per chunk. For
-    compressed chunks that is the position of the stream.
+    With `with_places`, finds the byte offset of each chunk inside its zip wrapper, which costs two small reads per
+    chunk. For compressed chunks that is the offset of the stream.
     """
     checkpoint, unread = Checkpoint.open(source).readable()
     model = checkpoint.model_component
@@ -223,9 +227,9 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.family.name if checkpoint.family else None,
         layout.world_size or checkpoint.world_size,
         count_parameters(model.layout, weights, ties, quantized),
-        group([part.layout for part in checkpoint.components], weights),
+        group([component.layout for component in checkpoint.components], weights),
         tuple(ties),
-        model.has_manifest and model.manifest is not None,  # an earlier save's is ignored
+        model.has_manifest and model.manifest is not None,  # a manifest of an earlier save counts as none
         unread,
         kind_of_keys(layout),
         find_adapters(model),
@@ -237,7 +241,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
 
 
 def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
-    """Yield that it is one of several files, that its steps differ, that a head is not the tensor it is tied to."""
+    """Yield remarks: it is one of several files, its steps differ, or a tied head differs from the embedding."""
     if part := find_parts(checkpoint):
         yield part.message
     elif doubt := find_doubt(checkpoint):
@@ -252,7 +256,7 @@ def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
 
 
 def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:
-    """Return the adapters of a model; () for almost all, which need none of what knows adapters."""
+    """Return the adapters of a model. Avoids the import for the many models without adapters."""
     if not (model.is_model and may_be_adapted(model.layout.tensors)):
         return ()
     from ckptkit.adapters.find import inspect_adapters
@@ -261,7 +265,7 @@ def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:
 
 
 def find_quantized(model: Component) -> InspectedQuantized | None:
-    """Return what is quantized of a model; None for almost all, which need none of what knows quantized weights."""
+    """Return the quantized weights of a model. Avoids the import for the many models without any."""
     if not (model.is_model and may_be_quantized(model.layout.specs)):
         return None
     from ckptkit.state.quantized.find import inspect_quantized
@@ -269,12 +273,12 @@ def find_quantized(model: Component) -> InspectedQuantized | None:
     return inspect_quantized(model)
 
 
-def find_names(part: Component) -> dict[str, str]:
-    """Return the checkpoint's names of the model's tensors by the model's own; {} where it cannot be told which."""
-    if not part.is_model:
+def find_names(component: Component) -> dict[str, str]:
+    """Return the model's own tensor names, mapped to the checkpoint's names; {} if the model is not identified."""
+    if not component.is_model:
         return {}
     try:
-        return dict(find_weights(part.layout).came_from) if has_weights(part.layout) else {}
+        return dict(find_weights(component.layout).came_from) if has_weights(component.layout) else {}
     except (Mismatch, Unsupported):
         return {}
 
@@ -282,8 +286,8 @@ def find_names(part: Component) -> dict[str, str]:
 def count_parameters(
     layout: Layout, weights: Mapping[str, str], ties: Iterable[Tie], quantized: InspectedQuantized | None
 ) -> int | None:
-    """Return the number of parameters, of tied ones once; None where it cannot be told which they are."""
-    spare = {name for tie in ties for name in sorted(set(tie) & layout.tensors.keys())[1:]}
-    counted = [layout.tensors[name].spec.numel for name in weights.values() if name not in spare]
+    """Return the number of parameters, counting tied ones once; None if the parameters are unknown."""
+    duplicates = {name for tie in ties for name in sorted(set(tie) & layout.tensors.keys())[1:]}
+    counted = [layout.tensors[name].spec.numel for name in weights.values() if name not in duplicates]
     packed = quantized.stored - quantized.parameters if quantized else 0
     return sum(counted) - packed if counted else None

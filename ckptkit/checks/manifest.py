@@ -1,4 +1,4 @@
-"""Make the manifest of a checkpoint that has none: read every byte, then record the checksums."""
+"""Create the manifest of a checkpoint without one: read every byte, then record the checksums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
 from ckptkit.checkpoints.manifest import NAME, Manifest
-from ckptkit.checkpoints.seal import files_in, replace_manifest, sum_files
+from ckptkit.checkpoints.seal import regular_files_in, replace_manifest, sum_files
 from ckptkit.checks.verify import Verified, require_sound, size_of, verify_part
 from ckptkit.errors import Occupied, Usage
 from ckptkit.io.progress import Progress, Told, report_progress
@@ -18,7 +18,7 @@ def make_manifest(
 ) -> list[Verified]:
     """Write `ckptkit.json` to each directory of the checkpoint at `source`, or of the latest one of a run.
 
-    The first result lists the files in the directory of the checkpoint that no manifest covers. Raises `Corrupt` if
+    The first result lists the files in the checkpoint's directory that no manifest covers. Raises `Corrupt` if
     verifying finds a problem, and `Occupied` if a manifest exists. With `overwrite`, replaces the old manifest without
     reading it.
     """
@@ -29,23 +29,25 @@ def make_manifest(
             path=checkpoint.path,
             hint="pass the directory that the file is in",
         )
-    parts = [place for place in checkpoint.places if place.is_dir()]  # a file beside a model is in its manifest
+    parts = [
+        directory for directory in checkpoint.places if directory.is_dir()
+    ]  # a file beside a model is listed in the model's manifest
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
-    tell = report_progress(progress, sum(map(size_of, parts)))
-    found = [verify_and_record(part, jobs, tell) for part in parts]
-    seen = {part.path / name for part in found for name in (*part.sums, *files_in(part.path))}
-    return [replace(found[0], left_behind=tuple(checkpoint.left_behind(seen))), *found[1:]]
+    report = report_progress(progress, sum(map(size_of, parts)))
+    results = [verify_and_record(part, jobs, report) for part in parts]
+    seen = {part.path / name for part in results for name in (*part.sums, *regular_files_in(part.path))}
+    return [replace(results[0], left_behind=tuple(checkpoint.left_behind(seen))), *results[1:]]
 
 
 def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Verified:
-    """Verify what is in a directory, and write its manifest."""
-    found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
+    """Verify the files in a directory, and write its manifest."""
+    result = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
     require_sound(
-        found, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
+        result, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
     )
-    others = files_in(root) - found.sums.keys()
-    replace_manifest(root, Manifest({**found.sums, **sum_files(root, others, ())}))
-    return found
+    others = regular_files_in(root) - result.sums.keys()
+    replace_manifest(root, Manifest({**result.sums, **sum_files(root, others, ())}))
+    return result

@@ -17,14 +17,14 @@ from ckptkit.models.names.weights import find_weights
 from ckptkit.words import count
 
 _NARROW = ("bfloat16", "float16")
-_LISTED = 8  # problems that are told one by one
+_LISTED = 8  # problems that are reported separately
 
 
 def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Iterator[str]:
-    """Note the weights that an optimizer has other masters of, rounded; yield what is worth a note."""
-    weights, found = masters_in(layout, problems)
-    specs = {name: weights[name].spec.dtype for name in found}
-    masters = {name: layout.tensors[entry] for name, entry in found.items()}
+    """Add a problem for each weight that differs from its rounded master; yield notes."""
+    weights, entries = masters_in(layout, problems)
+    specs = {name: weights[name].spec.dtype for name in entries}
+    masters = {name: layout.tensors[entry] for name, entry in entries.items()}
     remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
     if remainders:
         which = f"{count(len(remainders), 'weight')}, such as `{remainders[0]}`"
@@ -33,15 +33,15 @@ def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Ite
     if narrow:
         copies = {name: weights[name] for name in narrow}
         both = replace(layout, tensors={name: masters[name] for name in narrow}, twins=copies, blobs={}, keys={})
-        yield from compare_copies(both, problems, jobs, found)
+        yield from compare_copies(both, problems, jobs, entries)
 
 
 def masters_in(layout: Layout, problems: Problems) -> tuple[Mapping[str, StoredTensor], dict[str, str]]:
-    """Return the weights, and the entries of their masters in an optimizer; a master that does not fit is a problem."""
+    """Return the weights, and the optimizer entries of their masters. Adds a problem for a master that does not fit."""
     with suppress(SeveralModels):
         try:
             weights = find_weights(layout).layout
-        except Mismatch:  # an optimizer alone
+        except Mismatch:  # an optimizer without a model
             return {}, {}
         try:
             return weights.tensors, find_masters(layout, weights.specs)
@@ -53,25 +53,25 @@ def masters_in(layout: Layout, problems: Problems) -> tuple[Mapping[str, StoredT
 def compare_copies(
     layout: Layout, problems: Problems, jobs: int | None, entries: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Compare tensors, rounded, with their copies in 16 bits; yield that all are the same, or which are remainders.
+    """Compare rounded tensors with their 16-bit copies; yield notes on equal tensors and on remainders.
 
-    `entries` are the names of the tensors in the checkpoint, where they have others there.
+    `entries` maps the tensors to their names in the checkpoint, if these differ.
     """
     compared = compare(*map(locate, twins_as_rounded(layout)), jobs=jobs)
-    held = [name for name in compared.different if entries and is_remainder(layout, name, jobs)]
-    different = [name for name in compared.different if name not in held]
-    if held:
-        which = f"{count(len(held), 'master')}, such as `{(entries or {})[held[0]]}`"
+    remainders = [name for name in compared.different if entries and is_remainder(layout, name, jobs)]
+    different = [name for name in compared.different if name not in remainders]
+    if remainders:
+        which = f"{count(len(remainders), 'master')}, such as `{(entries or {})[remainders[0]]}`"
         yield f"remainders of masters, saved as floats: {which}; `consolidate --weights-from master` adds them"
     for name in different[:_LISTED]:
-        problems.add(tell(layout, name, (entries or {}).get(name, name), compared, len(different)))
+        problems.add(copy_differs(layout, name, (entries or {}).get(name, name), compared, len(different)))
     same = len(layout.twins) - len(compared.different)
     if same and not different:
         yield f"{count(same, 'tensor')} and the rounded copies are the same"
 
 
-def tell(layout: Layout, name: str, entry: str, compared: Comparison, different: int) -> Corrupt:
-    """Return the problem of a tensor that differs, as one of so many."""
+def copy_differs(layout: Layout, name: str, entry: str, compared: Comparison, different: int) -> Corrupt:
+    """Return the problem of a tensor that differs from its copy; `different` is the number of such tensors."""
     twin, distance = layout.twins[name], compared.distances[name]
     by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""
     others = f"; {count(different, 'tensor', 'differs')} in all" if different > 1 else ""
@@ -83,7 +83,7 @@ def tell(layout: Layout, name: str, entry: str, compared: Comparison, different:
 
 
 def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
-    """Return whether all of a tensor are remainders of masters that its copy lacks, saved as floats."""
+    """Return whether a tensor contains only the remainders of masters that its copy lacks, saved as floats."""
     from ckptkit.engine.compare_computed import ComparedTensor, compare_computed
     from ckptkit.engine.masters import Master
     from ckptkit.engine.recipes import FLOAT32, Taken
@@ -92,12 +92,12 @@ def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
     copy: StoredTensor = layout.twins[name]
     if copy.spec.dtype != COMPLETED:
         return False
-    one = replace(layout, tensors={name: layout.tensors[name]}, twins={}, blobs={}, keys={})
-    weights = replace(one, tensors={name: copy})
+    alone = replace(layout, tensors={name: layout.tensors[name]}, twins={}, blobs={}, keys={})
+    weights = replace(alone, tensors={name: copy})
     recipes = Taken(Operand(0, name, FLOAT32)), Master(name, 1, COMPLETED)
     weight, master = (ComparedTensor(recipe, FLOAT32) for recipe in recipes)
     try:
-        compare_computed(locate(weights), locate(one), {name: copy.spec.shape}, {name: (weight, master)}, jobs=jobs)
+        compare_computed(locate(weights), locate(alone), {name: copy.spec.shape}, {name: (weight, master)}, jobs=jobs)
     except Mismatch:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Measure which parameters moved most between two checkpoints of one model."""
+"""Measure which parameters changed most between two checkpoints of one model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _FLOAT32 = DTYPES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """A model as it is compared: `specs` of plain weights, and the names of the numbers of those that are quantized."""
+class ComparableModel:
+    """A model as it is compared: `specs` of dequantized weights, and in `packed` the stored names of quantized ones."""
 
     layout: Layout
     quantized: Quantized | None
@@ -40,12 +40,12 @@ class Plain:
     packed: Mapping[str, str]
 
     @classmethod
-    def of(cls, layout: Layout, part: Component) -> Self:
-        """Look at the weights of a model under the names that they are compared by.
+    def of(cls, layout: Layout, component: Component) -> Self:
+        """Find the weights of a model under the names that they are compared by.
 
-        Raises `Mismatch` for scales that do not fit. Weights that cannot be computed stay as they are stored.
+        Raises `Mismatch` for scales that do not fit. Weights that cannot be dequantized stay as they are stored.
         """
-        quantized = find_quantized(layout, find_config(part.path))
+        quantized = find_quantized(layout, find_config(component.path))
         if quantized is None or quantized.refusal is not None:
             return cls(layout, None, layout.specs, {})
         packed = {plain_name(name): name for name in quantized.weights}
@@ -54,7 +54,7 @@ class Plain:
         return cls(layout, quantized, specs, packed)
 
     def remark(self, computed: set[str]) -> str | None:
-        """Return what there is to say of the weights that are computed; None of a model without quantized ones."""
+        """Return a remark on the weights that are dequantized for the comparison; None without any."""
         packed = len(computed & self.packed.keys())
         if self.quantized is None or not packed:
             return None
@@ -62,20 +62,20 @@ class Plain:
         return f"compared by their values: {weights}"
 
     def recipe(self, name: str, source: int) -> Recipe:
-        """Return the recipe of a weight, whose operands are of the source of this number."""
-        from ckptkit.engine.recipes import Taken  # imports numpy, which no copy needs
+        """Return the recipe of a weight, with operands from the source of this index."""
+        from ckptkit.engine.recipes import Taken  # deferred: imports numpy
 
         if self.quantized is None or name not in self.packed:
             return Taken(Operand(source, name, self.specs[name].dtype))
         return recipe_of(self.quantized, self.packed[name], source)
 
     def stored(self, names: set[str]) -> Layout:
-        """Return what of the model some weights are made of."""
-        found = set(self.stored_names(names))
-        return replace(edits.select(self.layout, found.__contains__), blobs={}, twins={})
+        """Return the stored tensors that these weights are computed from."""
+        stored_names = set(self.stored_names(names))
+        return replace(edits.select(self.layout, stored_names.__contains__), blobs={}, twins={})
 
     def stored_names(self, names: set[str]) -> Iterator[str]:
-        """Yield the names of the tensors that some weights are made of."""
+        """Yield the names of the stored tensors that these weights are computed from."""
         for name in names:
             stored = self.packed.get(name, name)
             yield stored
@@ -85,7 +85,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """The way that a tensor went, or several `tensors` as though they were one, of which `peak` went furthest."""
+    """The change of a tensor, or of several `tensors` as if they were one; `peak` is the one that changed most."""
 
     name: str
     distance: Distance
@@ -99,20 +99,17 @@ class Movement:
 
     @property
     def equal(self) -> float:
-        """Return the fraction of elements that are bit-equal; where the dtypes differ, the same number."""
+        """Return the fraction of elements that are bit-equal; if the dtypes differ, that have the same value."""
         return self.distance.equal
 
     def merge(self, other: Movement) -> Movement:
-        """Return both together, of which the other changed less; under a name without the number of their layer."""
+        """Return both as one, under a name without the layer number. `other` must have changed less."""
         return Movement(fold(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved(Summarized):
-    """The ways that a model's parameters went from checkpoint `a` to `b`: that which changed most comes first.
-
-    Names are the model's own.
-    """
+    """The changes of a model's parameters from checkpoint `a` to `b`, largest first, under the model's own names."""
 
     a: Path
     b: Path
@@ -127,59 +124,59 @@ class Moved(Summarized):
 
     @property
     def by_kind(self) -> tuple[Movement, ...]:
-        """The same with those together that differ in the number of their layer only: `layers.*.mlp.up_proj.weight`."""
+        """The changes, merged if only the layer number differs: `layers.*.mlp.up_proj.weight`."""
         kinds: dict[str, Movement] = {}
         for movement in self.tensors:
             kind = fold(movement.name)
             kinds[kind] = kinds[kind].merge(movement) if kind in kinds else movement
-        return rank(kinds.values())
+        return sort_by_change(kinds.values())
 
     @property
     def whole(self) -> Movement:
-        """All of them as though they were one."""
+        """All changes as if they were one tensor."""
         return reduce(Movement.merge, self.tensors)
 
 
 def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress | None = None) -> Moved:
-    """Measure how far each parameter of the model went from checkpoint `a` to `b`, or from the latest of the run `a`.
+    """Measure how much each parameter changed from checkpoint `a` to `b`, or from the latest of the run `a`.
 
-    Parameters that only one has, or in another shape, are left out and said. Raises `Mismatch` if they share none, and
+    Parameters that only one has, or in another shape, are left out and noted. Raises `Mismatch` if they share none, and
     any `CkptError` if one of them cannot be read or is damaged.
     """
     parts = [Checkpoint.open(source).model_component for source in (a, b)]
     one, two = (part.path for part in parts)
     sides = [by_own_names(part.layout) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
-    seen = [Plain.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
-    before, after = (one.specs for one in seen)
-    shared = {name for name, spec in before.items() if name in after and can_move(spec, after[name])}
+    models = [ComparableModel.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
+    before, after = (one.specs for one in models)
+    shared = {name for name, spec in before.items() if name in after and is_comparable(spec, after[name])}
     if not shared:
         hint = "run `ckptkit diff` to see what both contain"
         raise Mismatch(f"no parameter has the same name and shape in {two}", path=one, hint=hint)
     rest = len(before.keys() | after.keys()) - len(shared)
     notes = [f"{count(rest, 'tensor', 'is')} missing in one, or of another shape, or not floats"] if rest else []
-    computed = {name for name in shared if any(name in one.packed for one in seen)}
-    notes += [remark for one in seen if (remark := one.remark(computed))]
+    computed = {name for name in shared if any(name in one.packed for one in models)}
+    notes += [remark for one in models if (remark := one.remark(computed))]
     if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
         notes.append(
             f"{count(cast, 'tensor', 'has')} another dtype in {two}: `equal` compares numbers there; "
             f"`ckptkit delta {one} {two} OUT --dry-run` rounds to the dtypes of {one} first, as an engine does"
         )
-    distances = distances_of(seen, shared - computed, computed, jobs, progress)
+    distances = distances_of(models, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
-    return Moved(one, two, rank(movements), tuple(notes))
+    return Moved(one, two, sort_by_change(movements), tuple(notes))
 
 
 def distances_of(
-    seen: Sequence[Plain], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
+    seen: Sequence[ComparableModel], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
 ) -> Mapping[str, Distance]:
-    """Measure the tensors of two models that are compared as they are stored, and those that are computed first."""
+    """Return the distances of tensors: some are compared as stored, the others are computed first."""
     (a, b), (c, d) = ([locate(side.stored(names)) for side in seen] for names in (stored, computed))
-    tell = report_progress(progress, sum(layout.nbytes for layout in (a, b, c, d)))
-    distances = dict(compare(a, b, measure_all=True, jobs=jobs, progress=tell).distances)
+    report = report_progress(progress, sum(layout.nbytes for layout in (a, b, c, d)))
+    distances = dict(compare(a, b, measure_all=True, jobs=jobs, progress=report).distances)
     if not computed:
         return distances
-    from ckptkit.engine.compare_computed import ComparedTensor, compare_computed  # imports numpy, which no copy needs
+    from ckptkit.engine.compare_computed import ComparedTensor, compare_computed  # deferred: imports numpy
 
     one, two = seen
     shapes = {name: one.specs[name].shape for name in sorted(computed)}
@@ -190,12 +187,12 @@ def distances_of(
         )
         for name in shapes
     }
-    return distances | compare_computed(c, d, shapes, sides, jobs=jobs, progress=tell)
+    return distances | compare_computed(c, d, shapes, sides, jobs=jobs, progress=report)
 
 
-def can_move(one: Spec, two: Spec) -> bool:
+def is_comparable(one: Spec, two: Spec) -> bool:
     return one.shape == two.shape and "float" == one.dtype.kind == two.dtype.kind
 
 
-def rank(movements: Iterable[Movement]) -> tuple[Movement, ...]:
+def sort_by_change(movements: Iterable[Movement]) -> tuple[Movement, ...]:
     return tuple(sorted(movements, key=lambda movement: (-movement.change, movement.name)))

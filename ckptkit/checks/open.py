@@ -1,6 +1,6 @@
-"""Open a checkpoint as a mapping from names to tensors, which are read when they are asked for.
+"""Open a checkpoint as a mapping from names to lazy tensors, which are read on access.
 
-The mapping has the checkpoint as it is, or the model that `consolidate` would write.
+The mapping has either the checkpoint's own tensors, or the tensors of the model that `consolidate` would write.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     import torch
 
 
-# Open a checkpoint as the Hugging Face model that `consolidate` would write of it, and write nothing.
+# Open a checkpoint as the Hugging Face model that `consolidate` would write, without writing it.
 #
-# Loaders of models and engines for inference read it straight from the files of a training, tensor by tensor.
+# Model loaders and inference engines read its tensors directly from the training checkpoint's files.
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model under the Hub's names: its small files by name, its config.json, and its tensors, read when asked for.
+    """A model under the Hub's names: its small files by name, its config.json, and its lazy tensors.
 
-    Tied tensors are there once, adapters are merged. `remarks` are what `consolidate` would say of the model.
+    Tied tensors appear once, adapters are merged. `remarks` are the notes that `consolidate` would print.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class HubModel:
     def open(cls, source: Source, *, base: str | Path | None = None) -> HubModel:
         """Open the checkpoint at `source`, or the latest of the run there; config and tokenizer may come from `base`.
 
-        `base` is a directory, a URL or a Hub id; an adapter is merged into it. Finds every byte and reads no tensor.
+        `base` is a directory, a URL or a Hub id; an adapter is merged into it. Locates every byte and reads no tensor.
         Raises `Mismatch` without a config.json, and for tensors that it describes and that are missing or have another
         shape.
         """
@@ -75,7 +75,7 @@ class HubModel:
 
 
 def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
-    """Return the model in a checkpoint, as `consolidate` writes it; of an adapter the model that it is merged into."""
+    """Return the model in a checkpoint as `consolidate` writes it. An adapter is merged into its base."""
     (part,), remarks = choose_models([checkpoint], options)
     if may_be_adapted(part.layout.tensors):
         from ckptkit.adapters.draft import open_adapters
@@ -84,21 +84,21 @@ def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
     return build_model([part], options).say(*remarks)
 
 
-_MOST_LINES = 60
+_MAX_LINES = 60  # of a notebook's output, to keep it readable
 _INDENT = 1.2  # em for each level
 
 
 def describe(layout: Layout) -> str:
-    """Return format, number of tensors, bytes and place."""
+    """Return the format, the number of tensors, the bytes and the directory."""
     tensors = count(len(layout.tensors), "tensor")
     return f"{layout.format} checkpoint, {tensors}, {format_bytes(layout.nbytes)}: {layout.root}"
 
 
 def html_of(layout: Layout) -> str:
-    """Return the same, and the tensors folded by module; of many, the first lines."""
-    lines = list(islice(fold(layout.specs), _MOST_LINES + 1))
-    more = "..." if len(lines) > _MOST_LINES else None
-    rows = [row_of(line) for line in lines[:_MOST_LINES]]
+    """Return the description and the tensors, folded by module, as HTML; at most 60 lines."""
+    lines = list(islice(fold(layout.specs), _MAX_LINES + 1))
+    more = "..." if len(lines) > _MAX_LINES else None
+    rows = [row_of(line) for line in lines[:_MAX_LINES]]
     head = element(
         "tr", *(element("th", name, style=cell("left")) for name in ("module or tensor", "", "tensors", "size"))
     )
@@ -107,7 +107,6 @@ def html_of(layout: Layout) -> str:
 
 
 def row_of(line: Branch) -> Markup:
-    """Return a row of the table."""
     return element(
         "tr",
         element("td", line.label, style=f"{cell('left')};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
@@ -118,7 +117,6 @@ def row_of(line: Branch) -> Markup:
 
 
 def cell(side: str) -> str:
-    """Return how a cell looks; colors are the page's."""
     return f"text-align:{side}"
 
 
@@ -126,20 +124,20 @@ def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `
     """Return the tensors of the checkpoint at `source`, or of the latest of the run there, by name, in any format.
 
     `also` are other directories with files of the same checkpoint, for example if each node had its own disk. Reads the
-    positions of the tensors, but no tensor. Runs no code from the checkpoint, and does not import torch.
+    byte offsets of the tensors, but no tensor data. Runs no code from the checkpoint, and does not import torch.
     """
     return LazyCheckpoint(Checkpoint.open(source, also).layout)
 
 
-Made = TypeVar("Made")
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
-    """The tensors of a checkpoint by name, of all its parts; `layout` says where they lie.
+    """The tensors of a checkpoint by name, from all its components; `layout` has their byte ranges.
 
     A tensor with one of the `recipes` is computed when it is read, from tensors of the `sources`, which are located.
-    Holds no file open, so that there is nothing to close, and any number of threads may read at once.
+    Keeps no file open, so there is nothing to close, and any number of threads may read at once.
     """
 
     layout: Layout
@@ -150,12 +148,12 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
 
     @property
     def path(self) -> Path:
-        """The directory that its files are in."""
+        """The directory that contains its files."""
         return self.layout.root
 
     @property
     def format(self) -> str:
-        """The format that it is in."""
+        """The format of the checkpoint."""
         return self.layout.format
 
     @property
@@ -164,7 +162,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         return self.layout.nbytes
 
     def select(self, glob: str) -> LazyCheckpoint:
-        """Return those of the tensors whose names match, such as `model.layers.*.weight`."""
+        """Return the tensors whose names match a glob, such as `model.layers.*.weight`."""
         return replace(self, layout=select(self.layout, lambda name: fnmatchcase(name, glob)))
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -192,21 +190,25 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         return read(located, name, box, others=self.sources[1:], recipe=recipe, shared=self._shared)
 
     def located(self, name: str) -> Layout:
-        """Return the layout of one tensor, and of what it is computed of, their bytes found; that is done once."""
+        """Return the located layout of one tensor and of the tensors it is computed from; cached."""
         if name not in self._located:
             needed, recipe = {name: self.layout.tensors[name]}, self.recipes.get(name)
             if recipe is not None:
-                needed |= {one.name: self.sources[0].tensors[one.name] for one in recipe.operands if one.source == 0}
+                needed |= {
+                    operand.name: self.sources[0].tensors[operand.name]
+                    for operand in recipe.operands
+                    if operand.source == 0
+                }
             self._located[name] = locate(replace(self.layout, tensors=needed, blobs={}, keys={}, twins={}))
         return self._located[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyTensor:
-    """A tensor of a checkpoint, or a part of one: what it is, and the way to its numbers.
+    """A tensor of a checkpoint, or a box of one, which is read on access.
 
-    Indexing gives a part, by integers, slices without a step, and an ellipsis; only its bytes are read then. Where all
-    of a tensor is read, it is compared with the CRC-32 that is recorded for it, and of a part whatever it has whole.
+    Index it with integers, slices without a step, and an ellipsis to get a box; only the bytes of the box are read.
+    Reading a full tensor verifies its recorded CRC-32; reading a box verifies the chunks that are entirely inside.
     """
 
     checkpoint: LazyCheckpoint
@@ -216,52 +218,50 @@ class LazyTensor:
 
     @property
     def spec(self) -> Spec:
-        """Return dtype and shape."""
         return Spec(self.checkpoint.layout.tensors[self.name].spec.dtype, self.view.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return its extent along each axis."""
         return self.view.shape
 
     @property
     def numel(self) -> int:
-        """Return how many elements."""
+        """Return the number of elements."""
         return self.spec.numel
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes are read for it, at least."""
+        """Return the size of its elements in bytes; reading it takes at least as many."""
         return self.spec.nbytes
 
     def torch(self) -> torch.Tensor:
-        """Read it, as a tensor on the CPU."""
+        """Read the tensor as a `torch.Tensor` on the CPU."""
         from ckptkit.layout.arrays import to_torch
 
-        return self._as(to_torch)
+        return self._convert(to_torch)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Read it, as an array: of float32 where numpy has no such dtype, as for bfloat16, which changes no number."""
+        """Read the tensor as an array. A dtype that numpy lacks, such as bfloat16, becomes float32, which is exact."""
         from ckptkit.layout.arrays import to_numpy
 
-        return self._as(to_numpy)
+        return self._convert(to_numpy)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Read it for `np.asarray(tensor)` and the like."""
+        """Read the tensor for `np.asarray(tensor)` and similar functions."""
         if copy is False:
             raise ValueError(f"`{self.name}` lies in a file: reading it makes a copy")
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype, copy=False)
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> object:
-        """Read it for `torch.as_tensor(tensor)` and the like, in its own dtype."""
+        """Read the tensor for `torch.as_tensor(tensor)` and similar functions, in its own dtype."""
         return self.torch().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the CPU, as DLPack numbers devices."""
+        """Return DLPack's device type and index of the CPU."""
         return 1, 0
 
-    def _as(self, made: Callable[..., Made]) -> Made:
+    def _convert(self, made: Callable[..., Loaded]) -> Loaded:
         try:
             data = self.checkpoint.read(self.name, self.view.box)
             return made(data, self.spec.dtype, self.spec.shape)

@@ -1,4 +1,4 @@
-"""Tell which files in a directory belong to a checkpoint, and which checksums its manifest has for them."""
+"""Find out which files in a directory belong to a checkpoint, and which checksums its manifest has for them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ckptkit.layout import Blob, Chunk, Extent, Layout
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """The files of a checkpoint to verify: where they lie, the layout that their format reads, and their manifest.
+    """The files of a checkpoint to verify: their path, the layout that their format reads, and their manifest.
 
-    `others` are files and directories beside them that belong to other parts.
+    `others` are files and directories beside them that belong to other components.
     """
 
     reader: FormatReader
@@ -28,36 +28,38 @@ class OwnFiles:
 
     @property
     def root(self) -> Path:
-        """Return the directory that they are in."""
         return self.layout.root
 
     @property
     def needed(self) -> set[str]:
-        """Return the files that the checkpoint cannot do without."""
+        """Return the files that the checkpoint cannot be read without."""
         return self.layout.files | {chunk.path for _, chunk in self.layout.copies}
 
     @property
     def recorded(self) -> Mapping[str, FileSum]:
-        """Return the files that the manifest knows: all of a directory, or only those that a single file needs."""
+        """Return the manifest's records.
+
+        For a directory, these are all its files; for a single file, only the files that it needs.
+        """
         known = self.manifest.files if self.manifest else {}
         return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
 
     @cached_property
     def tensors(self) -> Mapping[str, int]:
-        """Return the CRC-32 of the tensors that the manifest has by name, if they are the checkpoint's."""
+        """Return the manifest's CRC-32 of each tensor by name; {} if they belong to other files."""
         known = self.manifest
         return known.tensors if known and known.has_tensors_of(self.path, self.reader.owns) else {}
 
     @property
     def unexpected_files(self) -> list[str]:
-        """Return the files in the directory that look like parts of this checkpoint but do not belong to it."""
+        """Return the files in the directory that look like files of this checkpoint but do not belong to it."""
         names = set(names_in(self.root)) if self.path.is_dir() else set()
         known = {name.partition("/")[0] for name in (*self.needed, *self.recorded)}
         unused = sorted(filter(self.reader.owns, names - known))
         return [name for name in unused if self.root / name not in self.others and (self.root / name).lstat().st_size]
 
     def expected(self, extent: Extent) -> int | None:
-        """Return the CRC-32 that an extent should have: from the manifest, or else from the format."""
+        """Return the CRC-32 that a byte range should have: from the manifest, or else from the format."""
         file = self.recorded.get(extent.path)
         if file and (extent.offset, extent.length) in file.runs:
             return file.runs[extent.offset, extent.length]
@@ -69,8 +71,8 @@ class OwnFiles:
         return extent.crc32
 
 
-def within(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout with only the chunks and blobs that lie inside files of these sizes."""
+def only_complete_data(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Return the layout with only the chunks and blobs that end before the end of their files."""
 
     def is_there(place: Chunk | Blob) -> bool:
         return place.is_in_file and place.offset + place.length <= sizes.get(place.path, -1)

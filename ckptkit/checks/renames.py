@@ -13,24 +13,24 @@ from ckptkit.layout.renames import by_rule
 
 
 def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, str]:
-    """Return the names in `b` of tensors that are in `a` under another; of two layouts that have no name in common.
+    """Return a map from names in `a` to names in `b` of equal tensors, for layouts without a common name.
 
-    A rule must explain tensors of different kinds, not layers alone, for these to be the same whatever is in them.
-    Other tensors must have the same elements, and be the only ones that do; to know that they are read.
+    A renaming rule counts without reading data if it explains tensors of several kinds, not only layer numbers. Other
+    tensors are read: they must have the same elements, and be the only ones that do.
     """
-    found = by_rule(shapes_of(a), shapes_of(b))
-    rest_a = edits.select(a, lambda name: name not in found)
-    rest_b = edits.select(b, lambda name: name not in found.values())
-    return found | by_content(rest_a, rest_b, jobs)
+    renames = by_rule(shapes_of(a), shapes_of(b))
+    rest_a = edits.select(a, lambda name: name not in renames)
+    rest_b = edits.select(b, lambda name: name not in renames.values())
+    return renames | by_content(rest_a, rest_b, jobs)
 
 
 def shapes_of(layout: Layout) -> dict[str, Shape | None]:
-    """Return the shape of every tensor, None for other entries."""
+    """Return the shape of every tensor, and None for other entries."""
     return {name: spec.shape for name, spec in layout.specs.items()} | dict.fromkeys(layout.blobs)
 
 
 def by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
-    """Return names of tensors of which there is just one in either with the same elements; single numbers aside."""
+    """Return the renames of tensors with more than one element whose contents occur once in each layout."""
     shared = {spec for spec in a.specs.values() if spec.numel > 1} & set(b.specs.values())
     ours, theirs = owners_of(a, shared, jobs), owners_of(b, shared, jobs)
     return {
@@ -41,7 +41,7 @@ def by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
 
 
 def owners_of(layout: Layout, specs: AbstractSet[Spec], jobs: int | None) -> dict[tuple[Spec, int], list[str]]:
-    """Return the names of the tensors with one of these specs, by what they are: spec and CRC-32."""
+    """Return the names of the tensors with one of these specs, by spec and CRC-32."""
     owners: dict[tuple[Spec, int], list[str]] = {}
     tensors = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec in specs}
     for name, crc in fingerprints(locate(replace(layout, tensors=tensors, blobs={})), jobs=jobs).items():

@@ -1,4 +1,4 @@
-"""Say what the numbers of a checkpoint look like, tensor by tensor, or which moved most from one to another."""
+"""Compute statistics of a checkpoint's values, tensor by tensor, or measure which tensors changed most to another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_counters(layout: Layout) -> set[str]:
     These are steps of optimizers, single numbers beside a model, such as a learning rate, single integers in a model,
     and integers beside it, such as the states of random generators.
     """
-    largest: Counter[KeyPath] = Counter()  # numbers in one tensor, by the state of a parameter
+    largest: Counter[KeyPath] = Counter()  # elements of the largest tensor in each parameter's state
     for name, tensor in layout.tensors.items():
         key = layout.key(name)
         if not is_step(key):
@@ -52,21 +52,21 @@ def is_counter(key: KeyPath, spec: Spec, largest: Counter[KeyPath], is_own: bool
 
 
 def state_in(key: KeyPath) -> KeyPath:
-    """Return the way to the state of a parameter that an entry lies in; () for an entry of no state."""
-    way = way_in_optimizer(key)
-    return (*key[:-1], way[1]) if way is not None and way[0] == _STATE else ()
+    """Return the key path of the parameter state that contains an entry; () for an entry outside optimizer states."""
+    state_path = way_in_optimizer(key)
+    return (*key[:-1], state_path[1]) if state_path is not None and state_path[0] == _STATE else ()
 
 
 def is_step(key: KeyPath) -> bool:
-    way = way_in_optimizer(key)
-    return way is not None and way[2] == _STEP
+    state_path = way_in_optimizer(key)
+    return state_path is not None and state_path[2] == _STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats(Count):
-    """The numbers of a tensor, counted. Of integers and booleans none is NaN, infinite or denormal.
+    """The counted values of a tensor. Integers and booleans are never NaN, infinite or denormal.
 
-    Sums over several tensors leave out one that is not `in_total`: a counter, such as the step of an optimizer.
+    Sums over several tensors exclude one that is not `in_total`: a counter, such as the step of an optimizer.
     """
 
     name: str
@@ -81,7 +81,7 @@ class TensorStats(Count):
 
 @dataclass(frozen=True, slots=True)
 class Stats(Summarized):
-    """The numbers of the checkpoint at `path`, by tensor, in the order of the checkpoint."""
+    """The counted values of the checkpoint at `path`, by tensor, in the order of the checkpoint."""
 
     path: Path
     format: str
@@ -89,7 +89,7 @@ class Stats(Summarized):
 
     @property
     def total(self) -> Count:
-        """Return what numbers there are in all tensors that are parameters or their optimizer states."""
+        """Return the counts over all parameters and their optimizer states."""
         return merge(self.tensors)
 
     def summary(self) -> Iterator[str]:
@@ -99,14 +99,14 @@ class Stats(Summarized):
             yield f"not in the totals: {words.count(left_out, 'counter')}, such as the steps of an optimizer"
 
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
-        """Return the tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""
-        found = {tensor.name: tensor for tensor in self.tensors}
+        """Yield the tensors folded as in `inspect --tree`, each line with the counts of its tensors."""
+        by_name = {tensor.name: tensor for tensor in self.tensors}
         for branch in fold({tensor.name: tensor.spec for tensor in self.tensors}):
-            yield branch, merge([found[name] for name in branch.names])
+            yield branch, merge([by_name[name] for name in branch.names])
 
 
 def merge(tensors: Sequence[TensorStats]) -> Count:
-    """Return what was counted in all of them together, without counters unless there is nothing else."""
+    """Return the combined counts of tensors, without counters unless there are no other tensors."""
     summed = [tensor for tensor in tensors if tensor.in_total] or tensors
     return reduce(Count.merge, summed, Count())
 
@@ -141,9 +141,9 @@ def stats(
     """Return statistics of the numbers in the checkpoint at `source`, or in the latest of the run there.
 
     Uses `jobs` threads. `include` and `exclude` are globs of names; a glob that matches nothing is an error unless you
-    pass `allow_unmatched`. With `other`, a checkpoint of the same model, returns how far each parameter moved from
-    `source` to it. Raises `Corrupt` with the tensor's name if bytes are missing or a checksum differs, and `Mismatch`
-    if the two share no parameter.
+    pass `allow_unmatched`. With `other`, a checkpoint of the same model, returns how much each parameter changed from
+    `source` to `other`. Raises `Corrupt` with the tensor's name if bytes are missing or a checksum differs, and
+    `Mismatch` if the two share no parameter.
     """
     if other is not None:
         if include or exclude:
@@ -156,8 +156,8 @@ def stats(
     layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
     if not layout.tensors and (include or exclude):
         raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
-    found = survey(layout, jobs=jobs, progress=report_progress(progress, layout.nbytes))
+    counts = survey(layout, jobs=jobs, progress=report_progress(progress, layout.nbytes))
     counters = find_counters(whole)
     specs = layout.specs.items()
-    tensors = tuple(TensorStats.of(name, spec, found[name], in_total=name not in counters) for name, spec in specs)
+    tensors = tuple(TensorStats.of(name, spec, counts[name], in_total=name not in counters) for name, spec in specs)
     return Stats(checkpoint.path, layout.format, tensors)

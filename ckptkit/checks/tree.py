@@ -1,4 +1,4 @@
-"""Fold tensor names by module, so that a model of a thousand tensors fits a screen. By names and sizes only."""
+"""Fold tensor names by module, so that a model of a thousand tensors fits on a screen. Uses names and sizes only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckptkit.layout import Spec
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A line of the tree: `repeats` modules alike are one line, with the tensors and bytes of all of them.
+    """A line of the tree. `repeats` equal modules are one line, with the tensors and bytes of all of them.
 
-    `names` are those of the tensors in it.
+    `names` are the names of the tensors in the line.
     """
 
     depth: int
@@ -23,28 +23,28 @@ class Branch:
 
     @property
     def tensors(self) -> int:
-        """Return how many tensors are in it."""
+        """Return the number of tensors in the line."""
         return len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor: two of one kind are alike, whatever they are called."""
+    """A tensor. Two tensors of the same spec are equal under any names."""
 
     spec: Spec
     name: str = field(compare=False)
 
 
-_DEEPEST = 64  # levels; what a stranger nests deeper stays one label
+_MAX_DEPTH = 64  # levels; limits the recursion for names from an untrusted file: deeper names stay one label
 Node = dict[str, "Node | Leaf"]
-Group = tuple[str, int, list["Node | Leaf"]]  # label, how many are alike in each module, and all of them
+Group = tuple[str, int, list["Node | Leaf"]]  # label, number of equal children per module, and all children
 
 
 def fold(specs: Mapping[str, Spec]) -> Iterator[Branch]:
-    """Yield the tree of some names, as lines; numbered modules that are alike are one, `layers.0` to `layers.31`."""
+    """Yield the lines of the tree of these names; equal numbered modules are one line, `layers.0-31`."""
     root: Node = {}
     for name, spec in specs.items():
-        *modules, leaf = name.split(".", _DEEPEST)
+        *modules, leaf = name.split(".", _MAX_DEPTH)
         node = root
         for module in modules:
             below = node.setdefault(f"{module}.", {})
@@ -65,7 +65,7 @@ def _lines(alike: list[Node | Leaf], depth: int) -> Iterator[Branch]:
 
 
 def _with_only_child(group: Group) -> Group:
-    """A line together with the one below it, if that is its only one and not both stand for several."""
+    """Merge a line with its only child line, unless both stand for several modules."""
     label, repeats, members = group
     below = list(_groups(members))
     if len(below) != 1 or (repeats > 1 and below[0][1] > 1):
@@ -74,7 +74,7 @@ def _with_only_child(group: Group) -> Group:
 
 
 def _groups(alike: list[Node | Leaf]) -> Iterator[Group]:
-    """The children of nodes that are alike; runs of numbered ones that are equal become one, called `first-last`."""
+    """Yield the children of equal nodes; consecutive numbers with equal children become one group, `first-last`."""
     nodes = [node for node in alike if isinstance(node, dict)]
     pending: list[str] = []
     for label in sorted(nodes[0], key=_number) if nodes else ():
@@ -93,13 +93,12 @@ def _group(labels: list[str], nodes: list[Node]) -> Group:
 
 
 def _number(label: str) -> int:
-    """The number that a label is, -1 if it is none."""
+    """Return the number of a numeric label, -1 for any other."""
     digits = label.rstrip(".")
     return int(digits) if digits.isdecimal() and len(digits) < 10 else -1
 
 
 def _leaves(node: Node | Leaf) -> Iterator[Leaf]:
-    """The tensors below a node."""
     if isinstance(node, Leaf):
         yield node
     else:

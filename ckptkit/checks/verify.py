@@ -1,7 +1,7 @@
-"""Say whether a checkpoint is whole and undamaged: every problem, and how many bytes nothing could be said about.
+"""Verify that a checkpoint is complete and undamaged: report every problem, and the bytes that have no checksum.
 
-Structure first: files, sizes, coverage, key paths, what the metadata promises and the files hold. Then every byte is
-read, and compared with the CRC-32 that the format or a manifest has for it.
+Checks the structure first: files, sizes, coverage, key paths, and the metadata against the files. Then reads every
+byte, and compares it with the CRC-32 that the format or a manifest has for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.account import describe_account, name_lost, read_account
+from ckptkit.checkpoints.account import describe_account, list_lost_names, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.component import Component, find_unfinished
 from ckptkit.checkpoints.examination import examine_checkpoint
@@ -26,18 +26,18 @@ from ckptkit.checkpoints.manifest import (
     FileSum,
     Manifest,
     StoreSums,
-    ask_store,
-    lost_since,
+    explain_deleted_metadata,
     read_manifest,
-    tell_proved,
-    tell_unproved,
+    read_store_checksums,
+    remark_on_proved_files,
+    unproved_files_problem,
 )
 from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.problems import Problems, fold_files
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.checks.masters import compare_copies, compare_masters
-from ckptkit.checks.own_files import OwnFiles, within
+from ckptkit.checks.own_files import OwnFiles, only_complete_data
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage, translate_os_errors
 from ckptkit.formats import detect_format, find_format, locate
@@ -59,15 +59,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verified(Summarized):
-    """A checkpoint at `path` that was verified, or a part of one, and what was found.
+    """The result of verifying a checkpoint at `path`, or a component of one.
 
-    Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
-    compared with and `unchecked_bytes` had none; of `proved_files` that of the store was compared, which read none of
-    their bytes. `looked_at` are its files, `sums` those of the files that were read,
-    `left_behind` other files in its directory, which verify did not read. `compared` is how it differs
-    from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
-    tensors, if they were asked for. `salvaged` is the account of what was lost when it was made of a damaged one, None
-    if it was not.
+    `checked_bytes` were verified against a CRC-32, `unchecked_bytes` have none: bytes of tensors and other entries, and
+    with a manifest also of complete files. For `proved_files`, the store's CRC-32 was compared instead, without reading
+    their bytes. `looked_at` are its files, `sums` the checksums of the files that were read, `left_behind` other files
+    in its directory, which verify did not read. `compared` is the comparison with another checkpoint, if requested; its
+    differences are among the problems. `stats` are the statistics of its tensors, if requested. `salvaged` is the
+    account of a salvaged checkpoint, None for any other.
     """
 
     path: Path
@@ -90,28 +89,27 @@ class Verified(Summarized):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether no problem was found."""
         return not self.problems
 
     @property
     def loss(self) -> str | None:
-        """Return what a salvage lost or filled, in one line; None for a checkpoint that was not salvaged."""
+        """Return a line on the tensors that a salvage lost or filled; None for a checkpoint that was not salvaged."""
         if self.salvaged is None:
             return None
-        missing = name_lost(self.salvaged)
+        missing = list_lost_names(self.salvaged)
         what = f"{describe_account(self.salvaged)}{f'; missing: {missing}' if missing else ''}"
         return f"{self.path}: {what}; {ACCOUNT} lists them"
 
     def summary(self) -> Iterator[str]:
-        found = count(len(self.problems), "problem") if self.problems else "ok"
+        verdict = count(len(self.problems), "problem") if self.problems else "ok"
         checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
-        yield f"{self.path}: {found}; {checked} checked, {unchecked} without a checksum"
+        yield f"{self.path}: {verdict}; {checked} checked, {unchecked} without a checksum"
         yield from [self.loss] if self.loss else []
         yield from first_few((problem.line for problem in self.problems), len(self.problems))
 
 
 def require_sound(found: Verified, hint: str) -> None:
-    """Raise `Corrupt` with the first problem that was found, if there is any, and how many there are."""
+    """Raise `Corrupt` with the first problem and the number of problems, if there are any."""
     if found.problems:
         first, total = found.problems[0], len(found.problems)
         message = first.message if total == 1 else f"{first.message}; the first of {total:,} problems"
@@ -140,58 +138,69 @@ def verify(
     pass `allow_cast`: then `against` is converted first. `map` is a table with names of either side, and `rename` has
     rules `REGEX=>TEXT` for the parameters of `against`. With `stats`, the numbers are counted too.
 
-    Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Everything
-    wrong with a checkpoint that exists is in the problems of the result.
+    Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Every
+    problem of an existing checkpoint is in the result.
     """
     if against is None and (map or rename):
         raise Usage("--map and --rename are for a comparison", hint="pass --against too")
-    checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
-    tell = report_progress(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
-    look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
-    wholes = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
-    wholes = [(checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in wholes]
-    found = [part for one, parts in wholes for part in (parts if fast else with_masters(one, parts, jobs))]
-    if against is not None and all(part.is_ok for part in found):
-        from ckptkit.checks.diff import prove  # and with it all that copies and compares
+    checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]
+    report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in component_paths(one)))
+    look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
+    results_by_checkpoint = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
+    results_by_checkpoint = [
+        (checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in results_by_checkpoint
+    ]
+    results = [
+        part for one, parts in results_by_checkpoint for part in (parts if fast else with_masters(one, parts, jobs))
+    ]
+    if against is not None and all(part.is_ok for part in results):
+        from ckptkit.checks.diff import prove  # deferred: imports the engine
 
         named = NameOptions.of(map, rename)
         compare = partial(prove, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
         proofs = [compare(source, against) for source in sources]
         compared = {path: diff for proof in proofs for path, diff in proof.items()}
-        found = [with_comparison(part, compared.get(part.path)) for part in found]
-    if stats and all(part.is_ok for part in found):
-        from ckptkit.checks.stats import stats as survey_part  # imports numpy
+        results = [with_comparison(part, compared.get(part.path)) for part in results]
+    if stats and all(part.is_ok for part in results):
+        from ckptkit.checks.stats import stats as survey_part  # deferred: imports numpy
 
-        found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
-    return found
+        results = [
+            replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in results
+        ]
+    return results
 
 
 def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[Verified]:
-    """Return what was found of a checkpoint and, if it is undamaged, whether it is a part of one or contradicts itself.
+    """Return the results, plus inconsistencies if the checkpoint is undamaged.
 
-    A file that is one of several has this one problem: the tensors of the other files are missing in it.
+    A file that is one of several gets only this problem, because the tensors of the other files are missing.
     """
     if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
     if part := find_parts(checkpoint):
         return [replace(found[0], problems=(part,)), *found[1:]]
     odd, doubt = examine_checkpoint(checkpoint), find_doubt(checkpoint)
-    problems = [one.to_error(checkpoint.path) for one in odd if one.certainty is Certainty.CERTAIN]
-    notes = [*([doubt] if doubt else []), *(one.line for one in odd if one.certainty is not Certainty.CERTAIN)]
+    problems = [
+        inconsistency.to_error(checkpoint.path) for inconsistency in odd if inconsistency.certainty is Certainty.CERTAIN
+    ]
+    notes = [
+        *([doubt] if doubt else []),
+        *(inconsistency.line for inconsistency in odd if inconsistency.certainty is not Certainty.CERTAIN),
+    ]
     first = replace(found[0], problems=(*found[0].problems, *problems), notes=(*found[0].notes, *notes))
     return [first, *found[1:]]
 
 
 def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
-    """Return what was found of a checkpoint, and if that is whole, how its weights differ from an optimizer's masters.
+    """Return the results; for an undamaged checkpoint, the weights are also compared with the optimizer's masters.
 
-    Weights and optimizer may be in different parts.
+    Weights and optimizer may be in different components.
     """
     if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
     try:
         layout = checkpoint.layout
-    except (NotACheckpoint, Mismatch, Unsupported):  # parts that make no whole
+    except (NotACheckpoint, Mismatch, Unsupported):  # components that cannot be joined
         return found
     problems = Problems()
     try:
@@ -203,7 +212,7 @@ def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None
 
 
 def with_comparison(found: Verified, compared: Diff | None) -> Verified:
-    """Return what was found, with what is not the same in another checkpoint as further problems."""
+    """Return the result with the differences from another checkpoint as further problems."""
     if compared is None:
         return found
     from ckptkit.checks.differences import problems_of
@@ -214,44 +223,49 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
 
 
-def find_all(source: Source) -> list[Checkpoint]:
-    """Return a checkpoint, or all those of a run, whether complete or not, oldest first."""
+def find_checkpoints(source: Source) -> list[Checkpoint]:
+    """Return the checkpoint at a path, or all checkpoints of a run, complete or not, oldest first."""
     path = path_of(source)
-    here = Checkpoint.at(path)
-    found = [] if here.is_direct else checkpoints_in(path)
-    if found and not all(one.unreadable for one in found):
-        return found
-    if not here.components:
-        raise here.unreadable or no_checkpoint(path)
-    return [here]
+    checkpoint = Checkpoint.at(path)
+    checkpoints = [] if checkpoint.is_direct else checkpoints_in(path)
+    if checkpoints and not all(candidate.unreadable for candidate in checkpoints):
+        return checkpoints
+    if not checkpoint.components:
+        raise checkpoint.unreadable or no_checkpoint(path)
+    return [checkpoint]
 
 
-def places_of(checkpoint: Checkpoint) -> list[Path]:
+def component_paths(checkpoint: Checkpoint) -> list[Path]:
     return checkpoint.places or [checkpoint.path]
 
 
 def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> list[Verified]:
-    """Verify the parts of a checkpoint and other weights in its directory. The first result names the other files."""
-    places, root = places_of(checkpoint), checkpoint.path
-    found = [look(path) for path in places]
-    found[0] = replace(found[0], salvaged=read_account(root))
+    """Verify the components of a checkpoint and other weights in its directory.
+
+    The first result lists the other files.
+    """
+    places, root = component_paths(checkpoint), checkpoint.path
+    results = [look(path) for path in places]
+    results[0] = replace(results[0], salvaged=read_account(root))
     unfinished = find_unfinished(root)
-    if unfinished and all(problem.line != unfinished.line for part in found for problem in part.problems):
-        found[0] = replace(found[0], problems=(unfinished, *found[0].problems))
-    if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in found)):
-        return found
-    seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
+    if unfinished and all(problem.line != unfinished.line for part in results for problem in part.problems):
+        results[0] = replace(results[0], problems=(unfinished, *results[0].problems))
+    if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in results)):
+        return results
+    seen = frozenset(path for part in results for path in part.looked_at).union(set(places) - {root})
     left = checkpoint.left_behind(seen)
-    weights = [one.path for one in left if one.why in (*LOST, EXPORTED) and detect_format(one.path)]
-    rest = tuple(one for one in left if one.path not in weights)
-    return [replace(found[0], left_behind=rest), *found[1:], *map(look, weights)]
+    weights = [
+        left_file.path for left_file in left if left_file.why in (*LOST, EXPORTED) and detect_format(left_file.path)
+    ]
+    rest = tuple(left_file for left_file in left if left_file.path not in weights)
+    return [replace(results[0], left_behind=rest), *results[1:], *map(look, weights)]
 
 
 def size_of(part: Path) -> int:
-    """Return the bytes of the files that will be read, as near as can be told without opening any."""
+    """Return the approximate number of bytes that verifying will read, from file sizes alone."""
     with translate_os_errors(part):
-        found = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
-        return sum(state.st_size for state in found if stat.S_ISREG(state.st_mode))
+        statuses = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
+        return sum(state.st_size for state in statuses if stat.S_ISREG(state.st_mode))
 
 
 def verify_part(
@@ -263,35 +277,41 @@ def verify_part(
     jobs: int | None = None,
     progress: Told | None = None,
 ) -> Verified:
-    """Look for damage in one directory or file, by its manifest too if there is one and it shall be used.
+    """Look for damage in one directory or file, using its manifest if `with_manifest`.
 
     With `fast` and `by_store`, the checksums that a store keeps of files are compared with the manifest's.
     """
     problems, entries = Problems(), Counter[Path | None]()
-    found = Verified(path)
+    result = Verified(path)
     try:
         origin = Origin.of(path)
-        here = Checkpoint.at(path)
-        if here.unreadable:
-            raise here.unreadable
-        reader = here.components[0].reader if here.is_direct else find_format(path)
+        checkpoint = Checkpoint.at(path)
+        if checkpoint.unreadable:
+            raise checkpoint.unreadable
+        reader = checkpoint.components[0].reader if checkpoint.is_direct else find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             entries.update(entries_by_file(layout))
             if unfinished := find_unfinished(path):
                 problems.add(unfinished)
-            manifest = read_known(path, problems) if with_manifest else None
-            note_empty(here.components, layout, problems)
-            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.components[1:]))
-            found = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
+            manifest = read_manifest_or_note(path, problems) if with_manifest else None
+            note_empty(checkpoint.components, layout, problems)
+            own = OwnFiles(
+                reader, path, layout, manifest, frozenset(component.path for component in checkpoint.components[1:])
+            )
+            result = (
+                check_structure(own, problems, by_store=by_store)
+                if fast
+                else check_bytes(own, problems, jobs, progress)
+            )
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
             if layout.twins and not (fast or problems.list()):
-                found = replace(found, notes=(*found.notes, *compare_copies(layout, problems, jobs)))
+                result = replace(result, notes=(*result.notes, *compare_copies(layout, problems, jobs)))
             origin.check()
     except CkptError as error:
-        problems.add(lost_since(error.blame(path=path), path))
-    return replace(found, problems=fold_files(problems.list(), entries))
+        problems.add(explain_deleted_metadata(error.blame(path=path), path))
+    return replace(result, problems=fold_files(problems.list(), entries))
 
 
 def entries_by_file(layout: Layout) -> Iterator[Path]:
@@ -301,10 +321,10 @@ def entries_by_file(layout: Layout) -> Iterator[Path]:
     yield from (layout.root / blob.path for blob in layout.blobs.values())
 
 
-def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -> None:
-    """Note that an adapter has no elements."""
+def note_empty(components: Iterable[Component], layout: Layout, problems: Problems) -> None:
+    """Add a problem if an adapter's tensors have no elements."""
     is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
-    if is_whole or not any(part.is_adapter for part in parts):
+    if is_whole or not any(component.is_adapter for component in components):
         return
     from ckptkit.adapters.empty import find_empty
 
@@ -312,18 +332,18 @@ def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -
         problems.add(error)
 
 
-def skim(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
-    """Look at everything but the data of large tensors. With `by_store` ask the store for its checksums of files."""
+def check_structure(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
+    """Check everything except the data of large tensors. With `by_store`, asks the store for its file checksums."""
     sizes = sizes_of(own, problems)
-    told = ask_store(own.root, sizes) if by_store else StoreSums({}, {})
-    proved = {name: told.sums[name] for name in told.sums if name in own.recorded}
+    store_sums = read_store_checksums(own.root, sizes) if by_store else StoreSums({}, {})
+    proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded}
     rest = {name: size for name, size in sizes.items() if name not in proved}
     content, extents = look_inside(own, rest, problems, with_packed=False)
     unknown = {extent.path for extent in extents if extent.crc32 is None}
     sums = sum_files(own.root, (rest.keys() & own.recorded.keys()) - unknown, extents)
     compare_files(own, {**sums, **proved}, problems)
-    found = summary(own, sizes, content)
-    return found if told.is_empty else with_proof(own, found, sizes, proved, told, problems)
+    result = summary(own, sizes, content)
+    return result if store_sums.is_empty else with_proof(own, result, sizes, proved, store_sums, problems)
 
 
 def with_proof(
@@ -334,30 +354,30 @@ def with_proof(
     told: StoreSums,
     problems: Problems,
 ) -> Verified:
-    """Return what was found, with what the store's checksums prove. Files that they do not prove are a problem."""
+    """Return the result with the files that the store's checksums prove. Other files become a problem."""
     if own.manifest is None:
         note = f"nothing proves the files without a manifest: the store has {told.describe(sizes)}"
         return replace(found, notes=(*found.notes, note))
     if others := sizes.keys() - proved:
-        problems.add(tell_unproved(own.path, sizes, sorted(others), told))
-    places = {(place.path, place.offset): place.length for _, place in own.layout.stored if place.path in proved}
-    notes = (*found.notes, *tell_proved(sizes, proved))
+        problems.add(unproved_files_problem(own.path, sizes, sorted(others), told))
+    places = {(stored.path, stored.offset): stored.length for _, stored in own.layout.stored if stored.path in proved}
+    notes = (*found.notes, *remark_on_proved_files(sizes, proved))
     return replace(found, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
 
 
-def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
-    """Look at everything: read every byte."""
+def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
+    """Check everything, reading every byte."""
     sizes = sizes_of(own, problems)
     content, extents = look_inside(own, sizes, problems)
-    found = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
-    compare_extents(own, extents, found.extents, problems)
-    runs = runs_of(extents, found.extents)
-    sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in found.files.items()}
+    scanned = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
+    compare_extents(own, extents, scanned.extents, problems)
+    runs = range_checksums(extents, scanned.extents)
+    sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in scanned.files.items()}
     compare_files(own, sums, problems)
     unread = [
         extent.length
         for extent in extents
-        if (extent.path, extent.offset) not in found.extents
+        if (extent.path, extent.offset) not in scanned.extents
         or (own.expected(extent) is None and extent.path not in own.recorded)
     ]
     result = summary(own, sizes, content)
@@ -365,8 +385,8 @@ def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
 
 
-def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
-    """Return by file the CRC-32 that was found of each extent that no format records one for."""
+def range_checksums(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
+    """Return the computed CRC-32 of the byte ranges without a checksum in the format, by file."""
     runs: dict[str, dict[ByteRange, int]] = {}
     for extent in extents:
         crc = found.get((extent.path, extent.offset))
@@ -375,8 +395,8 @@ def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[
     return runs
 
 
-def read_known(path: Path, problems: Problems) -> Manifest | None:
-    """Return the manifest of what is at `path`, if there is one that can be read."""
+def read_manifest_or_note(path: Path, problems: Problems) -> Manifest | None:
+    """Return the manifest of the checkpoint at `path`; None if it is missing. Adds a problem if it is damaged."""
     try:
         return read_manifest(path if path.is_dir() else path.parent)
     except CkptError as error:
@@ -385,13 +405,13 @@ def read_known(path: Path, problems: Problems) -> Manifest | None:
 
 
 def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
-    """Return the bytes, by name, of the files that shall be read and are there, once compared with the manifest's."""
+    """Return the sizes of the files to read, by name. Adds a problem for a size that differs from the manifest's."""
     sizes: dict[str, int] = {}
     for name in sorted(own.needed | own.recorded.keys()):
         path = own.root / name
         try:
             if name in own.needed and problems.list() and not is_there(path):
-                continue  # whoever read the layout has said so
+                continue  # reading the layout has reported the missing file
             sizes[name] = file_size(path)
         except CkptError as error:
             problems.add(error)
@@ -406,11 +426,11 @@ def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
 def look_inside(
     own: OwnFiles, sizes: Mapping[str, int], problems: Problems, *, with_packed: bool = True
 ) -> tuple[int, list[Extent]]:
-    """Open every envelope that lies in a file of these sizes, and unless told otherwise what is compressed.
+    """Open the zip wrapper of every chunk, and unpack compressed chunks if `with_packed`.
 
-    Returns the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
+    Returns the number of bytes of tensors and other entries, and the byte ranges that remain to be verified.
     """
-    sound = within(own.layout, sizes)
+    sound = only_complete_data(own.layout, sizes)
     located = locate(sound, problems.add, with_packed=with_packed)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
@@ -420,7 +440,7 @@ def look_inside(
 
 
 def find_compared(layout: Layout, located: Layout) -> set[FileOffset]:
-    """Return the places of what was unpacked, and so compared with the checksums in it, where there are any."""
+    """Return the offsets of the chunks that were unpacked, which verified their internal checksums, if any."""
     return {
         (old.path, old.offset)
         for (_, old), (_, new) in zip(layout.stored, located.stored, strict=True)
@@ -431,11 +451,11 @@ def find_compared(layout: Layout, located: Layout) -> set[FileOffset]:
 def compare_extents(
     own: OwnFiles, extents: Iterable[Extent], found: Mapping[FileOffset, int], problems: Problems
 ) -> None:
-    """Note the extents that were read and do not have the CRC-32 that they should have."""
+    """Add a problem for each byte range whose CRC-32 differs from the expected one."""
     for extent in extents:
         crc, wanted = found.get((extent.path, extent.offset)), own.expected(extent)
         if not extent.length or crc is None or wanted is None or crc == wanted:
-            continue  # what has no bytes lies where the next extent begins
+            continue  # an empty byte range shares its offset with the next one
         is_whole = crc == extent.crc32
         length, offset = extent.length, extent.offset
         other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {crc:08x}"
@@ -451,7 +471,7 @@ def compare_extents(
 
 
 def hint_on_zeros(root: Path, extent: Extent) -> str | None:
-    """Return what to do about an extent of which a page was never written, None if all pages were."""
+    """Return a hint for a byte range with a page that was never written; None if all pages were written."""
     zeros = find_zeros(root, extent)
     if zeros is None:
         return None
@@ -459,7 +479,7 @@ def hint_on_zeros(root: Path, extent: Extent) -> str | None:
 
 
 def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
-    """Note the files that differ from the manifest where nothing in them is known to, and those that it lacks."""
+    """Add problems for files that differ from the manifest without a known cause or that it does not list."""
     for name, wanted in own.recorded.items():
         found, path = sums.get(name), own.root / name
         if found is not None and found != wanted and not problems.are_in(path):
@@ -472,7 +492,7 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
 
 
 def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
-    """Return what was looked at: files of these sizes, with `content` bytes of tensors and entries; none compared."""
+    """Return the result for files of these sizes with `content` bytes of entries, none of them verified yet."""
     extra = [] if own.manifest else own.unexpected_files
     return Verified(
         own.path,

@@ -1,1 +1,1 @@
-"""Make another checkpoint of one: consolidate, reshard, convert, average, merge, and salvage what is damaged."""
+"""Make a checkpoint from another: consolidate, reshard, convert, average, merge, and salvage damaged ones."""

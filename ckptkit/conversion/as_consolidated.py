@@ -1,4 +1,4 @@
-"""See a checkpoint as `consolidate` would write it: its tensors by name, each in its dtype."""
+"""Open a checkpoint as `consolidate` would write it: its tensors by name, each in its dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADAPTER = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class ConsolidatedView:
-    """A checkpoint as `consolidate` would write it: its draft, and the tensors, located, by their final names."""
+    """A checkpoint as `consolidate` would write it: its plan, and the located tensors by their final names."""
 
     checkpoint: Checkpoint
     conversion: Conversion
@@ -41,7 +41,7 @@ class ConsolidatedView:
 def as_consolidated(source: Source, options: Keywords, dst: Path) -> ConsolidatedView:
     """Open a checkpoint as `consolidate` would write it with these options to `dst`.
 
-    Raises `Unsupported` for an adapter, and for weights that would be computed.
+    Raises `Unsupported` for an adapter, and for weights that have to be computed.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(to_model_path(source))
     asked = ConvertOptions.of(options, to="hf")
@@ -63,22 +63,22 @@ def both_consolidated(
 ) -> tuple[ConsolidatedView, ConsolidatedView]:
     """Open two checkpoints of one model as `consolidate` would write both, in the dtypes of the first.
 
-    One that has no config.json is named by that of the other. With `dtype` both are first cast so. Raises `Mismatch`
+    A checkpoint without config.json uses the one of the other. With `dtype`, both are cast first. Raises `Mismatch`
     unless they have the same names, shapes and dtypes.
     """
     opened = [one if isinstance(one, Checkpoint) else Checkpoint.open(to_model_path(one)) for one in (base, new)]
     found_in = [one.companions.found_in for one in opened]
     sides = [
-        as_consolidated(one, asked_of(dtype, None if own else other), dst)
+        as_consolidated(one, options_for(dtype, None if own else other), dst)
         for one, own, other in zip(opened, found_in, found_in[::-1], strict=True)
     ]
     one, two = sides
     two = replace(two, layout=locate(edits.cast_to(two.layout, one.layout.specs)))
-    check_alike(one, two)
+    require_same_specs(one, two)
     return one, replace(two, layout=in_order_of(two.layout, one.layout))
 
 
-def asked_of(dtype: Sequence[str], base: Path | None) -> Keywords:
+def options_for(dtype: Sequence[str], base: Path | None) -> Keywords:
     """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
     asked: Keywords = {"dtype": dtype} if dtype else {}
     return {**asked, "base": str(base)} if base is not None else asked
@@ -88,7 +88,7 @@ def in_order_of(layout: Layout, other: Layout) -> Layout:
     return replace(layout, tensors={name: layout.tensors[name] for name in other.tensors})
 
 
-def check_alike(one: ConsolidatedView, two: ConsolidatedView) -> None:
+def require_same_specs(one: ConsolidatedView, two: ConsolidatedView) -> None:
     """Raise `Mismatch` unless two checkpoints have the same names, shapes and dtypes."""
     before, after = one.layout.specs, two.layout.specs
     for path, other, names in (

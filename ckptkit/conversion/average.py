@@ -16,7 +16,7 @@ from ckptkit.state.options import ConvertOptions, Keywords, spell_out
 from ckptkit.state.report import Converted
 from ckptkit.words import count
 
-_SLACK = 1e-6  # by which given weights may miss 1 before that is said
+_TOLERANCE = 1e-6  # weights whose sum is this close to 1 need no note about the division
 
 
 @spell_out
@@ -44,17 +44,17 @@ def average(
     if asked.changes_names and not asked.writer.is_model_only:
         hint = "write a Hugging Face model first, then convert it"
         raise Usage(f"a mean keeps names and rows as `{asked.to}`", hint=hint)
-    asked = replace(asked, weights=divide(weights, len(chosen)))
+    asked = replace(asked, weights=normalize_weights(weights, len(chosen)))
     asked.check()
     done = run_conversion(chosen, dst, asked)
     total = fsum(weights)
-    if not weights or isclose(total, 1, abs_tol=_SLACK):
+    if not weights or isclose(total, 1, abs_tol=_TOLERANCE):
         return done
     return replace(done, notes=[f"the weights add up to {total:g}, and were divided by that", *done.notes])
 
 
 def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list[Checkpoint]:
-    """Return the checkpoints to be averaged: those given, or the last ones of the run given, oldest first."""
+    """Return the checkpoints to average: the given ones, or the last ones of the given run, oldest first."""
     given = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
     if last is None:
         if len(given) < 2:
@@ -79,8 +79,8 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     return list(complete[-last:])
 
 
-def divide(weights: Sequence[float], sources: int) -> tuple[float, ...]:
-    """Return weights of `sources` checkpoints that add up to 1. Raises `Usage` for any that are not positive."""
+def normalize_weights(weights: Sequence[float], sources: int) -> tuple[float, ...]:
+    """Return weights for `sources` checkpoints that add up to 1. Raises `Usage` for a weight that is not positive."""
     if not weights:
         return (1 / sources,) * sources
     if len(weights) != sources:

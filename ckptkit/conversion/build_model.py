@@ -1,6 +1,7 @@
-"""Build the model that a conversion writes: from the weights in a checkpoint, step by step, in the order of this file.
+"""Build the model that a conversion writes, step by step, from the weights in a checkpoint.
 
-Each step takes a `Model` and returns another one. No step reads or writes data.
+The steps are in the order of this file. Each takes a `Model` and returns another one. No step reads or writes tensor
+data.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from ckptkit.state.steps import (
 )
 
 
-def build_model(parts: Sequence[Component], options: ConvertOptions) -> Model:  # noqa: C901 - one list of all steps
-    """Return the model in a part of a checkpoint as it will be written: alone, merged with adapters, or as a mean."""
+def build_model(components: Sequence[Component], options: ConvertOptions) -> Model:  # noqa: C901 - one list of all steps
+    """Return the model that will be written: of one component, merged with adapters, or as a mean of several."""
     if options.merge:
         from ckptkit.adapters.merge import merge
 
-        model = merge(parts, options)
+        model = merge(components, options)
     else:
-        model = open_models(parts, options)
+        model = open_models(components, options)
         if options.vocab_size is not None:
             model = resize_vocabulary(model, options.vocab_size)
         if options.from_base:
@@ -70,12 +71,12 @@ def build_model(parts: Sequence[Component], options: ConvertOptions) -> Model:  
     return model
 
 
-def open_models(parts: Sequence[Component], options: ConvertOptions) -> Model:
-    """Return the weights in a part of a checkpoint under the names that you ask for; beside them those of more parts.
+def open_models(components: Sequence[Component], options: ConvertOptions) -> Model:
+    """Return the weights in a component under the names that `options` ask for, together with those of more components.
 
-    A part's own fp32 masters are beside them, too.
+    A component's own fp32 master weights are joined in the same way.
     """
-    models = [open_named(part, options) for part in parts]
+    models = [open_named(component, options) for component in components]
     if len(models) > 1:
         from ckptkit.state.mean import align
 
@@ -88,12 +89,12 @@ def open_models(parts: Sequence[Component], options: ConvertOptions) -> Model:
     return join_masters(model, open_named(model.part, options, model.part.masters))
 
 
-def open_named(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
-    """Return the weights in a part of a checkpoint under the names that you ask for.
+def open_named(component: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
+    """Return the weights in a component under the names that `options` ask for.
 
-    They lie in the layout of the part, or in another that is given `instead`.
+    Reads the layout `instead` if it is given, or else the component's own.
     """
-    model = open_model(part, options, instead)
+    model = open_model(component, options, instead)
     if options.is_for_hub:
         refuse_copies(model)
     if options.quantize is not None or may_be_quantized(model):
@@ -112,20 +113,19 @@ def open_named(part: Component, options: ConvertOptions, instead: Layout | None 
 
 
 def may_be_quantized(model: Model) -> bool:
-    """Return whether weights may be quantized in the checkpoint."""
     return may_hold_quantized(model.part.layout.specs, model.config)
 
 
 def needs_names(model: Model, options: ConvertOptions) -> bool:
-    """Return whether the tensors may have other names or rows than those that you ask for."""
+    """Return whether the tensors may need other names or rows than they have."""
     is_asked = options.map is not None or options.vocab_size is not None
     return is_asked or not (options.is_for_hub and has_known_names(model))
 
 
 def compare_with_sources(model: Model, options: ConvertOptions) -> Model:
-    """Say how the model differs from its base, and how many layers config.json declares that predict more tokens."""
+    """Add notes on differences from the base, and correct the number of predictor layers in config.json."""
     has_base = bool(options.base or model.config.get("_name_or_path"))
-    if has_base and not options.text_only:  # the base of a text model has the names of the larger model
+    if has_base and not options.text_only:  # with --text-only, the base has the names of the larger model
         from ckptkit.state.against_base import compare_with_base
 
         model = compare_with_base(model, options)
@@ -138,7 +138,7 @@ def compare_with_sources(model: Model, options: ConvertOptions) -> Model:
 
 
 def keys_in(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a config.json, and those of the sections in it."""
+    """Yield the keys of a config.json, and those of its nested sections."""
     for key, value in config.items():
         yield key
         if isinstance(value, dict):
@@ -146,25 +146,25 @@ def keys_in(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:
-    """Return whether an optimizer may have remainders of the weights that are not asked for."""
+    """Return whether the optimizer may have low bits of the weights that the export leaves out."""
     dtypes = (tensor.spec.dtype.name for tensor in model.part.layout.tensors.values())
     is_export = options.writer.is_model_only and options.weights_from is None and not options.merge
     return is_export and "int16" in dtypes
 
 
 def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Component], list[str]]:
-    """Return the part of each checkpoint with the model that is to be written, and notes on the alternatives."""
+    """Return the component of each checkpoint with the model to write, and notes on the alternatives."""
     parts, notes = zip(*(choose_model(checkpoint, options) for checkpoint in checkpoints), strict=True)
     return list(parts), list(dict.fromkeys(filter(None, notes)))
 
 
 def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, str]:
-    """Return the part with the model that is to be written, and a note if there is another; "" if not."""
+    """Return the component with the model to write, and a note if there is an alternative; else ""."""
     takes_states = options.salvage or options.weights_from == MODULE or checkpoint.model_component.masters is not None
     exported = None if takes_states else checkpoint.exported
     if exported is None:
         return checkpoint.model_component, ""
-    from ckptkit.adapters.empty import find_empty  # few checkpoints have an adapter beside states
+    from ckptkit.adapters.empty import find_empty  # deferred: rarely needed
 
     name, states = exported.path.name, checkpoint.model_component.place
     if error := find_empty(exported.layout):

@@ -1,6 +1,6 @@
-"""Convert any checkpoint that can be read into any format that can be written.
+"""Convert a checkpoint from any readable format to any writable format.
 
-Every command that writes a checkpoint is a preset of this.
+Every command that writes a checkpoint is a preset of this function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_doubt, require_whole
+from ckptkit.checkpoints.one_of_several import find_doubt, refuse_partial_file
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.errors import Caution, Corrupt, Mismatch, Usage
@@ -40,7 +40,7 @@ from ckptkit.state.report import Converted, Written, complete, report
 from ckptkit.words import count
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.salvaging.repair import Look
+    from ckptkit.conversion.salvaging.repair import SurveyFunction
 
 
 @spell_out
@@ -58,15 +58,15 @@ def convert(
 ) -> Converted:
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
-    "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name
-    like `model.pt`, the result is one file, without other files, and `to` is by default "pt". "hf" writes only the
-    model, as `consolidate` does, and "adapter" only the adapter. `under` puts everything under a key, such as
-    `model`. "dcp" is written for `world_size` ranks, by default as many as in the source. `optimizer_keys` writes
-    the optimizer's parameters by "names" or "ids". By default, an optimizer in one file gets names when it becomes
-    shards, if the names are certain. `optimizer_order` says in which order it got its parameters where nothing
-    proves their names: "model", or a file with one name a line. With `complete_optimizer`, parameters without a
-    state, because they never received a gradient, get zeros. For the other options see `ConvertOptions`. Raises a
-    `CkptError`, and leaves `dst` unchanged, if anything does not fit or a checksum differs.
+    "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
+    `model.pt`, the result is one file, without other files, and `to` is by default "pt". "hf" writes only the model, as
+    `consolidate` does, and "adapter" only the adapter. `under` puts everything under a key, such as `model`. "dcp" is
+    written for `world_size` ranks, by default as many as in the source. `optimizer_keys` writes the optimizer's
+    parameters by "names" or "ids". By default, an optimizer in one file gets names when it becomes shards, if the names
+    are certain. `optimizer_order` states the order in which the optimizer got its parameters, if nothing proves their
+    names: "model", or a file with one name a line. With `complete_optimizer`, parameters without a state, because they
+    never received a gradient, get zeros. For the other options see `ConvertOptions`. Raises a `CkptError`, and leaves
+    `dst` unchanged, if anything does not fit or a checksum differs.
     """
     own = ConvertOptions.of(
         options,
@@ -81,15 +81,15 @@ def convert(
 
 
 def require_format(output: Path) -> str:
-    """Return the format of a file with the name of the output. Raises `Usage` if the name may be a directory's."""
-    found = format_of_file(output.name)
-    if found is None:
+    """Return the format that the output's file name implies. Raises `Usage` if the name may be a directory's."""
+    format_name = format_of_file(output.name)
+    if format_name is None:
         raise Usage("missing option '--to'", hint=f"pass one of {', '.join((*writable_formats(), ADAPTER))} as --to")
-    return found
+    return format_name
 
 
 def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
-    """Make of a checkpoint, or of the mean of several, what `options` say, or a part of that.
+    """Convert one checkpoint, or the mean of several, as `options` say; with `part`, only that part of the work.
 
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
@@ -102,10 +102,10 @@ def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertO
 
 
 def older_than_latest(run: Path) -> Checkpoint | None:
-    """Return the complete checkpoint before the latest one of a run; None if there is none, or it is no run."""
+    """Return the complete checkpoint before the latest one of a run; None without one, or if it is not a run."""
     if not run.is_dir() or Checkpoint.at(run).is_direct:
         return None
-    complete = [one for one in named_in(run) if one.is_complete]
+    complete = [checkpoint for checkpoint in named_in(run) if checkpoint.is_complete]
     return complete[-2] if len(complete) > 1 else None
 
 
@@ -115,7 +115,7 @@ def report_on(
     options: ConvertOptions,
     work: Callable[[Conversion], Written],
 ) -> Converted:
-    """Plan a conversion, do the `work`, unless it is a dry run, and report on it."""
+    """Plan a conversion, do the `work` unless it is a dry run, and return the result."""
     began = time.perf_counter()
     conversion = plan(sources, to_destination(dst), options)
     prospect = report(conversion, time.perf_counter() - began)
@@ -132,23 +132,23 @@ def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conve
     require_directory_name(dst, writer)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
-        require_whole(checkpoint)
+        refuse_partial_file(checkpoint)
         require_separate_destination(checkpoint, dst, writer)
     check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
         conversion = draft_salvage(checkpoints[0], dst, options)
     else:
         conversion = draft_of(checkpoints, dst, options).say(*warn_of_inconsistencies(checkpoints, options))
-        if is_there(checkpoints[0].path / ACCOUNT):  # it was salvaged before
+        if is_there(checkpoints[0].path / ACCOUNT):  # the source is itself the result of a salvage
             from ckptkit.conversion.salvaging.salvage import with_earlier_account
 
             conversion = with_earlier_account(conversion, checkpoints[0].path)
     conversion = with_left_behind(conversion, checkpoints)
     if options.strict:
         require_all_taken(conversion)
-    if options.overwrite and not is_remote(dst):  # in a store whoever claims it looks
+    if options.overwrite and not is_remote(dst):  # in a store, the process that claims `dst` checks
         check_replaceable(dst, conversion.file_sizes, by_training=conversion.replaces_training)
-    is_known = conversion.is_fitted or options.salvage  # a salvage reads what it can, and says what it lacks
+    is_known = conversion.is_fitted or options.salvage  # a salvage lists the missing tensors itself
     hint = "pass --base MODEL to compare its shapes with a config.json"
     doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := find_doubt(one))]
     cautions = (Caution(f"{path}: {doubt}; {hint}") for path, doubt in doubts)
@@ -156,34 +156,36 @@ def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conve
 
 
 def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> Iterator[Caution]:
-    """Yield a warning for what contradicts the rest of a source, as far as the output has it.
+    """Yield a warning for each inconsistency of a source that also affects the output.
 
-    Raises `Mismatch` for states that have no place in a format that keeps each beside its parameter.
+    Raises `Mismatch` for states that do not fit their parameters, if the output format requires it.
     """
     for checkpoint in checkpoints:
         if options.writer.is_model_only or not has_states(checkpoint, options):
             yield from warn_of_weights(checkpoint)
             continue
-        for one in examine_checkpoint(checkpoint, RULES):
-            if one.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
-                raise one.to_error(checkpoint.path)
-            if one.certainty > Certainty.NOTE:
-                yield Caution(f"{checkpoint.path}: {one.line}")
+        for inconsistency in examine_checkpoint(checkpoint, RULES):
+            if inconsistency.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
+                raise inconsistency.to_error(checkpoint.path)
+            if inconsistency.certainty > Certainty.NOTE:
+                yield Caution(f"{checkpoint.path}: {inconsistency.line}")
 
 
 def has_states(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
-    """Return whether states of a training are among the tensors that are chosen."""
+    """Return whether the selected tensors include training state."""
     return any(map(options.edits.admit, names_of_training(checkpoint.layout)))
 
 
 def warn_of_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
-    """Yield a warning for what contradicts the rest of a checkpoint whose weights alone are written."""
-    for one in examine_checkpoint(checkpoint, OF_EXPORTS):
-        yield Caution(f"{checkpoint.path}: {one.line}")
+    """Yield a warning for each inconsistency of a checkpoint whose weights alone are written."""
+    for inconsistency in examine_checkpoint(checkpoint, OF_EXPORTS):
+        yield Caution(f"{checkpoint.path}: {inconsistency.line}")
 
 
-def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: Look | None = None) -> Conversion:
-    """Draft what is whole of a damaged checkpoint, with an account of what is lost.
+def draft_salvage(
+    checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: SurveyFunction | None = None
+) -> Conversion:
+    """Plan the output of the undamaged tensors of a damaged checkpoint, with an account of the lost ones.
 
     By default, `look` reads every byte to find the damage.
     """
@@ -194,7 +196,7 @@ def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, lo
 
 
 def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
-    """Draft the conversion of opened checkpoints: all parts of one, or the model or the adapters alone."""
+    """Plan the conversion of opened checkpoints: all components of one, or only the model or the adapters."""
     if options.weights_from == MODULE:
         checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
     if options.weights_from == MASTER:
@@ -208,7 +210,7 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
         if any(may_be_adapted(part.layout.tensors) for part in parts):
             from ckptkit.adapters.draft import draft_adapters, open_adapters
 
-            if adapted := [found for part in parts if (found := open_adapters(part, options))]:
+            if adapted := [opened for part in parts if (opened := open_adapters(part, options))]:
                 conversion = draft_adapters(adapted, dst, options)
                 return replace(conversion, notes=[*remarks, *conversion.notes])
         if options.to == ADAPTER or options.experts:
@@ -221,7 +223,7 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 
 
 def draft_training(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
-    """Draft all parts of a checkpoint, the optimizer too, in the form that the format wants."""
+    """Plan the output of all components of a checkpoint, with the optimizer in the form that the format needs."""
     if options.dtype and any(tensor.spec.dtype.name == "int16" for tensor in checkpoint.layout.tensors.values()):
         from ckptkit.state.masters import require_completed
 
@@ -236,19 +238,19 @@ def draft_training(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -
 
 
 def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:
-    """Return the conversion with the files that stay in the directories of its sources."""
-    found: list[LeftBehind] = []
+    """Return the conversion with the files of its sources that it does not copy."""
+    files: list[LeftBehind] = []
     for checkpoint in checkpoints:
         used = {*conversion.files_used, *files_taken(checkpoint, conversion.made, conversion.output)}
-        if len(checkpoints) > 1:  # the account of entries is that of the first
+        if len(checkpoints) > 1:  # `conversion` only knows the files of the first source
             layout = checkpoint.model_component.layout
             used |= {layout.root / name for name in layout.files}
-        found += checkpoint.left_behind(used)
-    return replace(conversion, left_behind=tuple(found))
+        files += checkpoint.left_behind(used)
+    return replace(conversion, left_behind=tuple(files))
 
 
 def require_all_taken(conversion: Conversion) -> None:
-    """Raise `Mismatch` if a tensor or file of the sources would be left behind though no rule or option asks for it."""
+    """Raise `Mismatch` if a tensor or file of the sources would not be copied although no rule or option says so."""
     for entries in conversion.entries:
         for left in entries.groups():
             if left.why == UNKNOWN:

@@ -1,4 +1,4 @@
-"""Finalize an output: check what several processes have made in parts, and let it appear."""
+"""Finalize an output: check the parts that several processes have written, and make the output appear."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from ckptkit.state.pipeline import write_rest
 from ckptkit.state.report import Converted
 from ckptkit.state.to_store import KEY
 
-_LIMIT = 1 << 20  # bytes
+_LIMIT = 1 << 20  # bytes: a key is small; bounds the memory for a wrong file
 
 
 def finalize(
     dst: str | Path, *, jobs: int | None = None, sync: bool = True, progress: Progress | None = None
 ) -> Converted:
-    """Finish `dst`, a directory or a place in a store, after calls with `part` have written every part.
+    """Finish `dst`, a directory or a URL in a store, after calls with `part` have written every part.
 
     Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still running, and `Corrupt` if a
     checksum of the source differs.
     """
-    place = to_destination(dst)
-    begun, text = find_key(place)
+    output = to_destination(dst)
+    begun, text = find_key(output)
     if text is None:
         raise NotACheckpoint(
             "no parts of this output have been made",
-            path=place,
+            path=output,
             hint="run the conversion with --part 1/N to --part N/N first",
         )
     sources, options, count = parse_key(text, begun)
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)
-    return report_on(sources, place, asked, partial(write_rest, count=count))
+    return report_on(sources, output, asked, partial(write_rest, count=count))
 
 
 def find_key(place: Path) -> tuple[Path, bytes | None]:
-    """Return the staging directory or the note in a store where the parts are made, and its key, None without one."""
+    """Return the staging directory, or the note in a store, of an unfinished output, and its key or None."""
     if not is_remote(place):
         staging = staging_path(place.absolute())
         return staging, read_key(staging)
@@ -58,9 +58,9 @@ def find_key(place: Path) -> tuple[Path, bytes | None]:
 
 
 def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:
-    """Return the sources, the options and the number of parts that a key has, which lies in `path`.
+    """Return the sources, the options and the number of parts from the key at `path`.
 
-    Raises `Corrupt` for a key that no version like this one has written.
+    Raises `Corrupt` for a key that this version of ckptkit cannot read.
     """
     try:
         words = json.loads(text)

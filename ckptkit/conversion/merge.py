@@ -30,7 +30,7 @@ def merge(
 
     The model is a checkpoint of any format, local or remote. An adapter is a directory that PEFT saved, or a training
     checkpoint with the adapter's config. Each changed weight is W + scaling * B A, computed in float32 and rounded once
-    to the model's dtype, or to `dtype`. With several adapters, their changes are added, each times its weight in
+    to the model's dtype, or to `dtype`. With several adapters, their weight updates are added, each times its weight in
     `weights`, by default 1. `include`, `exclude` and `rename` apply to the merged model's names. For the other options
     see `convert`. Raises `Mismatch` for an adapter that does not fit the model or its config, and `Unsupported` for an
     unknown method.

@@ -1,4 +1,4 @@
-"""Reshard a checkpoint: write it, optimizer and all, for another number of ranks."""
+"""Reshard a checkpoint: write it, including the optimizer, for another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.io.path import path_beside
 from ckptkit.state.options import ConvertOptions, Keywords, spell_out
 from ckptkit.state.report import Converted
 
-RUN = "run"  # where `ckptkit train` saves unless told otherwise
+RUN = "run"  # default output directory of `ckptkit train`
 
 
 @spell_out
@@ -29,10 +29,10 @@ def reshard(
     """Write the checkpoint at `src` to directory `dst` for `to` ranks.
 
     Files by rank keep their format; every other format becomes DCP. `src` may be a run, by default `run/` or else the
-    current directory; ckptkit reads its latest complete checkpoint. `dst` is by default `SRC-toN` next to it. Parts
-    that do not depend on the number of ranks, such as safetensors with an optimizer in shards, are copied unchanged.
-    With `complete_optimizer`, parameters without an optimizer state get zeros. For `optimizer_order`, the other
-    options and the errors, see `convert`.
+    current directory; ckptkit reads its latest complete checkpoint. `dst` is by default `SRC-toN` next to it.
+    Components that do not depend on the number of ranks, such as safetensors beside a sharded optimizer, are copied
+    unchanged. With `complete_optimizer`, parameters without an optimizer state get zeros. For `optimizer_order`, the
+    other options and the errors, see `convert`.
     """
     own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
     asked = ConvertOptions.of(options, to="dcp", optimizer_order=optimizer_order, **own)
@@ -47,11 +47,11 @@ def own_format(source: Checkpoint) -> str:
 
 
 def default_source() -> Path:
-    """Return the run in the current directory, or that directory itself."""
+    """Return the run in the current directory, or the current directory itself."""
     return Path(RUN) if Path(RUN).is_dir() else Path()
 
 
 def default_output(source: Path, to: int) -> Path:
-    """Return the path of a directory beside the source, called like it; here, if that is remote."""
-    there = source if source.name not in ("", "..") else source.resolve()
-    return path_beside(there, f"{there.name}-to{to}")
+    """Return the path of `SRC-toN` beside the source; in the current directory if the source is remote."""
+    resolved = source if source.name not in ("", "..") else source.resolve()
+    return path_beside(resolved, f"{resolved.name}-to{to}")

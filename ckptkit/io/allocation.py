@@ -1,4 +1,4 @@
-"""Make files with the size they will have and the bytes known beforehand, before any data."""
+"""Create files with their final size and the bytes known beforehand, before any data is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
-from ckptkit.io.disk import NOT_HERE, again
+from ckptkit.io.disk import UNSUPPORTED_CALL, again
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import LocalFile
 from ckptkit.io.path import is_remote
@@ -26,7 +26,7 @@ def check_room(path: Path, nbytes: int) -> None:
 
 
 def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
-    """Return the bytes that files of these sizes still need on the disk, by their names in directory `root`."""
+    """Return the disk space in bytes that files of these sizes still need, by their names in directory `root`."""
     missing = 0
     for name, nbytes in sizes.items():
         try:
@@ -38,32 +38,32 @@ def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the bytes free for us on the file system that `path` is or will be on; None in a store."""
+    """Return the free bytes on the file system of `path`, which need not exist yet; None in a store."""
     if is_remote(path):
         return None
-    there = path.absolute()
+    existing = path.absolute()
     with translate_os_errors(path):
-        while not there.exists():
-            there = there.parent
-        return shutil.disk_usage(there).free
+        while not existing.exists():
+            existing = existing.parent
+        return shutil.disk_usage(existing).free
 
 
 def create_file(
     path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True, is_sparse: bool = False
 ) -> None:
-    """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only.
+    """Create a file of `size` bytes with `parts` at their offsets, and reserve disk space for the rest.
 
-    If `is_sparse`, not even that. With `anew` false it may be there already, whole or not, with whatever lies between
-    the parts: that stays.
+    If `is_sparse`, reserves no space. If `anew` is false, the file may exist already, in any size; bytes outside the
+    `parts` keep their content.
     """
     with translate_os_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         file = LocalFile(path, fd)
         try:
-            there = file.size
-            if there < size and not is_sparse:
+            current_size = file.size
+            if current_size < size and not is_sparse:
                 reserve(fd, size)
-            elif there != size:
+            elif current_size != size:
                 os.ftruncate(fd, size)
             for offset, content in parts:
                 file.write_at(memoryview(content), offset)
@@ -72,37 +72,37 @@ def create_file(
 
 
 def write_file(path: Path, content: bytes, *, anew: bool = True) -> None:
-    """Create a file of these bytes; with `anew` false it may be there already."""
+    """Create a file with these bytes; if `anew` is false, it may exist already."""
     create_file(path, len(content), [(0, content)], anew=anew)
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory, and those that it lies in, unless they are there; a store needs none."""
+    """Create a directory and its parents, if they are missing; a store needs no directories."""
     if not is_remote(path):
         with translate_os_errors(path):
             again(path.mkdir, parents=True, exist_ok=True)
 
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
-    """Write parts, each the name of a file that is there, an offset and bytes; file by file."""
+    """Write bytes into existing files: each part is a file name, an offset and the bytes."""
     with OpenFiles(root, writable=True) as files:
         for name, (offset, content) in sorted(parts):
             files[name].write_at(memoryview(content), offset)
 
 
 def reserve(fd: int, size: int) -> None:
-    """Extend a file to its size, with its blocks where the file system can: running out of disk then shows at once."""
+    """Extend a file to its size and allocate its blocks if the file system can, so that a full disk shows at once."""
     try:
         if size:
             os.posix_fallocate(fd, 0, size)
     except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in NOT_HERE:
+        if isinstance(error, OSError) and error.errno not in UNSUPPORTED_CALL:
             raise
         os.ftruncate(fd, size)
 
 
 class TemporaryFile:
-    """An empty file among the system's temporary ones, there as long as this object, or until `remove` is called."""
+    """An empty temporary file, which is deleted with this object, or when `remove` is called."""
 
     def __init__(self) -> None:
         fd, name = tempfile.mkstemp(prefix="ckptkit-")

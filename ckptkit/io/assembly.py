@@ -1,9 +1,10 @@
-"""Put files together piece by piece. What is known of them lies in a directory; the data comes in blocks, in any order.
+"""Assemble files piece by piece, from data that arrives in blocks in any order.
 
-A piece goes to its taker when the block that brought its last byte is whole, and is held no longer. Blocks that come
-nearly in order keep few pieces open: no piece waits for bytes that a thread has but is busy sending another. Pieces
-that need no data go right before the next piece that does, so no taker waits for them. The CRC-32 of data, which some
-formats record behind it, is filled in when the data is whole.
+A directory contains all bytes that are known beforehand. A piece goes to its taker, and its memory is freed, when the
+block with its last missing byte is complete. If blocks arrive nearly in order, few pieces are open at a time. A thread
+finishes its block before it sends pieces, so no piece waits for a thread that is busy sending. Pieces that need no data
+are sent directly before the next piece that does, so no taker waits for them. The CRC-32 of data, which some formats
+record behind it, is filled in when the data is complete.
 """
 
 from __future__ import annotations
@@ -21,29 +22,30 @@ from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.file import open_file
 from ckptkit.io.pieces import FilePiece, PieceTaker, cut_file, new_piece, piece_bytes
 
-PieceKey = tuple[str, int]  # a file's name and a piece's number
+PieceKey = tuple[str, int]  # (file name, piece number)
 
 
 @dataclass(slots=True)
 class PendingBytes:
-    """Data of `nbytes` that is still to come, and where in the same file its CRC-32 stands, in 4 bytes each."""
+    """Data of `nbytes` that has not arrived yet, and the offsets in the same file of its CRC-32, 4 bytes each."""
 
     nbytes: int
     crc_at: list[int] = field(default_factory=list)
 
 
 class OwnPieces(threading.local):
-    """Pieces that the thread at hand has made whole, and not sent yet."""
+    """The pieces that the current thread has completed and not sent yet."""
 
     def __init__(self) -> None:
         self.whole: list[FilePiece] = []
 
 
 class Assembly:
-    """Files of these `sizes` in bytes, of which directory `room` has all but the gaps; `taker` gets each whole piece.
+    """Files of these `sizes` in bytes.
 
-    `gaps` are given by a file's name and an offset. With `only` pieces other than these are left to other processes.
-    Several threads may write at the same time. `sent` are the pieces that were put.
+    Directory `room` has everything except the gaps; `taker` gets each complete piece. The keys of `gaps` are a file's
+    name and an offset. With `only`, other processes write all other pieces. Several threads may write at the same time.
+    `sent` are the pieces that the taker has received.
     """
 
     def __init__(
@@ -71,11 +73,14 @@ class Assembly:
                     self._missing[piece.key] = self._missing.get(piece.key, 0) + high - low
 
     def at(self, place: str) -> AssembledFiles:
-        """Return the files in a directory of the output, "" for the output itself, to be written."""
+        """Return the writable files in a directory of the output, "" for the output itself."""
         return AssembledFiles(self, place)
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
-        """Write bytes that belong in gaps. No byte may be written twice. What is whole then is sent by `note`."""
+        """Write bytes that belong in gaps. No byte may be written twice.
+
+        `note` sends the pieces that this completes.
+        """
         for piece, low, high in self.pieces_in(name, offset, len(data)):
             if not self.is_ours(piece):
                 continue
@@ -88,17 +93,17 @@ class Assembly:
                 self._own.whole += [*self._known_before(piece), piece]
 
     def note(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
-        """Take note that of the gap at `offset` bytes from `start` were written, with this CRC-32.
+        """Record that `nbytes` from `start` of the gap at `offset` were written, with this CRC-32.
 
-        Sends the pieces that this thread has made whole, in the order of the file.
+        Sends the pieces that this thread has completed, in the order of the file.
         """
-        place = name, offset
+        gap_key = name, offset
         with self._lock:
-            self._sums.add(place, start, nbytes, crc)
-            gap = self._gaps.get(place)
-            total = None if gap is None else self._sums.whole(place, gap.nbytes)
+            self._sums.add(gap_key, start, nbytes, crc)
+            gap = self._gaps.get(gap_key)
+            total = None if gap is None else self._sums.whole(gap_key, gap.nbytes)
             if total is not None:
-                del self._gaps[place]
+                del self._gaps[gap_key]
         if gap is not None and total is not None:
             self.fill_in(name, gap, total)
         whole, self._own.whole = self._own.whole, []
@@ -106,22 +111,22 @@ class Assembly:
             self._send(piece)
 
     def fill_in(self, name: str, gap: PendingBytes, crc: int) -> None:
-        """Write the CRC-32 of a gap where it stands."""
+        """Write the CRC-32 of a gap at the offsets that record it."""
         for at in gap.crc_at:
             self.write(name, memoryview(crc.to_bytes(4, "little")), at)
 
     def send_rest(self) -> None:
-        """Put the pieces that needed no data and have none behind them that did."""
+        """Send the remaining pieces that needed no data: no piece with data follows them."""
         for piece in self._pieces():
             if self.is_ours(piece) and piece.key not in self.sent and not self._missing.get(piece.key):
                 self._send(piece)
 
     def stop(self, error: BaseException) -> None:
-        """End the waiting of all threads, after an error of one."""
+        """Wake all waiting threads after an error in one of them."""
         self._taker.stop(error)
 
     def require_all(self) -> None:
-        """Raise `Corrupt` unless all pieces have been put."""
+        """Raise `Corrupt` unless all pieces have been sent."""
         missing = [piece for piece in self._pieces() if self.is_ours(piece) and piece.key not in self.sent]
         if missing:
             piece = missing[0]
@@ -130,13 +135,13 @@ class Assembly:
 
     def _known_before(self, piece: FilePiece) -> list[FilePiece]:
         """Return our pieces between this one and the last one before it that needs data."""
-        found: list[FilePiece] = []
+        pieces: list[FilePiece] = []
         for number in range(piece.number - 1, 0, -1):
             if (piece.name, number) in self._missing:
                 break
             start = (number - 1) * piece_bytes(self._sizes[piece.name])
-            found.append(FilePiece(piece.name, number, piece.count, start, piece_bytes(self._sizes[piece.name])))
-        return [known for known in reversed(found) if self.is_ours(known)]
+            pieces.append(FilePiece(piece.name, number, piece.count, start, piece_bytes(self._sizes[piece.name])))
+        return [known for known in reversed(pieces) if self.is_ours(known)]
 
     def is_ours(self, piece: FilePiece) -> bool:
         return self._only is None or piece.key in self._only
@@ -146,7 +151,7 @@ class Assembly:
             yield from cut_file(name, size)
 
     def pieces_in(self, name: str, offset: int, nbytes: int) -> Iterator[tuple[FilePiece, int, int]]:
-        """Yield the pieces of a file that have some of these bytes, and from where to where in the file."""
+        """Yield the pieces of a file that contain some of these bytes, with the start and end offset in the file."""
         size = self._sizes[name]
         length = piece_bytes(size)
         count = -(-size // length)
@@ -158,7 +163,7 @@ class Assembly:
                 yield piece, low, high
 
     def _open(self, piece: FilePiece) -> memoryview:
-        """Return the bytes of a piece as far as they are there."""
+        """Return the buffer of a piece, with the bytes that have arrived so far."""
         with self._lock:
             data = self._data.get(piece.key)
         if data is None:
@@ -185,21 +190,20 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class AssembledFiles:
-    """The files in one directory of an output that is being put together, by their names in that."""
+    """The files in one directory of an output that is being assembled, by their names in that directory."""
 
     assembly: Assembly
     place: str
 
     def __getitem__(self, name: str) -> AssembledFile:
-        """Return a file, to write blocks to."""
         return AssembledFile(self.assembly, self.name(name))
 
     def note(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
-        """Take note of what was written; see `Assembly.note`."""
+        """Record written bytes; see `Assembly.note`."""
         self.assembly.note(self.name(name), offset, start, nbytes, crc)
 
     def wants(self, name: str, offset: int, nbytes: int) -> bool:
-        """Return whether some of these bytes are in pieces that are to be put."""
+        """Return whether any of these bytes are in pieces that this process sends."""
         pieces = self.assembly.pieces_in(self.name(name), offset, nbytes)
         return any(self.assembly.is_ours(piece) for piece, _, _ in pieces)
 
@@ -209,18 +213,17 @@ class AssembledFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep open what is open: it is that of all threads, which an error ends."""
+        """Leave the files open, because all threads share them; an error stops all threads."""
         if error is not None:
             self.assembly.stop(error)
 
 
 @dataclass(frozen=True, slots=True)
 class AssembledFile:
-    """A file that is being put together."""
+    """A file that is being assembled."""
 
     assembly: Assembly
     name: str
 
     def write_at(self, buffer: memoryview, offset: int) -> None:
-        """Write all of `buffer` at byte `offset`."""
         self.assembly.write(self.name, buffer, offset)

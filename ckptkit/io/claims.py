@@ -1,7 +1,7 @@
 """Name and read the objects with which an upload or deletion claims a directory or file in a store.
 
 A claim is a small object in the directory, or beside a single file. An upload creates it before its first byte and
-deletes it after its last; a deletion does the same.
+deletes it after its last byte; a deletion does the same.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ckptkit.io.file import names_in, read_small
 from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.version import __version__
 
-_DELETION = "deletion "  # how the plan of a deletion begins
-_LOOKS = 3
+_DELETION = "deletion "  # prefix of a deletion's plan
+_READ_TRIES = 3  # a claim may be replaced between the listing and the read
 _LIMIT = 1 << 24  # bytes of a claim: it names every large file
 _ABANDON = "wait for it to end, or abandon it with --overwrite"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreClaim:
-    """What a claim says: the `plan` that it stands for, when it `started`, and from which `host`.
+    """The content of a claim: the `plan` that it belongs to, when it `started`, and on which `host`.
 
-    `uploads` are the ids of multipart uploads by file, None until they were begun. `owner` is the process that works on
-    the upload, where only one can. `conditions` and `checksums` say what the store was found to know.
+    `uploads` maps files to multipart upload ids, None until the uploads begin. `owner` is the process that works on the
+    upload, if only one process can. `conditions` and `checksums` record whether the store supports these features.
     """
 
     plan: str
@@ -45,7 +45,7 @@ class StoreClaim:
 
     @classmethod
     def begin(cls, plan: str, **more: Any) -> Self:
-        """Return a claim of this moment and host."""
+        """Return a new claim with the current time and host."""
         return cls(plan, datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), **more)
 
     @classmethod
@@ -55,49 +55,48 @@ class StoreClaim:
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
-        """Read a claim. One that cannot be read, as of another version, is an upload of no plan."""
+        """Parse a claim. Unreadable content, such as another version's, becomes an upload with an empty plan."""
         try:
-            found = json.loads(content)
-            uploads = found.get("uploads")
+            fields = json.loads(content)
+            uploads = fields.get("uploads")
             return cls(
-                str(found["plan"]),
-                str(found["started"]),
-                str(found["host"]),
-                owner=str(found.get("owner", "")),
+                str(fields["plan"]),
+                str(fields["started"]),
+                str(fields["host"]),
+                owner=str(fields.get("owner", "")),
                 uploads=uploads and {str(name): str(upload) for name, upload in uploads.items()},
-                conditions=bool(found.get("conditions", True)),
-                checksums=bool(found.get("checksums", True)),
+                conditions=bool(fields.get("conditions", True)),
+                checksums=bool(fields.get("checksums", True)),
             )
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             return cls("", "", "")
 
     def to_bytes(self) -> bytes:
-        """Return the content of the object."""
         return json.dumps({"ckptkit": __version__, **asdict(self)}, indent=1).encode()
 
     @property
     def is_deletion(self) -> bool:
-        """Return whether the place is being deleted."""
+        """Return whether the claim belongs to a deletion."""
         return self.plan.startswith(_DELETION)
 
     @property
     def kind(self) -> str:
-        """Return what is under way: "upload" or "deletion"."""
+        """Return "upload" or "deletion"."""
         return "deletion" if self.is_deletion else "upload"
 
     def describe(self) -> str:
-        """Return in words what is under way, to follow an article."""
+        """Return a description of the operation, to follow an article."""
         since = f"has been under way since {self.started}, from {self.host}" if self.started else "is under way"
         return f"{self.kind} {since}"
 
 
 def read_claim(place: Path) -> StoreClaim | None:
-    """Return the claim on a directory or file in a store, as far as the store was looked at; None if there is none.
+    """Return the claim on a directory or file in a store, from the cached listing; None without one.
 
-    On a local disk nothing is claimed by an object.
+    Returns None for a local path.
     """
     failure: CkptError | None = None
-    for _ in range(_LOOKS):
+    for _ in range(_READ_TRIES):
         path = find_claim(place)
         if path is None:
             return None
@@ -111,7 +110,7 @@ def read_claim(place: Path) -> StoreClaim | None:
 
 
 def unfinished_upload(place: Path, claim: StoreClaim | None) -> Incomplete | None:
-    """Return the error for a place in a store to which, by the claim on it, an upload is under way; else None."""
+    """Return the error for a path in a store with an upload in progress, according to its claim; else None."""
     if claim is None or claim.is_deletion:
         return None
     hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {place}`"
@@ -119,7 +118,7 @@ def unfinished_upload(place: Path, claim: StoreClaim | None) -> Incomplete | Non
 
 
 def find_claim(place: Path) -> RemotePath | None:
-    """Return the object that claims a directory or file in a store, None if there is none."""
+    """Return the object that claims a directory or file in a store; None without one."""
     if not is_remote(place):
         return None
     if place.is_dir() and CLAIM in names_in(place):
@@ -129,7 +128,7 @@ def find_claim(place: Path) -> RemotePath | None:
 
 
 def claimed_in(root: Path) -> list[Path]:
-    """Return the files in a directory of a store that are being uploaded and that no reader sees yet."""
+    """Return the files in a directory of a store that are being uploaded and not visible yet."""
     if not is_remote(root):
         return []
     names = set(names_in(root))
@@ -139,13 +138,12 @@ def claimed_in(root: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class UploadTarget:
-    """What an upload fills: the directory `path` in a store or, if `is_file`, the one object at `path`."""
+    """The target of an upload: the directory `path` in a store or, if `is_file`, the single object at `path`."""
 
     path: RemotePath
     is_file: bool = False
 
     def key(self, name: str) -> str:
-        """Return the key of a file."""
         return self.path.key if self.is_file else f"{beneath(self.path.key)}{name}"
 
     @property
@@ -154,7 +152,7 @@ class UploadTarget:
 
     @property
     def notes_prefix(self) -> str:
-        """Return how the keys of notes begin."""
+        """Return the prefix of the keys of notes."""
         return f"{self._own}{NOTES}/"
 
     @property
@@ -162,11 +160,11 @@ class UploadTarget:
         return self.path.top / self.claim_key
 
     def is_own(self, key: str) -> bool:
-        """Return whether a key is of the claim or of a note, and of no file."""
+        """Return whether a key belongs to the claim or a note, instead of a file."""
         return key == self.claim_key or key.startswith(self.notes_prefix)
 
     def parse_claim(self, content: bytes) -> StoreClaim:
-        """Read a claim on this place. Raises `Occupied` if it cannot be read."""
+        """Parse a claim on this path. Raises `Occupied` if it cannot be read."""
         claim = StoreClaim.parse(content)
         if not claim.plan:
             hint = "another version wrote it: delete this object, and its upload is forgotten"
@@ -174,21 +172,21 @@ class UploadTarget:
         return claim
 
     def is_held(self, claim: StoreClaim) -> Occupied:
-        """Return the error for a place that another upload or deletion has claimed."""
+        """Return the error for a path that another upload or deletion has claimed."""
         return Occupied(f"another {claim.describe()}", path=self.path, hint=_ABANDON)
 
     def was_taken(self) -> Occupied:
-        """Return the error for a place that another process claimed after ckptkit looked."""
+        """Return the error for a path that another process claimed after ckptkit checked it."""
         hint = "run the same command again when it is done"
         return Occupied("another upload began at this moment", path=self.path, hint=hint)
 
     def was_lost(self, did: str = "has abandoned") -> Occupied:
-        """Return the error for an upload whose claim is another process's by now, and what that `did`."""
+        """Return the error for an upload whose claim another process has replaced; `did` says what that process did."""
         hint = "only one process may write here at a time"
         return Occupied(f"another process {did} this upload", path=self.path, hint=hint)
 
     def is_not_begun(self) -> Occupied:
-        """Return the error for a process that joins an upload which nobody has claimed."""
+        """Return the error for a process that joins an upload without a claim."""
         hint = "start the process that claims it first, with the same sources and options"
         return Occupied("no upload of these files is under way", path=self.path, hint=hint)
 
@@ -198,5 +196,5 @@ class UploadTarget:
 
 
 def beneath(key: str) -> str:
-    """Return how the keys begin that lie below a key."""
+    """Return the prefix of all keys below a key."""
     return f"{key}/" if key else ""

@@ -1,7 +1,8 @@
-"""Compute CRC-32: of bytes, of a whole from its pieces in any order, of a whole that many ranks wrote.
+"""Compute CRC-32: of bytes, of a byte range from pieces in any order, of a file that many ranks wrote.
 
-But for the inversions at its two ends a CRC is linear: that of a whole is the XOR of those of its parts, each taken as
-though all other bytes were 0. So a rank that wrote ten thousand columns of a tensor has one number to tell.
+Apart from the inversions at both ends, CRC-32 is linear: the CRC of a whole is the XOR of the CRCs of its parts, each
+computed as if all other bytes were 0. So a rank that wrote ten thousand columns of a tensor only has to report one
+number.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _ONES = 0xFFFFFFFF
 
 
 def crc32(data: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """Return the CRC-32 of `data`, as zip and PNG compute it, or of it and the bytes whose CRC-32 is `before`."""
+    """Return the CRC-32 of `data`, as in zip and PNG; `before` is the CRC-32 of the bytes in front of it."""
     return isal_zlib.crc32(data, before)
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of bytes from those of their beginning and of the `length` bytes that follow."""
+    """Return the CRC-32 of concatenated bytes, from the CRC-32 of both parts and the length of the second."""
     return isal_zlib.crc32_combine(first, second, length)
 
 
@@ -30,23 +31,23 @@ RESTORE = "restore the file from a copy, or run `ckptkit manifest --overwrite` i
 
 
 def tell_damage(length: int, offset: int, found: int | None, recorded: int | None) -> str:
-    """Tell in words that bytes have another CRC-32 than they should have, both of which are known."""
+    """Return the message for bytes whose CRC-32 differs from the recorded one."""
     return (
         f"expected CRC-32 {recorded:08x} of the {length} bytes at {offset}, found {found:08x}: these bytes are damaged"
     )
 
 
 class Checksums(Generic[Key]):
-    """The CRC-32 of many byte ranges, each known by a key, gathered piece by piece.
+    """The CRC-32 of many byte ranges, each with a key, combined piece by piece.
 
-    Neighboring pieces are merged as they come, so what is held stays as small as the disorder.
+    Adjacent pieces are merged as they arrive, so memory only grows with the disorder.
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[Key, list[tuple[int, int, int]]] = {}  # start, stop, crc; in order, apart from each other
+        self._pieces: dict[Key, list[tuple[int, int, int]]] = {}  # (start, stop, crc), sorted, never adjacent
 
     def add(self, key: Key, start: int, length: int, crc: int) -> None:
-        """Enter the CRC-32 of bytes `start:start + length` of range `key`, unless the piece overlaps another."""
+        """Add the CRC-32 of bytes `start:start + length` of range `key`. Ignores a piece that overlaps another."""
         pieces = self._pieces.setdefault(key, [])
         stop = start + length
         at = bisect(pieces, (start, stop, 0))
@@ -54,6 +55,7 @@ class Checksums(Generic[Key]):
         after = pieces[at] if at < len(pieces) else (stop + 1, 0, 0)
         if length == 0 or before[1] > start or after[0] < stop:
             return
+        # merge with the piece that ends where this one starts, and with the piece that starts where it ends
         low = high = at
         if before[1] == start:
             low, start, crc = at - 1, before[0], isal_zlib.crc32_combine(before[2], crc, length)
@@ -62,14 +64,14 @@ class Checksums(Generic[Key]):
         pieces[low:high] = [(start, stop, crc)]
 
     def whole(self, key: Key, length: int) -> int | None:
-        """Return the CRC-32 of the whole range of `length` bytes, or None while a part of it is missing."""
+        """Return the CRC-32 of the complete range of `length` bytes, or None while a part of it is missing."""
         if length == 0:
             return 0
         start, stop, crc = self._pieces.get(key, [(0, 0, 0)])[0]
         return crc if (start, stop) == (0, length) else None
 
     def missing(self, key: Key, length: int) -> Iterator[tuple[int, int]]:
-        """Yield start and length of each part of a range of `length` bytes that has not been entered."""
+        """Yield start and length of each part of a range of `length` bytes that has not been added."""
         at = 0
         for start, stop, _ in [*self._pieces.get(key, ()), (length, length, 0)]:
             if at < start:
@@ -83,15 +85,15 @@ class Checksums(Generic[Key]):
                 yield key, start, stop - start, crc
 
     def forget(self, key: Key) -> None:
-        """Drop what was gathered of the range `key`."""
+        """Drop the pieces of range `key`."""
         self._pieces.pop(key, None)
 
 
 def part_sum(data: memoryview, after: int) -> int:
-    """Return what `data`, with `after` bytes to follow it in the whole, adds to the sum of the parts, by XOR."""
+    """Return the contribution of `data` to the XOR of all parts, if `after` bytes follow it in the whole."""
     return isal_zlib.crc32_combine(isal_zlib.crc32(data, _ONES) ^ _ONES, 0, after)
 
 
 def whole_crc32(parts: int, length: int) -> int:
-    """Return the CRC-32 of a whole of `length` bytes from the sum of all its parts, none of which overlap."""
+    """Return the CRC-32 of `length` bytes from the XOR of the contributions of all parts, which do not overlap."""
     return isal_zlib.crc32_combine(_ONES, 0, length) ^ _ONES ^ parts

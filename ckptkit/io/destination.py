@@ -1,4 +1,4 @@
-"""Where ckptkit writes: the path that a user means, and the protocol by which an output appears in a store."""
+"""The destinations that ckptkit writes to: parse the user's path, and the protocol for atomic outputs in a store."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from ckptkit.io.stores import STORES
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-CLAIM = ".ckptkit-upload.json"  # the object that claims a directory, in it, or a file, beside it
-NOTES = ".ckptkit-upload"  # the directory for notes of the processes that share an upload, in the same place
-SENDERS = 4  # threads of a file
+CLAIM = ".ckptkit-upload.json"  # the object that claims a directory (inside it) or a file (beside it)
+NOTES = ".ckptkit-upload"  # the directory for notes of processes that share an upload, beside the claim
+SENDERS = 4  # threads that send one file
 _HUB = "hf"
 
 Check = Callable[[], Iterable[str]]
 
 
 class Destination(Protocol):
-    """A place at `path` in a store, to which files go. Readers see all of them, or none.
+    """A destination at `path` in a store. Readers see all of its files, or none.
 
     claim -> put and put_small, in any order -> complete -> mark -> commit
 
-    It is made with the `sizes` in bytes of its large files and others that are known, by name; with the names of its
-    `marks`, which come last and in this order, since no reader takes the rest for a checkpoint without them; and with a
-    `plan`: text that is the same for uploads of the same files only. If `is_file`, the one file becomes the object at
-    `path` itself. Several threads may put pieces at the same time, and begin those of a file in order.
-    `sent_bytes` counts what this process sent, `kept_bytes` what it did not send because an earlier one had.
+    Constructor arguments: the `sizes` in bytes of its large files and of any other known files, by name; the names of
+    its `marks`, which are written last and in this order, because no reader takes the rest for a checkpoint without
+    them; and a `plan`, a text that is equal only for uploads of the same files. If `is_file`, the only file becomes the
+    object at `path` itself. Several threads may put pieces at the same time. They begin the pieces of a file in order.
+
+    `sent_bytes` counts the bytes that this process sent, `kept_bytes` the bytes that an earlier process had already
+    sent.
     """
 
     path: RemotePath
@@ -47,70 +49,69 @@ class Destination(Protocol):
     kept_bytes: int
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Take the place for this upload, or go on with an interrupted one of the same plan.
+        """Claim the path for this upload, or resume an interrupted upload with the same plan.
 
-        With `overwrite`, `check` raises an error if what is there may not be replaced, and names the files to delete
-        first, or all files of a checkpoint whose neighbors stay. Raises `Occupied` if something is there, or another
-        upload is under way.
+        With `overwrite`, `check` raises an error if the existing files may not be replaced, and returns the files to
+        delete first, or all files of a checkpoint if other files stay. Raises `Occupied` if something is at the path,
+        or another upload is in progress.
         """
 
     def join(self) -> None:
-        """Take part in an upload of the same plan that another process has claimed; `sizes` may be of our files only.
+        """Join an upload of the same plan that another process has claimed; `sizes` may list only this process's files.
 
-        Each file is sent by one process. Waits for the other to begin. Raises `Occupied` if there is no such upload,
-        `Unsupported` if the store lets only one process write.
+        Each file is sent by one process. Waits for the other process to begin. Raises `Occupied` if there is no such
+        upload, `Unsupported` if the store lets only one process write.
         """
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it.
 
-        It may keep `data`, and wait for the pieces before it where a store takes a file from start to end.
+        May keep `data`, and may wait for earlier pieces if the store takes a file from start to end.
         """
 
     def stop(self, error: BaseException) -> None:
-        """End what is under way, since no more is put. Raises the error to the threads that wait in `put`."""
+        """Stop the upload after an error. Raises the error in the threads that wait in `put`."""
 
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a whole file that is no mark, unless the store has it."""
+        """Send a complete file that is not a mark, unless the store has it."""
 
     def complete(self, name: str, crc: int) -> None:
-        """End a file of which all pieces have been put; `crc` is of the whole. Raises `IOFailure` if it differs."""
+        """Finish a file after all its pieces; `crc` is the file's CRC-32. Raises `IOFailure` if it differs."""
 
     def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a whole file that is a mark. Raises `Occupied` if another one is there."""
+        """Send a complete file that is a mark. Raises `Occupied` if a different one exists."""
 
     def note(self, name: str, data: bytes) -> None:
-        """Keep a note for other processes of the same upload, until it is committed.
+        """Store a note for other processes of the same upload, until it is committed.
 
-        Raises `Unsupported` if no file can be made by several processes.
+        Raises `Unsupported` if several processes cannot share an upload in this store.
         """
 
     def notes(self) -> Mapping[str, bytes]:
-        """Return the notes of all processes, by name; none before the place is claimed.
+        """Return the notes of all processes, by name; none before the path is claimed.
 
-        Raises `Unsupported` if no file can be made by several processes.
+        Raises `Unsupported` if several processes cannot share an upload in this store.
         """
 
     def commit(self) -> None:
-        """End the upload: everything is visible, and the place is no longer held."""
+        """Finish the upload: all files become visible, and the claim is removed."""
 
     def remarks(self) -> list[str]:
-        """Return what the store could not do, once the place was claimed."""
+        """Return the features that the store turned out to lack, after the claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorePieces:
-    """The `PieceSink` of a destination in a store. A small file among the `marks` is not sent: `mark` does that."""
+    """The `PieceSink` of a destination in a store. Does not send small files among the `marks`: `mark` does that."""
 
     there: Destination
     marks: Collection[str]
 
     def recall(self, piece: FilePiece, data: memoryview) -> bool:  # noqa: ARG002
-        """Return False: what a store has is compared by its checksum, and not read."""
+        """Return False: files in a store are compared by checksum instead of being read back."""
         return False
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a piece."""
         if piece.count > 1 or piece.name not in self.marks:
             self.there.put(piece, data, crc)
 
@@ -119,9 +120,9 @@ class StorePieces:
 
 
 def to_destination(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`, to be written to: a local one, or one in a store.
+    """Return the path that a user wants to write to: local, or in a store.
 
-    Raises `Usage` for a URL that ckptkit does not write to.
+    Raises `Usage` for a URL that ckptkit cannot write to.
     """
     path = to_live_path(place)
     if not is_remote(path):
@@ -139,7 +140,7 @@ def to_destination(place: str | os.PathLike[str]) -> Path:
 def open_destination(
     path: Path, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
 ) -> Destination:
-    """Return the destination at a path that `to_destination` gave; see `Destination` for the other arguments."""
+    """Return the destination at a path from `to_destination`; see `Destination` for the other arguments."""
     kind = load(known_store(path).destination)
     return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
 
@@ -153,16 +154,16 @@ def require_shared(path: Path) -> None:
 
 
 def check_absent(dst: Path) -> None:
-    """Raise `Occupied` if something is at a destination in a store. Where an upload began the claim decides."""
+    """Raise `Occupied` if files exist at a destination in a store, unless an upload has claimed it."""
     refresh(dst)
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
-    with suppress(NotACheckpoint):  # there is no such bucket yet
+    with suppress(NotACheckpoint):  # the bucket does not exist yet
         if dst.exists() and not any(claim.exists() for claim in claims):
             raise destination_exists(dst)
 
 
 def keeps_others(path: Path) -> bool:
-    """Return whether other files may stay where a checkpoint appears, as in a repository with its history."""
+    """Return whether other files may stay beside a checkpoint, as in a repository with its history."""
     return known_store(path) is STORES[_HUB]
 
 
@@ -173,7 +174,7 @@ def is_on_hub(path: Path | None) -> bool:
 
 @contextmanager
 def keeping(there: Destination) -> Iterator[None]:
-    """Say of an error inside the block, which ends an upload, that the store keeps what was sent."""
+    """Add a hint to any error inside the block: the store keeps the data that was sent."""
     words = f"the store keeps the parts that were sent to {there.path}: the same command continues the upload"
     try:
         yield
@@ -188,16 +189,16 @@ def keeping(there: Destination) -> Iterator[None]:
 
 
 class FileStream:
-    """A file of `nbytes` bytes on its way to a destination: written from start to end, and sent by several threads.
+    """A file of `nbytes` bytes that is written from start to end, while several threads send it to a destination.
 
-    To be used as a context manager: an error of a thread is raised by `write` or at the end of the block, where the
-    file is complete in the destination. One piece is filled while `SENDERS` others are sent.
+    Use it as a context manager: `write` or the end of the block raises an error of a thread. After the block, the file
+    is complete in the destination. One piece is filled while `SENDERS` others are sent.
     """
 
     def __init__(self, there: Destination, name: str, nbytes: int) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # slow to import, and few need it
+        from concurrent.futures import ThreadPoolExecutor  # deferred: slow to import, and rarely needed
 
-        self.crc = 0  # of all that was sent
+        self.crc = 0  # of all bytes that were sent
         self._there = there
         self._name = name
         self._pieces = cut_file(name, nbytes)
@@ -205,10 +206,10 @@ class FileStream:
         self._data = new_piece(self._piece.length)
         self._filled = 0
         self._threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="ckptkit-send")
-        self._sending: deque[tuple[int, Future[int]]] = deque()  # how many bytes, and the CRC-32 to come
+        self._sending: deque[tuple[int, Future[int]]] = deque()  # (number of bytes, future CRC-32) of each piece
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add bytes, which are copied. Raises `ValueError` for more than the file has."""
+        """Append bytes, which are copied. Raises `ValueError` for more bytes than planned."""
         view = memoryview(data)
         while view:
             length = min(len(view), self._piece.length - self._filled)
@@ -236,7 +237,7 @@ class FileStream:
         return crc
 
     def _wait(self) -> None:
-        """Wait for the oldest piece that is being sent."""
+        """Wait until the oldest piece is sent."""
         length, sent = self._sending.popleft()
         self.crc = combine(self.crc, sent.result(), length)
 

@@ -1,7 +1,7 @@
-"""Make, sync, move and remove files and directories on a disk; repeat system calls that a signal interrupts.
+"""Create, sync, move and remove files and directories on a disk; retry system calls that a signal interrupts.
 
-Python repeats the calls that POSIX says can be interrupted (PEP 475). Network and user-space file systems interrupt
-others too. An output moves to its destination in one step, where the system can do that, from a hidden sibling.
+Python retries the calls that POSIX allows to be interrupted (PEP 475). Network and FUSE file systems interrupt others,
+too. An output moves to its destination from a hidden sibling, atomically if the system can do that.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import ParamSpec, TypeVar
 
 from ckptkit.errors import IOFailure, Occupied, translate_os_errors, warn
 
-HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # siblings of a destination
-NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the file system lacks the call
-_ENOUGH = 1 << 26  # bytes that are worth a sync
+HIDDEN_SIBLING = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # hidden siblings of a destination
+UNSUPPORTED_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the file system lacks the call
+_ENOUGH = 1 << 26  # bytes written between two early syncs
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
 
@@ -28,29 +28,32 @@ T = TypeVar("T")
 
 
 class DurabilityWarning(UserWarning):
-    """A promise that cannot be kept on this file system, which lacks the call that it takes."""
+    """The file system lacks a call that a guarantee of ckptkit depends on."""
 
 
 def warn_of_loss(path: Path, what: str) -> None:
-    """Warn of the promise that is lost at `path`."""
+    """Warn about a guarantee that is lost at `path`."""
     warn(f"{path}: {what}", DurabilityWarning)
 
 
 def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what `call` gives, which is made again as long as a signal interrupts it."""
+    """Return the result of `call`, retrying as long as a signal interrupts it."""
     while True:
         with suppress(InterruptedError):
             return call(*args, **kwargs)
 
 
 def close(fd: int) -> None:
-    """Close a descriptor. One that was interrupted in closing is closed; by now it may be another thread's."""
+    """Close a descriptor.
+
+    Never retries: after an interrupted close, the number may already belong to another thread.
+    """
     with suppress(InterruptedError):
         os.close(fd)
 
 
 def make_directories(path: Path, *, sync: bool) -> None:
-    """Make a directory, and the one that it is to be in; they outlive a power cut if `sync`."""
+    """Create a directory and its parents; with `sync`, they survive a power failure."""
     if not path.exists():
         make_directories(path.parent, sync=sync)
         again(path.mkdir, exist_ok=True)
@@ -59,7 +62,7 @@ def make_directories(path: Path, *, sync: bool) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory with all it holds, if there is one; a link is removed, not followed."""
+    """Remove a file, or a directory with its contents, if it exists; a link is removed, not followed."""
     if path.is_dir() and not path.is_symlink():
         for inside in list(path.iterdir()):
             remove(inside)
@@ -69,26 +72,26 @@ def remove(path: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Force every file and directory below `root`, and `root` itself, to the disk."""
-    for directory, _, files in os.walk(root, topdown=False, onerror=fail):
+    """Flush every file and directory below `root`, and `root` itself, to the disk."""
+    for directory, _, files in os.walk(root, topdown=False, onerror=raise_walk_error):
         for name in files:
             sync_path(Path(directory, name))
         sync_path(Path(directory))
 
 
-def fail(error: OSError) -> None:
-    """Raise the error of a directory that cannot be listed, which `os.walk` by itself leaves out."""
+def raise_walk_error(error: OSError) -> None:
+    """Raise the error of a directory that cannot be listed, which `os.walk` ignores by default."""
     raise error
 
 
 def sync_path(path: Path) -> None:
-    """Force one file or directory to the disk; file systems that cannot sync a directory are let off."""
+    """Flush one file or directory to the disk; only warns if the file system cannot sync directories."""
     with translate_os_errors(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         except OSError as error:
-            if not (path.is_dir() and error.errno in NOT_HERE):
+            if not (path.is_dir() and error.errno in UNSUPPORTED_CALL):
                 raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
             warn_of_loss(path, "this file system cannot sync directories: a power cut may undo the change")
         finally:
@@ -97,11 +100,11 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]]:
-    """Give a function that is told, by one thread at a time, how many bytes were written to which file in `root`.
+    """Yield a function to call, from one thread at a time, with a file's name and the bytes just written to it.
 
-    Another thread forces these files to the disk meanwhile. That promises nothing yet: what is written last is left to
-    the sync of all. Raises `IOFailure` at the end if it failed, since the next sync would not fail again. Without
-    `sync` nothing is done.
+    Another thread flushes these files to the disk meanwhile. This guarantees nothing: the final `sync_tree` does.
+    Raises `IOFailure` at the end if a sync failed, because the next sync of the same file would not report it again.
+    Does nothing without `sync`.
     """
     written: set[str] = set()
     waiting = 0
@@ -120,6 +123,7 @@ def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]
         while is_due.wait() and not is_over.is_set():
             is_due.clear()
             try:
+                # `tell` may add files meanwhile: they wait for the next round
                 for _ in range(len(written)):
                     sync_path(root / written.pop())
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
@@ -128,7 +132,7 @@ def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]
 
     thread = threading.Thread(target=run, daemon=True)
     if sync:
-        with suppress(RuntimeError):  # the system has no more threads: all is left to the end
+        with suppress(RuntimeError):  # no thread available: the final sync does all of the work
             thread.start()
     try:
         yield tell
@@ -142,22 +146,25 @@ def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]
 
 
 def staging_path(dst: Path) -> Path:
-    """Return the hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
+    """Return the hidden sibling in which `dst` is written.
+
+    Its name is fixed, so a later run finds an interrupted one.
+    """
     return dst.parent / f".{dst.name}.ckptkit.tmp"
 
 
 def aside_path(dst: Path) -> Path:
-    """Return the hidden sibling that the old `dst` is for a moment, where directories cannot be swapped in one step."""
+    """Return the hidden sibling that the old `dst` becomes while directories are swapped in steps."""
     return dst.parent / f".{dst.name}.ckptkit.old"
 
 
 def lock_path(dst: Path) -> Path:
-    """Return the hidden sibling that the maker of `dst` holds a lock on."""
+    """Return the hidden sibling that the writer of `dst` keeps locked."""
     return dst.parent / f".{dst.name}.ckptkit.lock"
 
 
 def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
-    """Rename file `path` to `dst`."""
+    """Rename file `path` to `dst`. Raises `Occupied` if `dst` exists, unless `overwrite`."""
     if overwrite:
         again(os.replace, path, dst)
         return
@@ -168,7 +175,7 @@ def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
 
 
 def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
-    """Rename directory `path` to `dst`. If something was there before, it is at `path` now."""
+    """Rename directory `path` to `dst`. The old directory, if any, is at `path` afterwards."""
     if not overwrite or not dst.exists() or not any(dst.iterdir()):
         try:
             again(os.rename, path, dst)  # replaces nothing but an empty directory
@@ -181,15 +188,15 @@ def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
 
 
 def swap(a: Path, b: Path) -> bool:
-    """Swap two directories in one step. Returns False where the system cannot."""
-    import ctypes  # slow to import, and few outputs replace another
+    """Swap two directories atomically. Returns False if the system cannot."""
+    import ctypes  # deferred: slow to import, and rarely needed
 
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
     while libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
         code = ctypes.get_errno()
-        if code in NOT_HERE:
+        if code in UNSUPPORTED_CALL:
             return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), str(b))
@@ -197,9 +204,9 @@ def swap(a: Path, b: Path) -> bool:
 
 
 def swap_in_steps(path: Path, dst: Path) -> None:
-    """Swap directory `path` and the destination in three steps, between which there is no destination.
+    """Swap directory `path` and the destination in three steps; in between, the destination does not exist.
 
-    After an error it is there again; where the process dies, the next run puts it back.
+    After an error the old destination is restored; after a crash, the next run restores it.
     """
     warn_of_loss(dst, "this file system cannot swap directories in one step: for a moment the destination is absent")
     aside = aside_path(dst)

@@ -1,4 +1,4 @@
-"""Open, read and list files, local or remote, that a stranger may have named."""
+"""Open, read and list files, local or remote, whose names may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from ckptkit.io.stores import StoredSum
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_AHEAD = 1 << 12  # bytes that a small read of those in order brings at least
-_COMPARED_AT_ONCE = 1 << 20  # bytes
-_COMPARED: set[tuple[tuple[int, ...], ...]] = set()  # pairs of files that are the same, as they were then
+_MIN_READ = 1 << 12  # minimum bytes per request of `ReadAhead`
+_COMPARED_AT_ONCE = 1 << 20  # bytes per step, so that files of any size can be compared
+_COMPARED: set[tuple[tuple[int, ...], ...]] = (
+    set()
+)  # pairs of files known to be equal, by device, inode, size and mtime
 
 
 class File(Protocol):
-    """A regular file, open, wherever it lies."""
+    """An open regular file, local or remote."""
 
     @property
     def path(self) -> Path:
-        """Return where it lies."""
+        """Return the path that was opened."""
 
     @property
     def size(self) -> int:
-        """Return its bytes."""
+        """Return the size in bytes."""
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`. Raises `Corrupt` if the file ends before."""
@@ -44,30 +46,31 @@ class File(Protocol):
         """Write all of `buffer` at byte `offset`. Raises `Unsupported` for a remote file."""
 
     def announce_order(self, *, in_order: bool) -> None:
-        """Say that the file will be read from start to end, or here and there."""
+        """Announce whether the file will be read sequentially or at random."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
 
 
 def open_file(path: Path, *, writable: bool = False) -> File:
-    """Open the regular file `path`, which is there, to be read or, if it is local, to be written.
+    """Open the existing regular file `path` for reading or, if it is local, for writing.
 
-    Raises `Corrupt` if it is missing, `Unsafe` for links, devices, pipes and directories, `IOFailure` for all else.
+    Raises `Corrupt` if it is missing, `Unsafe` for links, devices, pipes and directories, `IOFailure` for any other
+    error.
     """
     if isinstance(path, JoinedPath):
-        return open_file(the_one(path))
+        return open_file(only_file(path))
     if is_remote(path):
         if not path.is_absolute():
             return RemoteFile(path)
-        path = Path(*path.parts)  # a temporary file of ours, beside what a store has
+        path = Path(*path.parts)  # a local temporary file with the unpacked bytes of a remote one
     return open_to_write(path) if writable else open_regular(path)
 
 
-def the_one(path: JoinedPath) -> Path:
-    """Return where a file lies that is in one of several directories, or the same in all that have it.
+def only_file(path: JoinedPath) -> Path:
+    """Return the path of a file in joined directories; several copies must be equal.
 
-    Raises `Corrupt` if it is not.
+    Raises `Corrupt` if they are not.
     """
     first, *others = path.places or [path.place]
     for other in others:
@@ -76,10 +79,10 @@ def the_one(path: JoinedPath) -> Path:
 
 
 def require_same(one: Path, other: Path) -> None:
-    """Raise `Corrupt` unless two files have the same bytes; those that have been compared are not read again."""
+    """Raise `Corrupt` unless two files have the same bytes; each pair is compared only once."""
     with translate_os_errors(other):
         stamps = [
-            (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in (one.stat(), other.stat())
+            (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in (one.stat(), other.stat())
         ]
     if tuple(stamps) in _COMPARED:
         return
@@ -95,7 +98,7 @@ def require_same(one: Path, other: Path) -> None:
 
 @contextmanager
 def opening(path: Path) -> Iterator[File]:
-    """Open the regular file `path`, local or remote, to be read inside the block."""
+    """Open the regular file `path`, local or remote, for reading inside the block."""
     file = open_file(path)
     with translate_os_errors(path):
         try:
@@ -112,7 +115,7 @@ def read_at(file: File, length: int, offset: int) -> bytes:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """Return all of a file that is not supposed to be large. Raises `Corrupt` if it has more than `limit` bytes."""
+    """Return the content of a small file. Raises `Corrupt` if it has more than `limit` bytes."""
     with opening(path) as file:
         size = file.size
         if size > limit:
@@ -121,11 +124,11 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes in the regular file `path`. Raises what `open_file` does for anything else."""
+    """Return the size of the regular file `path` in bytes. Raises the errors of `open_file` for any other path."""
     if isinstance(path, JoinedPath):
-        return file_size(the_one(path))
+        return file_size(only_file(path))
     with translate_os_errors(path), suppress(FileNotFoundError, ValueError):
-        status = again(path.lstat)  # of thousands of files none needs to be opened
+        status = again(path.lstat)  # faster than opening each of thousands of files
         if stat.S_ISREG(status.st_mode):
             return status.st_size
     with opening(path) as file:
@@ -133,31 +136,31 @@ def file_size(path: Path) -> int:
 
 
 def stored_sum(path: Path) -> StoredSum | None:
-    """Return what the store of a remote file knows of its content; None if it keeps no checksums, or for a local file.
+    """Return the checksums that a store has of a remote file; None without any, or for a local file.
 
     Reads no byte of the file.
     """
     if isinstance(path, JoinedPath):
-        return stored_sum(the_one(path))
+        return stored_sum(only_file(path))
     with translate_os_errors(path):
         return path.stored_sum() if is_remote(path) else None
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of what lies in directory `path`, in no order."""
+    """Return the names of the entries of directory `path`, in no order."""
     if isinstance(path, JoinedPath):
-        return list(dict.fromkeys(name for place in path.places or [path.place] for name in names_in(place)))
+        return list(dict.fromkeys(name for directory in path.places or [path.place] for name in names_in(directory)))
     if is_remote(path):
-        return again(lambda: [found.name for found in path.iterdir()])
-    return again(lambda: os.listdir(path))  # of thousands of names none is made a path
+        return again(lambda: [child.name for child in path.iterdir()])
+    return again(lambda: os.listdir(path))  # faster than creating thousands of paths
 
 
 def is_there(path: Path) -> bool:
-    """Return True if anything of this name is there, be it a link to nothing. Raises `IOFailure` if none can tell."""
+    """Return whether anything exists at a path, including a broken link. Raises `IOFailure` if that is unknown."""
     with translate_os_errors(path):
         try:
-            again(path.lstat)  # `os.path.lexists` takes any error for absence
-        except ValueError:  # no file can have such a name
+            again(path.lstat)  # unlike `os.path.lexists`, which treats every error as absence
+        except ValueError:  # no file can have such a name, e.g. with a NUL
             return False
         except OSError as error:
             if error.errno in _ABSENT:
@@ -167,16 +170,16 @@ def is_there(path: Path) -> bool:
 
 
 def check_name(name: str, root: Path) -> None:
-    """Raise `Unsafe` unless `name`, found in a checkpoint at `root`, is the plain name of a file in it."""
+    """Raise `Unsafe` unless `name`, found in a checkpoint at `root`, is a plain file name."""
     if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
         raise Unsafe(f"the checkpoint refers to `{name!a}`, which is not a plain file name", path=root)
 
 
 class OpenFiles:
-    """Files of directory `root`, open as long as they are in use: the least recently used is closed for the next.
+    """Open files of directory `root`; the least recently used one is closed when the limit is reached.
 
-    There are at most `limit`, or as many as the system allows. The kernel is told if they are read from start to end,
-    `in_order`, and reads further ahead; or if not, and reads only what it is asked for. Not shared between threads.
+    There are at most `limit`, or as many as the system allows. `in_order` tells the kernel whether files are read
+    sequentially, for more readahead, or at random, for none. Not shared between threads.
     """
 
     __slots__ = ("_files", "_in_order", "_limit", "_root", "_writable")
@@ -189,7 +192,7 @@ class OpenFiles:
         self._files: OrderedDict[str, File] = OrderedDict()
 
     def __getitem__(self, name: str) -> File:
-        """Return file `name`, to read from or to write to."""
+        """Return file `name`, open for reading or writing."""
         file = self._files.get(name)
         if file is None:
             while len(self._files) >= self._limit:
@@ -222,14 +225,14 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close every file; an error of one is raised when all are closed."""
+        """Close every file; an error is raised after all are closed."""
         with ExitStack() as closing:
             for _ in self._files:
                 closing.callback(self._close_oldest)
 
 
 class ReadAhead:
-    """The bytes that the last read of `files` brought, out of which the next is answered if it can be."""
+    """A read buffer over `files`: a small read also fetches the bytes behind it, which may serve the next read."""
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
@@ -244,21 +247,24 @@ class ReadAhead:
         return bytes(window[at : at + length])
 
     def hold(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
-        """Return bytes of a file, and where among them those of `read` are. Raises `Corrupt` if there are fewer."""
+        """Return the buffer that contains the bytes of `read`, and their offset in it.
+
+        Raises `Corrupt` if there are fewer.
+        """
         at = offset - self._start
         if name == self._name and 0 <= at <= len(self._window) - length:
             return self._window, at
         file = self._files[name]
         if name != self._name:
             self._name, self._size = name, file.size
-        self._window = bytearray()  # nothing, if the read fails
-        window = bytearray(max(length, min(_AHEAD, self._size - offset)))
+        self._window = bytearray()  # stays empty if the read fails
+        window = bytearray(max(length, min(_MIN_READ, self._size - offset)))
         file.read_into(memoryview(window), offset)
         self._start, self._window = offset, window
         return window, 0
 
     def inside(self, name: str, start: int, length: int) -> Callable[[int, int], bytes]:
-        """Return a function that reads in the `length` bytes from `start` of a file, and nowhere else."""
+        """Return a function that reads only in the `length` bytes from `start` of a file. Raises `Corrupt` outside."""
 
         def read(offset: int, count: int) -> bytes:
             if offset < 0 or count < 0 or offset + count > length:
@@ -269,7 +275,7 @@ class ReadAhead:
 
 
 def recognize(head: bytes) -> str | None:
-    """Return a hint on what a file really is whose first bytes, `head`, are not what they should be."""
+    """Return a hint on the real type of a file with unexpected first bytes `head`; None if it is unknown."""
     if head.startswith(b"version https://git-lfs"):
         return "this is a Git LFS pointer, not the file itself: run `git lfs pull`"
     if head and not any(head):
@@ -278,13 +284,13 @@ def recognize(head: bytes) -> str | None:
 
 
 def children(path: Path) -> list[Path]:
-    """Return everything that lies in a directory, by name."""
+    """Return the paths in a directory, sorted by name."""
     with translate_os_errors(path):
         return [path / name for name in sorted(names_in(path))]
 
 
 def absent(path: Path) -> NotACheckpoint:
-    """Return the error for a path that does not exist; the hint has the nearest names beside it, or the Hub's URL."""
+    """Return the error for a path that does not exist. The hint has similar names beside it, or the Hub's URL."""
     from difflib import get_close_matches
 
     names: list[str] = []
@@ -296,18 +302,17 @@ def absent(path: Path) -> NotACheckpoint:
 
 
 def destination_exists(path: Path) -> Occupied:
-    """Return the error for a destination that is not empty."""
     return Occupied("the destination exists", path=path, hint="choose another, or replace it with --overwrite")
 
 
 def folders(path: Path) -> list[Path]:
-    """Return the directories in a directory, and links to some, by name."""
+    """Return the directories in a directory, including links to directories, sorted by name."""
     with translate_os_errors(path):
         return [child for child in children(path) if child.is_dir()]
 
 
 def entry_of(root: Path, target: str) -> str | None:
-    """Return the entry of directory `root` that a link in it leads to or into, None if it leads elsewhere."""
-    there = next(iter(roots_of(root)), root).absolute()
-    place = Path(os.path.normpath(there / target))
-    return place.relative_to(there).parts[0] if there in place.parents else None
+    """Return the entry of directory `root` that a link in it leads to or into; None if it leads elsewhere."""
+    absolute_root = next(iter(roots_of(root)), root).absolute()
+    target_path = Path(os.path.normpath(absolute_root / target))
+    return target_path.relative_to(absolute_root).parts[0] if absolute_root in target_path.parents else None

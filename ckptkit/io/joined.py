@@ -1,7 +1,7 @@
-"""See several directories as one: each node of a job had a disk of its own, with the files of its own ranks.
+"""Treat several directories as one: each node of a job had its own disk, with the files of its own ranks.
 
-A path in them is like any other as long as it is looked at, listed and put together. What lies in several of them must
-be the same in all, which shows when it is opened.
+A path in them can be examined, listed and joined like any other. A file that is in several of them must be equal in
+all; opening it checks this.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NoReturn, Self
 
 from ckptkit.errors import Unsupported
 
-_MARK = "\0"  # the first part of a path that is one of ours begins so, as no file's name can
+_MARK = "\0"  # prefix of a joined path's first component: no file name can contain a NUL
 _JOINED: list[tuple[Path, ...]] = []
 _LOCK = Lock()
 
 
 class JoinedPath(PosixPath):
-    """A directory that is several, or what lies in it; its first part says which these are."""
+    """Several directories as one path, or an entry in them; the first component encodes which directories."""
 
     __slots__ = ()
 
@@ -32,97 +32,93 @@ class JoinedPath(PosixPath):
             raise Unsupported("these are several directories, but only one is accepted here", path=self)
         return os.fspath(self.place)
 
-    def __reduce__(self) -> tuple[object, ...]:  # another process knows nothing of these directories
+    def __reduce__(self) -> tuple[object, ...]:  # `_JOINED` exists in this process only
         return self.place.__reduce__()  # type: ignore[return-value]
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Return the directories that are one."""
+        """Return the joined directories."""
         return _JOINED[int(self.parts[0].removeprefix(_MARK))]
 
     @property
     def places(self) -> list[Path]:
-        """Return where it lies: in each directory in which something is called so, of whatever kind."""
-        found = (root.joinpath(*self.parts[1:]) for root in self.roots)
-        return [path for path in found if path.exists() or path.is_symlink()]
+        """Return the existing paths of the entry, one for each directory that has it."""
+        paths = (root.joinpath(*self.parts[1:]) for root in self.roots)
+        return [path for path in paths if path.exists() or path.is_symlink()]
 
     @property
     def place(self) -> Path:
-        """Return where it lies first; in the first directory, if it is nowhere."""
+        """Return the first existing path of the entry; its path in the first directory if it does not exist."""
         return next(iter(self.places), self.roots[0].joinpath(*self.parts[1:]))
 
     @property
     def name(self) -> str:
-        """Return its name: that of the first directory, if it is all of them."""
+        """Return the name of the entry; the name of the first directory for the root itself."""
         return self.roots[0].name if self._is_whole and len(self.parts) == 1 else super().name
 
     @property
     def parent(self) -> Path:  # type: ignore[override]
-        """Return what it lies in: of all directories, what the first lies in."""
+        """Return the parent; for the root itself, the parent of the first directory."""
         return self.roots[0].parent if self._is_whole and len(self.parts) == 1 else super().parent
 
     def __truediv__(self, key: str | os.PathLike[str]) -> Self:
-        """Return what lies in it; a path from the root of the file system is that, as it is of any other."""
+        """Return the path of an entry in it. An absolute `key` replaces the path, as in `pathlib`."""
         if isinstance(key, str) and key.startswith("/"):
             return Path(key)  # type: ignore[return-value]
         return super().__truediv__(key)
 
     def with_name(self, name: str) -> Path:  # type: ignore[override]
-        """Return what lies beside it under another name."""
+        """Return the path of another name in the same directory."""
         return self.parent / name
 
     def absolute(self) -> Path:  # type: ignore[override]
-        """Return the same as seen from the root of the file system."""
+        """Return the path with absolute directories."""
         return joined([root.absolute() for root in self.roots]).joinpath(*self.parts[1:])
 
     def resolve(self, strict: bool = False) -> Path:  # type: ignore[override]
-        """Return where it lies first, without links."""
+        """Return the first existing path, without links."""
         return self.place.resolve(strict)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """Return True for a directory in any of them."""
         return self.place.is_dir()
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
         return self.place.is_file()
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """Return True if anything is there."""
         return self.place.exists()
 
     def is_symlink(self) -> bool:
-        """Return True for a link."""
         return self.place.is_symlink()
 
     def readlink(self) -> Path:  # type: ignore[override]
-        """Return where a link leads."""
         return self.place.readlink()
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return kind, size and times of where it lies first."""
+        """Return the status of the first existing path."""
         return self.place.stat() if follow_symlinks else self.place.lstat()
 
     def lstat(self) -> os.stat_result:
-        """Return the same of a link itself."""
+        """Return the status of the first existing path, without following a link."""
         return self.place.lstat()
 
     def iterdir(self) -> Generator[Self, None, None]:
-        """Yield what lies in any of the directories."""
-        names = {child.name: None for place in self.places for child in place.iterdir()}
+        """Yield the entries of all directories, each name once."""
+        names = {child.name: None for directory in self.places for child in directory.iterdir()}
         yield from (self / name for name in names)
 
     def open(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Raise `Unsupported`: files are opened where it is seen that all of one name are the same."""
+        """Raise `Unsupported`: use `open_file`, which checks that copies of a file are equal."""
         raise Unsupported("this checkpoint is spread over several directories", path=self)
 
     @property
     def _is_whole(self) -> bool:
-        """Whether it begins with the directories; what is relative to these does not."""
+        """Whether the path begins with the joined directories, unlike a path relative to them."""
         return bool(self.parts) and self.parts[0].startswith(_MARK)
 
 
 def joined(roots: Sequence[Path]) -> Path:
-    """Return several directories as one, in this order; a single one as it is."""
+    """Return several directories as one, in this order; a single one unchanged."""
     if len(roots) == 1:
         return roots[0]
     key = tuple(roots)
@@ -133,5 +129,5 @@ def joined(roots: Sequence[Path]) -> Path:
 
 
 def roots_of(path: Path) -> tuple[Path, ...]:
-    """Return the directories or files that a path means: one, or where it lies in each of several directories."""
+    """Return the local paths behind a path: the path itself, or each existing path in joined directories."""
     return tuple(path.places) if isinstance(path, JoinedPath) else (path,)

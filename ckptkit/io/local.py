@@ -1,4 +1,4 @@
-"""Open local files that a stranger may have named, and read and write ranges of their bytes."""
+"""Open local files whose names may come from an untrusted source, and read and write byte ranges."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ckptkit.io.disk import close
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
 _WRITE_BYTES = 1 << 17
-_CACHE = re.compile(r"(models|datasets|spaces)--.+", re.DOTALL)  # the directory of a repository in the Hub's cache
+_CACHE_DIRECTORY = re.compile(
+    r"(models|datasets|spaces)--.+", re.DOTALL
+)  # the directory of a repository in the Hub's cache
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class LocalFile:
-    """A local file at `path`, open by descriptor `fd`, which it owns."""
+    """A local file at `path`; owns the open descriptor `fd`."""
 
     __slots__ = ("_fd", "path")
 
@@ -30,7 +32,7 @@ class LocalFile:
 
     @property
     def size(self) -> int:
-        """Return its bytes, as of now."""
+        """Return the current size in bytes."""
         with translate_os_errors(self.path):
             return os.fstat(self._fd).st_size
 
@@ -55,19 +57,19 @@ class LocalFile:
                 done += os.pwrite(self._fd, buffer[done : done + _WRITE_BYTES], offset + done)
 
     def announce_order(self, *, in_order: bool) -> None:
-        """Tell the kernel how the file is read: in order, and it reads further ahead; else no more than asked."""
+        """Tell the kernel whether to read further ahead (sequential reads), or not at all (random reads)."""
         if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
+            with suppress(OSError):  # only a hint for performance
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL if in_order else os.POSIX_FADV_RANDOM)
 
     def close(self) -> None:
-        """Close it; some file systems report a failed write only here."""
+        """Close the file; some file systems report a failed write only here."""
         with translate_os_errors(self.path):
             close(self._fd)
 
 
 def open_regular(path: Path) -> LocalFile:
-    """Open the regular file `path` to be read. Raises `Unsafe` for links, devices, pipes and directories.
+    """Open the regular file `path` for reading. Raises `Unsafe` for links, devices, pipes and directories.
 
     A link in a snapshot of the Hub's cache to a blob of the same cache counts as the blob: see `find_blob`.
     """
@@ -80,7 +82,7 @@ def open_regular(path: Path) -> LocalFile:
     except ValueError as error:
         raise Unsafe(f"{path.name!a} cannot be a file's name", path=path.parent) from error
     except OSError as error:
-        if error.errno == errno.ELOOP:  # what O_NOFOLLOW makes of a link
+        if error.errno == errno.ELOOP:  # O_NOFOLLOW reports a link like this
             hint = "copy the file itself into the checkpoint"
             raise Unsafe("the file is a symbolic link", path=path, hint=hint) from error
         raise IOFailure((error.strerror or str(error)).lower(), path=path) from error
@@ -105,14 +107,14 @@ def open_to_read(path: Path) -> int:
 def find_blob(path: Path) -> Path | None:
     """Return the blob that a link in the Hub's cache leads to; None for a file, and for a link to anywhere else.
 
-    `models--org--name/snapshots/REVISION/[folder/]file` is a link to `models--org--name/blobs/ID`. None of the folders
-    between may be a link, so that no name in the cache leads out of it; and none is followed when the blob is opened.
+    `models--org--name/snapshots/REVISION/[folder/]file` is a link to `models--org--name/blobs/ID`. No directory in
+    between may be a link, so that no name in the cache can lead outside it, and opening the blob follows no link.
     Source: huggingface_hub/file_download.py.
     """
     if not path.is_symlink():
         return None
     folder = path.absolute().parent
-    cache = next((above for above in folder.parents if _CACHE.fullmatch(above.name)), None)
+    cache = next((above for above in folder.parents if _CACHE_DIRECTORY.fullmatch(above.name)), None)
     if cache is None:
         return None
     real, inside = Path(os.path.realpath(cache)), folder.relative_to(cache)
@@ -122,11 +124,11 @@ def find_blob(path: Path) -> Path | None:
 
 
 def is_strange_link(path: Path) -> bool:
-    """Return whether a symbolic link lies at `path`, other than one to a blob in the Hub's cache."""
+    """Return whether `path` is a symbolic link, other than a link to a blob in the Hub's cache."""
     return path.is_symlink() and find_blob(path) is None
 
 
 def open_to_write(path: Path) -> LocalFile:
-    """Open the file `path`, which is there, to be written."""
+    """Open the existing file `path` for writing."""
     with translate_os_errors(path):
         return LocalFile(path, os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))

@@ -1,4 +1,4 @@
-"""Lock files, for as long as a process lives and has them open."""
+"""Lock files for as long as a process lives and has them open."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.errors import Occupied
-from ckptkit.io.disk import NOT_HERE, again, warn_of_loss
+from ckptkit.io.disk import UNSUPPORTED_CALL, again, warn_of_loss
 
 _PAUSE = 0.05  # seconds between two attempts
-_WITHOUT_LOCKS = (*NOT_HERE, errno.ENOLCK)
+_NO_LOCKS_ERRORS = (*UNSUPPORTED_CALL, errno.ENOLCK)
 
 
 def acquire(path: Path, *, patience: float = 0) -> int:
-    """Lock file `path`, which its owner removes when done. Raises `Occupied` if it is not free in `patience` s."""
+    """Lock file `path`, which `release` removes. Raises `Occupied` if it is still locked after `patience` seconds."""
     last = time.monotonic() + patience
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -28,7 +28,7 @@ def acquire(path: Path, *, patience: float = 0) -> int:
         except BaseException:
             close(lock)
             raise
-        close(lock)  # it is somebody's, or its owner removed it between our two calls
+        close(lock)  # another process has the lock, or removed the file between our two calls
         if not is_free:
             if time.monotonic() >= last:
                 raise Occupied("another run is writing this destination", path=path, hint="wait for it to end")
@@ -36,23 +36,23 @@ def acquire(path: Path, *, patience: float = 0) -> int:
 
 
 def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
-    """Lock the file open as `fd` until it is closed. Returns False if somebody has a lock that forbids this.
+    """Lock the file open as `fd` until it is closed. Returns False if another process has a conflicting lock.
 
-    Where the file system has no locks all are free, and there is a warning.
+    If the file system has no locks, warns and returns True.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in _NO_LOCKS_ERRORS:
             raise
         warn_of_loss(path, "this file system cannot lock files: two commands that write here would not see each other")
     return True
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether somebody has the lock on a file; False where there is none."""
+    """Return whether a process has locked a file; False if the file does not exist."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -64,7 +64,6 @@ def is_locked(path: Path) -> bool:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """Return True if `path` still is the file open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
@@ -72,7 +71,7 @@ def is_same_file(fd: int, path: Path) -> bool:
 
 
 def release(lock: int, path: Path) -> None:
-    """Remove a lock's file and let go of it. One that cannot be removed is the next owner's."""
+    """Remove a lock file and unlock it. If it cannot be removed, its next owner will do that."""
     with suppress(OSError):
         again(path.unlink)
     close(lock)

@@ -1,4 +1,4 @@
-"""Tell whether a checkpoint still is the one that it was when reading began."""
+"""Detect whether a checkpoint was replaced while it was being read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ckptkit.io.path import is_remote
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A checkpoint that is being read, as it was known at the beginning: its path, device and inode.
+    """The identity of a checkpoint when reading began: its path, device and inode.
 
-    `others` are the other directories that it lies in, if these are several.
+    `others` are the other directories of a checkpoint in several directories.
     """
 
     path: Path
@@ -25,18 +25,18 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return what is at `path` now; perhaps nothing."""
+        """Return the identity of the current file or directory at `path`; 0 and 0 if it does not exist."""
         _, *others = roots_of(path) or (path,)
-        apart = tuple(map(Origin.of, others))
+        others_now = tuple(map(Origin.of, others))
         with translate_os_errors(path):
             try:
-                found = path.stat()
+                status = path.stat()
             except FileNotFoundError:
                 return cls(path, 0, 0)
-        return cls(path, found.st_dev, found.st_ino, apart)
+        return cls(path, status.st_dev, status.st_ino, others_now)
 
     def check(self) -> None:
-        """Raise `IOFailure` if something else is there by now: what was read may be a mixture of the two."""
+        """Raise `IOFailure` if the checkpoint was replaced: the bytes that were read may mix two checkpoints."""
         hint = "run the same command again"
         if is_remote(self.path):
             if changed := self.path.find_change():

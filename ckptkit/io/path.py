@@ -1,7 +1,7 @@
-"""Make paths of the sources that a user names: local files and directories, and those behind a URL.
+"""Parse the paths of users: local files and directories, and URLs.
 
-A remote path is a path like any other as long as it is looked at, listed and put together. What needs a local one,
-such as `open`, refuses it: nothing local is ever read in its place.
+A remote path can be examined, listed and joined like any other path. Functions that need a local path, such as `open`,
+refuse it, so that no local file of the same name is ever read instead.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ REMOTE_JOBS = 16  # threads: they wait most of the time
 _URL = re.compile(r"(?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[^/\s]+)?", re.ASCII)
 _SPECIAL_REVISION = re.compile(r"@(refs/[^/]+/[^/]+)")
-_KINDS = ("datasets", "spaces", "buckets")  # on the Hub, apart from models
-_LEVELS_AHEAD = 2  # of directories that are listed ahead
+_KINDS = ("datasets", "spaces", "buckets")  # kinds of repositories on the Hub with a prefix of their own
+_LEVELS_AHEAD = 2  # directory levels that `list_ahead` lists
 
 
 class RemotePath(PosixPath):
-    """A file or directory behind a URL, whose scheme is the first part of the path.
+    """A file or directory behind a URL, whose scheme is the first component of the path.
 
-    What is there is asked once and known from then on.
+    Each request is sent once; its response is cached until `refresh`.
     """
 
     __slots__ = ()
@@ -62,11 +62,11 @@ class RemotePath(PosixPath):
 
     @property
     def parent(self) -> Self:
-        """Return the directory that this is in. A bucket or repository is in none, and is its own parent."""
+        """Return the parent directory. A bucket or repository is its own parent."""
         return self if len(self.parts) <= self._depth else super().parent
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """Return True for a directory, or for a prefix of keys where there are only keys with slashes."""
+        """Return whether the path is a directory, or a prefix of keys in a store without directories."""
         entry = self.entry()
         return entry is not None and entry.is_dir
 
@@ -75,11 +75,10 @@ class RemotePath(PosixPath):
         return entry is not None and not entry.is_dir
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """Return True if anything is there."""
         return self.entry() is not None
 
     def is_symlink(self) -> bool:
-        """Return False: a store follows its links, if it has any."""
+        """Return False: a store resolves its own links, if it has any."""
         return False
 
     def absolute(self) -> Self:
@@ -89,14 +88,13 @@ class RemotePath(PosixPath):
         return self
 
     def iterdir(self) -> Generator[Self, None, None]:
-        """Yield what is in the directory."""
         store, key = self._place
         with translate_store_errors(self, store.store):
             names = list(store.entries(key))
         yield from (self / name for name in names)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
-        """Return kind, size and time of change. In place of the inode, a number that changes with the content."""
+        """Return type, size and modification time. The inode is a number that changes with the content."""
         from hashlib import blake2b
 
         entry = self.entry()
@@ -109,17 +107,16 @@ class RemotePath(PosixPath):
         return os.stat_result((mode, inode, 0, 1, 0, 0, entry.size, when, when, when), times)
 
     def lstat(self) -> os.stat_result:
-        """Return the same as `stat`."""
         return self.stat()
 
     def entry(self) -> StoreEntry | None:
-        """Return what the store tells of it, None if there is nothing."""
+        """Return the store's description of the path; None if nothing exists there."""
         store, key = self._place
         with translate_store_errors(self, store.store):
             return store.find(key)
 
     def stored_sum(self) -> StoredSum | None:
-        """Return what the store knows of the content of this file; None if it keeps no checksums of files."""
+        """Return the store's checksums of this file; None if the store keeps no checksums."""
         store, key = self._place
         if not isinstance(store.store, ChecksumStore):
             return None
@@ -127,7 +124,7 @@ class RemotePath(PosixPath):
             return store.store.stored_sum(key)
 
     def find_change(self) -> RemotePath | None:
-        """Ask the store anew. Returns something here that is not what it was, or None."""
+        """Query the store again. Returns the path of something here that has changed, or None."""
         store, key = self._place
         with translate_store_errors(self, store.store):
             changed = store.find_change(key)
@@ -135,7 +132,7 @@ class RemotePath(PosixPath):
 
     @property
     def top(self) -> RemotePath:
-        """Return the bucket, host or repository that this is in."""
+        """Return the bucket, host or repository of the path."""
         return RemotePath(*self.parts[: self._depth])
 
     @property
@@ -159,7 +156,7 @@ class RemotePath(PosixPath):
 
     @property
     def _depth(self) -> int:
-        """How many parts name the store: the scheme, and a bucket, host or repository."""
+        """The number of components that name the store: the scheme, and a bucket, host or repository."""
         if self.parts[:1] == ("memory:",):
             return 1
         if self.parts[:1] == ("hf:",):
@@ -168,17 +165,17 @@ class RemotePath(PosixPath):
 
 
 def is_remote(path: object) -> TypeIs[RemotePath]:
-    """Return whether a path is in a store, where each read is a request and nothing has a local name."""
+    """Return whether a path is in a store, where each read is a request and no file has a local name."""
     return isinstance(path, RemotePath)
 
 
 def known_store(path: Path) -> KnownStore:
-    """Return what ckptkit can do in the store of a path; for a local path, on a disk."""
+    """Return ckptkit's capabilities in the store of a path; for a local path, on a disk."""
     return known_by_url(str(path)) if is_remote(path) else LOCAL
 
 
 def refresh(path: Path) -> Path:
-    """Return a path, about which its store is asked anew from now on: it else keeps its answers for the process."""
+    """Return the path after dropping the cached responses of its store, which are otherwise kept for the process."""
     if is_remote(path):
         path.store.forget()
     return path
@@ -190,9 +187,9 @@ def path_beside(source: Path, name: str) -> Path:
 
 
 def to_path(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`: a local one or a URL.
+    """Return the path that a user means by `place`: a local path or a URL.
 
-    While HF_HUB_OFFLINE is set, an `hf://` URL is the snapshot in the Hub's cache, if the cache has one.
+    While HF_HUB_OFFLINE is set, an `hf://` URL becomes the snapshot in the Hub's cache, if the cache has one.
     """
     path = to_live_path(place)
     if isinstance(place, str) and is_remote(path) and path.parts[0] == "hf:":
@@ -201,14 +198,14 @@ def to_path(place: str | os.PathLike[str]) -> Path:
 
 
 def to_live_path(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`, to be changed: a local one or a URL, never a copy in a cache."""
+    """Return the path that a user wants to change: a local path or a URL, never a copy in a cache."""
     if isinstance(place, str) and is_url(place):
         return parse_url(place)
     return place if isinstance(place, Path) else Path(place)
 
 
 def to_local(place: str | os.PathLike[str]) -> Path:
-    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
+    """Return the local path that a user wants to write to. Raises `Usage` for any URL except `file:`."""
     path = to_live_path(place)
     if is_remote(path):
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"
@@ -217,21 +214,26 @@ def to_local(place: str | os.PathLike[str]) -> Path:
 
 
 def spelled_like(typed: Path, absolute: Path) -> Path:
-    """Return an absolute path as a relative one if the user typed such a path and it is below the current directory."""
-    here = Path.cwd()
-    is_plain = type(absolute) is type(here) and not typed.is_absolute()
-    return absolute.relative_to(here) if is_plain and absolute.is_relative_to(here) else absolute
+    """Return an absolute path as a relative one if the user typed a relative one.
+
+    Only if it is below the current directory.
+    """
+    current_directory = Path.cwd()
+    is_plain = type(absolute) is type(current_directory) and not typed.is_absolute()
+    return (
+        absolute.relative_to(current_directory) if is_plain and absolute.is_relative_to(current_directory) else absolute
+    )
 
 
 def to_model_path(place: str | os.PathLike[str]) -> Path:
-    """Return the path of the model that a user means by `place`: as `to_path`, or of a model id on the Hub."""
+    """Return the path of a model: like `to_path`, but also accepts a model id on the Hub."""
     return to_path(f"hf://{place}" if is_model_id(place) else place)
 
 
 def is_model_id(place: str | os.PathLike[str]) -> bool:
-    """Return whether `place` is like `org/name`, and nothing here is called that or `org`.
+    """Return whether `place` is like `org/name`, and no local path `place` or `org` exists.
 
-    Only options that take a model id ask this: the name of a local file never goes to the Hub.
+    Only options that take a model id call this: the name of a local file never goes to the Hub.
     """
     if not isinstance(place, str) or not has_form_of_id(place):
         return False
@@ -239,26 +241,26 @@ def is_model_id(place: str | os.PathLike[str]) -> bool:
 
 
 def has_form_of_id(place: str) -> bool:
-    """Return whether `place` is written like the id of a model, `org/name` or `org/name@revision`."""
+    """Return whether `place` has the form of a model id, `org/name` or `org/name@revision`."""
     return _HUB_ID.fullmatch(place) is not None and not place.endswith(".json")
 
 
 def hint_on_id(place: str) -> str | None:
-    """Return a hint on a path that does not exist and that may be meant for the Hub; None for any other."""
+    """Return a hint for a path that does not exist and may be meant for the Hub; None for any other path."""
     if os.path.lexists(place) or not has_form_of_id(place):
         return None
     return f"write hf://{place} for a repository on the Hub: ckptkit only looked on this disk"
 
 
 def remarks_on_id(place: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the remark that a model came from the Hub because nothing here is called `place`; () for any other."""
+    """Return the remark that a model came from the Hub because no local path is called `place`; () for any other."""
     if place is None or not is_model_id(place):
         return ()
     return (f"`{place}` is not a path here: ckptkit took it for the id of a model on the Hub",)
 
 
 def find_offline(path: RemotePath) -> Path | None:
-    """Return where the Hub's cache has what lies at an `hf://` URL; None where the Hub may be asked."""
+    """Return the path in the Hub's cache for an `hf://` URL; None if the Hub may be contacted."""
     from ckptkit.io.stores.hub import find_snapshot
 
     depth = path._depth
@@ -267,9 +269,9 @@ def find_offline(path: RemotePath) -> Path | None:
 
 
 def list_ahead(paths: Iterable[Path]) -> None:
-    """List those of the directories that are remote, and those below, many at a time: from then on it is known.
+    """List the remote directories among `paths`, and directories below, in parallel, to fill the cache.
 
-    One that cannot be listed is left to its reader, who then gets the error.
+    Errors are ignored: the later reader of the directory gets them.
     """
     waiting = [path for path in paths if is_remote(path)]
     if not waiting:
@@ -285,8 +287,8 @@ def list_ahead(paths: Iterable[Path]) -> None:
 
 
 def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
-    """Return what `ask` gives for each of the things, in order; many are asked about at the same time."""
-    from concurrent.futures import ThreadPoolExecutor  # slow to import, and few need it
+    """Return the results of `ask` for all things, in order; the calls run in parallel threads."""
+    from concurrent.futures import ThreadPoolExecutor  # deferred: slow to import, and rarely needed
 
     with ThreadPoolExecutor(REMOTE_JOBS) as pool:
         return list(pool.map(ask, things))
@@ -297,7 +299,7 @@ def is_url(place: str) -> bool:
 
 
 def parse_url(url: str) -> Path:
-    """Return the path that a URL means, a local one for a local file. Raises `Usage` for a URL that means nothing."""
+    """Return the path that a URL means; a local path for a local file. Raises `Usage` for an invalid URL."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme in ("file", "local"):

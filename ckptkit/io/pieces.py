@@ -1,4 +1,4 @@
-"""Cut files into the pieces in which they are copied, and remember which of them an interrupted copy wrote.
+"""Cut files into pieces for copying, and remember which pieces an interrupted copy has written.
 
 For a store that takes a file as one stream, `OrderedWriter` brings the pieces into the order of their bytes.
 """
@@ -18,15 +18,15 @@ from ckptkit.errors import translate_os_errors
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import open_file
 
-PART_BYTES = 1 << 24  # of a piece, at least; all but the last are equal, as some stores want the parts of an object
-ROOM = 8 * PART_BYTES  # for pieces that wait for earlier ones
-_MOST_PARTS = 9_000  # of an object; a store takes 10,000
+PART_BYTES = 1 << 24  # minimum of a piece; all pieces except the last are equal, as some stores require
+ROOM = 8 * PART_BYTES  # memory for pieces that wait for earlier ones
+_MAX_PARTS = 9_000  # pieces per file; S3 accepts 10,000 parts
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Bytes of file `name` that are copied at once: the `number`-th piece of it, counted from 1, of `count`."""
+    """A byte range of file `name` that is copied at once: piece `number` of `count`, counted from 1."""
 
     name: str
     number: int
@@ -36,33 +36,32 @@ class FilePiece:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return what tells it from all others."""
         return self.name, self.number
 
 
 class PieceTaker(Protocol):
-    """Where pieces of files go, in any order and from several threads.
+    """A receiver of file pieces, in any order and from several threads.
 
-    A taker may want the pieces of a file in order. So threads begin them in order, one after the other.
+    Some receivers want the pieces of a file in order, so threads begin them in order, one after the other.
     """
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Write a piece, whose CRC-32 is `crc`. It may wait for the pieces before it, and keep `data`."""
+        """Write a piece, whose CRC-32 is `crc`. It may wait for earlier pieces, and keep `data`."""
 
     def stop(self, error: BaseException) -> None:
-        """Raise an error, with which a thread ended, to those that wait in `put`."""
+        """Raise an error that ended a thread in all threads that wait in `put`."""
 
 
 class PieceSink(PieceTaker, Protocol):
-    """Where pieces of files go that may be there already."""
+    """A receiver that may already have some of the pieces."""
 
     def recall(self, piece: FilePiece, data: memoryview) -> bool:
-        """Fill `data` with a piece that is there already, if one is. Returns whether it is."""
+        """Fill `data` with the piece if the receiver already has it. Returns whether it has."""
 
 
 @dataclass(slots=True)
 class LocalPieces:
-    """Files in directory `root`, which are there in their sizes; `journal` is the file that names finished pieces."""
+    """The existing, full-size files in directory `root`; the file `journal` lists the finished pieces."""
 
     root: Path
     journal: Path
@@ -76,12 +75,12 @@ class LocalPieces:
         for line in lines:
             try:
                 name, number, crc = json.loads(line)
-            except ValueError:  # what a dying process left
+            except ValueError:  # a line that was cut off by a crash
                 continue
             self._done[name, number] = crc
 
     def recall(self, piece: FilePiece, data: memoryview) -> bool:
-        """Fill `data` with what an interrupted copy wrote, if it finished the piece and the disk still has it."""
+        """Fill `data` from an interrupted copy, if it finished the piece and its checksum is still correct."""
         crc = self._done.get((piece.name, piece.number))
         if crc is None:
             return False
@@ -93,7 +92,7 @@ class LocalPieces:
         return is_whole
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Write a piece, and note it."""
+        """Write a piece, then record it in the journal."""
         with closing(open_file(self.root / piece.name, writable=True)) as file:
             file.write_at(data, piece.start)
         with self._lock, translate_os_errors(self.journal), self.journal.open("a") as journal:
@@ -104,9 +103,9 @@ class LocalPieces:
 
 
 def new_piece(nbytes: int) -> memoryview:
-    """Return zeroed memory of `nbytes` bytes, which the system has back as soon as nobody refers to it.
+    """Return zeroed memory of `nbytes` bytes, which goes back to the system as soon as nothing refers to it.
 
-    The C library's `free` would keep up to 32 MiB for each thread that asks for memory of this size.
+    The C library's `free` would keep up to 32 MiB for each thread that allocates memory of this size.
     """
     return memoryview(mmap(-1, max(nbytes, 1), flags=MAP_PRIVATE | MAP_ANONYMOUS))[:nbytes]
 
@@ -117,12 +116,12 @@ def is_large(nbytes: int) -> bool:
 
 
 def piece_bytes(size: int) -> int:
-    """Return the bytes in a piece of a file of `size` bytes: all are equal but for the last."""
-    return max(PART_BYTES, -(-size // (_MOST_PARTS * _MIB)) * _MIB)
+    """Return the bytes per piece of a file of `size` bytes; only the last piece may be smaller."""
+    return max(PART_BYTES, -(-size // (_MAX_PARTS * _MIB)) * _MIB)
 
 
 def cut_file(name: str, size: int) -> Iterator[FilePiece]:
-    """Yield the pieces of a file of `size` bytes: one of a small or empty file, else equal ones but for the last."""
+    """Yield the pieces of a file of `size` bytes; a small or empty file is a single piece."""
     length = piece_bytes(size)
     starts = range(0, max(size, 1), length)
     for number, start in enumerate(starts, 1):
@@ -130,29 +129,29 @@ def cut_file(name: str, size: int) -> Iterator[FilePiece]:
 
 
 class OrderedWriter:
-    """Files that several threads put piece by piece, each piece once. `write` gets the pieces of a file in order.
+    """Brings pieces that several threads put in any order, each once, into the order of each file for `write`.
 
-    Never are two pieces of one file written at the same time. Early pieces are held in memory, up to `room` bytes for
-    all files together; a thread that brings another one then waits.
+    Two pieces of one file are never written at the same time. Early pieces stay in memory, up to `room` bytes for all
+    files together; then a thread with another early piece waits.
 
-    There is no deadlock. A thread waits only for earlier pieces of its file, and if threads take their work in one
-    order, which in every file is that of its bytes, then earlier pieces are earlier work, which others have taken. So
-    the thread with the earliest work that is not done never waits, until `stop` ends the waiting of all.
+    There is no deadlock. A thread only waits for earlier pieces of its file. If threads take work in an order that is
+    the byte order within every file, other threads have already taken all earlier pieces. So the thread with the
+    earliest unfinished work never waits, until `stop` wakes all threads.
     """
 
     def __init__(self, write: Callable[[FilePiece, memoryview], None], room: int = ROOM) -> None:
         self._write = write
         self._room = room
-        self._next: dict[str, int] = {}  # the number of the piece of a file that is written, or comes next
+        self._next: dict[str, int] = {}  # number of the piece that is being written, or is next, by file
         self._early: dict[tuple[str, int], tuple[FilePiece, memoryview]] = {}
         self._held = 0  # bytes of early pieces
         self._error: BaseException | None = None
         self._changed = Condition()
 
     def put(self, piece: FilePiece, data: memoryview) -> None:
-        """Write a piece now if it is its turn, and then those that waited for it; else keep it, and maybe wait.
+        """Write a piece if it is next, and the early pieces that follow it; else keep it, waiting if memory is full.
 
-        An error of `write` is raised to every thread that waits or comes later.
+        An error of `write` is raised in every thread that waits or comes later.
         """
         with self._changed:
             while not self._is_turn(piece) and self._held + len(data) > self._room and self._error is None:
@@ -162,6 +161,7 @@ class OrderedWriter:
                 self._early[piece.key] = piece, data
                 self._held += len(data)
                 return
+        # write outside the lock, so that other threads can add early pieces meanwhile
         following: tuple[FilePiece, memoryview] | None = (piece, data)
         while following is not None:
             try:
@@ -172,7 +172,7 @@ class OrderedWriter:
             following = self._go_on(following[0])
 
     def stop(self, error: BaseException) -> None:
-        """Raise an error to every thread that waits or comes later, and forget the early pieces."""
+        """Raise an error in every thread that waits or comes later, and drop the early pieces."""
         with self._changed:
             self._error = self._error or error
             self._early.clear()
@@ -182,7 +182,7 @@ class OrderedWriter:
         return self._next.get(piece.name, 1) == piece.number
 
     def _go_on(self, written: FilePiece) -> tuple[FilePiece, memoryview] | None:
-        """Let the piece behind a written one have its turn. Returns it if it is there already."""
+        """Make the piece after a written one the next. Returns it if it has already arrived."""
         with self._changed:
             self._require_going()
             self._next[written.name] = written.number + 1

@@ -1,4 +1,4 @@
-"""Tell a caller how far its request is. Prints nothing."""
+"""Report the progress of a request to its caller. Prints nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ Told = Callable[[int], None]  # (bytes just done)
 
 
 def report_progress(progress: Progress | None, total: int) -> Told | None:
-    """Return a function that tells `progress`, if there is one, of bytes just done and of how many there are in all."""
+    """Return a function that reports bytes just done to `progress`, with the total; None without `progress`."""
     return progress and partial(tell, progress, total)
 
 
 def tell(progress: Progress, total: int, nbytes: int) -> None:
-    """Tell of bytes just done, and how many there are in all."""
     progress(nbytes, total)

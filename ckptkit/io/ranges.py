@@ -1,7 +1,7 @@
-"""Read ranges of remote files with few requests. Small reads are answered from pages that were read before.
+"""Read byte ranges of remote files with few requests, through a cache of pages.
 
-A small read brings the bytes around it; ranges that will be needed can be named beforehand, and are then fetched in few
-large ones at once. Large reads are a request each, and kept nowhere.
+A small read also fetches the bytes around it. `read_ahead` fetches ranges that will be needed in a few large parallel
+requests. Large reads are one request each and are not cached.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ckptkit.io.path import RemotePath, at_once, is_remote
 from ckptkit.io.stores import Read, translate_store_errors
 
 T = TypeVar("T")
-Range = tuple[str, int, int]  # a file's name, and the offsets of the first byte and after the last
-PageKey = tuple[str, str, int]  # a file, its tag, and the number of the page in it
+Range = tuple[str, int, int]  # file name, start and end offset
+PageKey = tuple[str, str, int]  # file, its tag, page number
 
-_PAGE = 1 << 14  # bytes
-_WINDOW = 1 << 18  # bytes that a small read brings, and the largest that is small
-_CACHE = 1 << 26  # bytes of pages that are kept
-_GAP = 1 << 19  # bytes that are rather read in vain than asked around: what a connection brings in a round trip
-_RUN = 1 << 22  # the most bytes in a request that answers several reads
-_BATCH = 512  # things whose ranges are fetched at once, so that none is dropped before it is used
+_PAGE = 1 << 14  # bytes: the unit of the cache
+_WINDOW = 1 << 18  # bytes that a small read fetches; longer reads are large
+_CACHE = 1 << 26  # bytes of cached pages
+_MAX_GAP = 1 << 19  # up to this many unneeded bytes cost less than another request: what arrives in one round trip
+_MAX_REQUEST = 1 << 22  # maximum bytes of a request that serves several reads
+_BATCH = 512  # items per prefetch, so that no page is evicted before it is used
 
 
 class Pages:
-    """The pages that were read last, up to a limit. Safe for all threads."""
+    """An LRU cache of pages, with a limit in bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit // _PAGE
@@ -39,21 +39,21 @@ class Pages:
         self._busy = [threading.Lock() for _ in range(256)]
 
     def get(self, key: PageKey) -> bytes | None:
-        """Return a page, if it is still there."""
+        """Return a page, if it is cached."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def put(self, key: PageKey, content: bytes) -> None:
-        """Keep a page, and drop the one that nobody wanted for longest."""
+        """Add a page, and evict the least recently used ones."""
         with self._lock:
             self._kept[key] = content
             while len(self._kept) > self._limit:
                 self._kept.popitem(last=False)
 
     def busy(self, *key: object) -> threading.Lock:
-        """Return the lock to hold while fetching what is called so: others who want it wait, and then find it here."""
+        """Return the lock to take while fetching `key`: other threads wait, then find the pages in the cache."""
         return self._busy[hash(key) % len(self._busy)]
 
 
@@ -93,17 +93,17 @@ class RemoteFile:
             buffer[first - offset : last - offset] = page[first - start : last - start]
 
     def write_at(self, buffer: memoryview, offset: int) -> None:  # noqa: ARG002
-        """Raise `Unsupported`: remote files are read only."""
+        """Raise `Unsupported`: remote files are read-only."""
         raise Unsupported("a remote file cannot be written", path=self.path)
 
     def announce_order(self, *, in_order: bool) -> None:
-        """Do nothing: a large read is a request of its own, in whatever order they come."""
+        """Do nothing: each large read is a separate request in any order."""
 
     def close(self) -> None:
-        """Do nothing: no connection is kept."""
+        """Do nothing: no connection stays open."""
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Return the bytes from one offset up to another, by a request of their own."""
+        """Return the bytes from offset `start` to `stop`, in one uncached request."""
         store = self.path.store.store
         with translate_store_errors(self.path, store):
             try:
@@ -117,8 +117,8 @@ class RemoteFile:
             raise IOFailure(message, path=self.path, hint="run the same command again")
         return data
 
-    def bring(self, numbers: Sequence[int]) -> None:
-        """Fetch pages, given by their numbers in order, in one request with whatever lies between them."""
+    def fetch_pages(self, numbers: Sequence[int]) -> None:
+        """Fetch pages, given by sorted numbers, in one request that includes the bytes between them."""
         start, stop = numbers[0] * _PAGE, min(self.size, (numbers[-1] + 1) * _PAGE)
         data = self.fetch(start, stop)
         for number in numbers:
@@ -126,35 +126,36 @@ class RemoteFile:
             PAGES.put(self._key(number), data[at : at + _PAGE])
 
     def pages(self, ranges: Iterable[Range]) -> list[int]:
-        """Return the numbers of the pages that hold `ranges`, in order, but for those that are here."""
+        """Return the sorted numbers of the pages that `ranges` need and that are not cached."""
         spans = ((start, min(stop, self.size)) for _, start, stop in ranges if 0 <= start < self.size)
         numbers = {number for start, stop in spans for number in range(start // _PAGE, -(-stop // _PAGE))}
         return sorted(number for number in numbers if PAGES.get(self._key(number)) is None)
 
     def _page(self, number: int) -> bytes:
-        found = PAGES.get(self._key(number))
-        if found is not None:
-            return found
+        page = PAGES.get(self._key(number))
+        if page is not None:
+            return page
+        # fetch the aligned window around the page: neighboring pages are usually needed next
         first = number - number % (_WINDOW // _PAGE)
         with PAGES.busy(str(self.path), first):
-            found = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
-            if found is None:
+            page = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
+            if page is None:
                 start, stop = first * _PAGE, min(self.size, first * _PAGE + _WINDOW)
                 data = self.fetch(start, stop)
                 for at in range(0, len(data), _PAGE):
                     PAGES.put(self._key(first + at // _PAGE), data[at : at + _PAGE])
                 at = (number - first) * _PAGE
-                found = data[at : at + _PAGE]
-        return found
+                page = data[at : at + _PAGE]
+        return page
 
     def _key(self, number: int) -> PageKey:
         return str(self.path), self._entry.tag, number
 
 
 def read_ahead(root: Path, things: Iterable[T], ranges: Callable[[T], Iterable[Range]]) -> Iterator[T]:
-    """Yield things, in order; of a remote directory, once the ranges of files are here that are needed for each.
+    """Yield `things` in order; for a remote directory, prefetch the `ranges` of each batch of things first.
 
-    Small reads for each thing would otherwise be a request each, one after the other.
+    Otherwise each small read would be a request of its own, one after the other.
     """
     if not is_remote(root):
         yield from things
@@ -166,23 +167,23 @@ def read_ahead(root: Path, things: Iterable[T], ranges: Callable[[T], Iterable[R
 
 
 def prefetch(root: RemotePath, ranges: Iterable[Range]) -> None:
-    """Fetch the pages that hold `ranges` of files in directory `root`: close ones in one request, and all in parallel.
+    """Fetch the pages of `ranges` in directory `root`: one request for close pages, all requests in parallel.
 
-    Leaves out what is not there.
+    Skips missing files.
     """
     by_file: dict[str, list[Range]] = {}
     for wanted in ranges:
         by_file.setdefault(wanted[0], []).append(wanted)
-    files = [(path, found) for name, found in by_file.items() if (path := root / name).is_file()]
-    runs = [(path, run) for path, found in files for run in coalesce(RemoteFile(path).pages(found))]
-    at_once(lambda run: RemoteFile(run[0]).bring(run[1]), runs)
+    files = [(path, file_ranges) for name, file_ranges in by_file.items() if (path := root / name).is_file()]
+    runs = [(path, run) for path, file_ranges in files for run in coalesce(RemoteFile(path).pages(file_ranges))]
+    at_once(lambda run: RemoteFile(run[0]).fetch_pages(run[1]), runs)
 
 
 def coalesce(numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Yield numbers of pages, given in order, as runs that are worth one request each."""
+    """Yield sorted page numbers as groups that are worth one request each."""
     run: list[int] = []
     for number in numbers:
-        if run and ((number - run[-1]) * _PAGE > _GAP or (number - run[0]) * _PAGE >= _RUN):
+        if run and ((number - run[-1]) * _PAGE > _MAX_GAP or (number - run[0]) * _PAGE >= _MAX_REQUEST):
             yield run
             run = []
         run.append(number)

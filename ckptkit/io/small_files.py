@@ -1,4 +1,4 @@
-"""Write and delete single small files, on a disk or in a store, where each is an object and one request."""
+"""Write and delete small files, on a disk or in a store, where each file is one object and one request."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _PROBE = ".ckptkit-probe"
 
 
 class SmallFiles(Protocol):
-    """Single files of a store. Each method asks the store at once."""
+    """Single files of a store. No method uses cached responses."""
 
     def tag(self, path: RemotePath) -> str:
-        """Return what changes with the content of a file, such as its ETag; "" if there is no file."""
+        """Return a tag that changes with the content of a file, such as its ETag; "" if the file does not exist."""
 
     def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
-        """Write a file as a whole and return its tag.
+        """Write a file atomically and return its tag.
 
-        Given `replaces`, a tag or "" for no file, raise `Occupied` if something else is there now. A store without
-        conditions replaces it all the same.
+        `replaces` is a tag, or "" for no file: raises `Occupied` if the current file has another tag. A store without
+        conditional writes replaces the file anyway.
         """
 
     def delete(self, path: RemotePath) -> None:
-        """Delete a file. Nothing changes if there is none."""
+        """Delete a file, if it exists."""
 
 
 def open_small_files(path: RemotePath) -> SmallFiles:
-    """Return what writes single files to the store of a path that `to_destination` gave."""
+    """Return the writer of single files for the store of a path from `to_destination`."""
     return cast(SmallFiles, load(known_store(path).small_files)(path))
 
 
 def require_writable(directory: Path) -> None:
-    """Raise `IOFailure` if a store cannot be written to: put an object into the directory and delete it."""
+    """Raise `IOFailure` if a store is not writable: creates a probe object in the directory and deletes it."""
     if is_remote(directory):
         files = open_small_files(directory)
         files.put(directory / _PROBE, b"")
@@ -45,7 +45,7 @@ def require_writable(directory: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a small file as it is now; b"" if it is missing."""
+    """Return the current content of a small file; b"" if it is missing."""
     with translate_os_errors(path):
         if not refresh(path).exists():
             return b""
@@ -54,7 +54,7 @@ def read_file(path: Path) -> bytes:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file, which is the old or the new one at every moment."""
+    """Write a small file atomically."""
     if is_remote(path):
         open_small_files(path).put(path, content)
     else:
@@ -65,31 +65,30 @@ class LineFile(Protocol):
     """A small file that grows line by line."""
 
     def add(self, line: bytes) -> None:
-        """Add a line."""
+        """Add a line; others may not see it before `send`."""
 
     def send(self) -> None:
-        """Let others see the lines that were added."""
+        """Make the added lines visible to others."""
 
 
 class LocalLines:
-    """The lines of a local file, which is there."""
+    """The lines of a local file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, line: bytes) -> None:
-        """Write a line."""
         with translate_os_errors(self._path), self._path.open("ab") as file:
             file.write(line)
 
     def send(self) -> None:
-        """Do nothing: the lines are there."""
+        """Do nothing: the lines are already in the file."""
 
 
 class StoreLines:
-    """The lines of an object, held in memory until `send` puts all of them.
+    """The lines of an object, buffered in memory until `send` writes all of them.
 
-    It raises `Occupied` if another process has put the object meanwhile: a second training of the same run.
+    `send` raises `Occupied` if another process has written the object meanwhile: a second training of the same run.
     """
 
     def __init__(self, path: RemotePath) -> None:
@@ -100,16 +99,16 @@ class StoreLines:
         self._sent = len(self._content)
 
     def add(self, line: bytes) -> None:
-        """Keep a line in memory."""
+        """Add a line in memory."""
         self._content += line
 
     def send(self) -> None:
-        """Put the object, if it has more lines now."""
+        """Write the object, if it has new lines."""
         if len(self._content) > self._sent:
             self._tag = self._files.put(self._path, bytes(self._content), replaces=self._tag)
             self._sent = len(self._content)
 
 
 def open_lines(path: Path) -> LineFile:
-    """Return a small file to add lines to; a local one appears with the first line."""
+    """Return a small file to append lines to; a local file is created with the first line."""
     return StoreLines(path) if is_remote(path) else LocalLines(path)

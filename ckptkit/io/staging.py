@@ -1,6 +1,6 @@
-"""Stage output in a hidden directory beside its destination, and rename it into place when whole.
+"""Stage output in a hidden directory beside its destination, and rename it into place when complete.
 
-At every moment the destination is absent, old and whole, or new and whole.
+At every moment the destination is absent, old and complete, or new and complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_file
 from ckptkit.io.disk import (
-    HIDDEN,
+    HIDDEN_SIBLING,
     again,
     aside_path,
     lock_path,
@@ -31,23 +31,22 @@ from ckptkit.io.locks import acquire, close, release, try_lock
 
 WORK = ".ckptkit-work"
 _KEY = "key"
-_PATIENCE = 60.0  # seconds that a part waits for a run that seems to make something else
+_PATIENCE = 60.0  # seconds that a `part` waits for the lock of a process with another key
 
 
 class Stage:
-    """An output directory in the making: `open` it, write into `path`, then `commit` or `discard`.
+    """An unfinished output directory: `open` it, write into `path`, then `commit` or `discard`.
 
-    Holds a lock beside the destination from one to the other: a second run on the same destination is `Occupied`
-    while the first is alive, and clears its leavings away when it is not.
+    Locks the destination from `open` to the end: a second process with the same destination gets `Occupied` while the
+    first is alive, and removes its files if it has died.
 
-    With a `key`, which says what is being made, a directory that was begun under the same key is resumed, and
-    `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time, from
-    when each lets the others in.
+    `key` identifies the output. A directory with the same key is resumed, and `leave` keeps it for later. Several
+    processes that each write a `part` have it open at the same time, after each calls `let_others_in`.
 
-    `check_other`, called with the key of what was begun there under another one and with its notes, may raise an error
-    to keep that.
+    `check_other` is called with the key and notes of an unfinished output with another key; it may raise an error to
+    keep that output.
 
-    With `is_file` the destination becomes the one file that was made in the directory.
+    With `is_file`, the destination becomes the only file in the directory.
     """
 
     def __init__(
@@ -70,31 +69,34 @@ class Stage:
         self.is_file = is_file
         self.check_other = check_other
         self._lock: int | None = None
-        self._claim: int | None = None  # on what is being made under a key; shared among parts
-        self._is_ours = False  # what lies in `path`
+        self._claim: int | None = None  # lock on the output with this key; shared among parts
+        self._is_ours = False  # whether the files in `path` are this process's
 
     @property
     def work(self) -> Path:
-        """Return the directory in `path` for notes on what has been done; it is not part of the output."""
+        """Return the directory in `path` for notes on finished work; it is not part of the output."""
         return self.path / WORK
 
     def open(self) -> Self:
-        """Lock the destination and make `path`, empty unless there is something to resume.
+        """Lock the destination and create `path`, empty unless there is something to resume.
 
-        Apart from `__init__`, so that there is something to discard whenever a signal comes. The maker of a part waits
-        until others have let it in, and has the directory to itself until it lets them in.
+        Separate from `__init__`, so that the caller can `discard` whenever a signal arrives. The writer of a part waits
+        until the others have let it in, and has the directory to itself until it lets them in.
         """
         check_destination(self.dst, self.overwrite, is_file=self.is_file)
         with translate_os_errors(self.dst):
             make_directories(self.dst.parent, sync=self.sync)
             self._lock = self._acquire()
+            # a process that died during a swap may have left the old destination aside
             recover(self.dst)
-            check_destination(self.dst, self.overwrite, is_file=self.is_file)  # a run before us may have made it
+            check_destination(
+                self.dst, self.overwrite, is_file=self.is_file
+            )  # another process may have finished it while we waited for the lock
             begun = read_key(self.path)
             if self.key is None or begun != self.key:
                 if begun is not None and self.check_other is not None:
                     self.check_other(begun, self.work)
-                close(claim(self.path))
+                close(claim(self.path))  # raises `Occupied` while other processes still write parts here
                 self._is_ours = True
                 make_empty(self.path)
                 if self.key is not None:
@@ -113,11 +115,11 @@ class Stage:
                     raise
 
     def let_others_in(self) -> None:
-        """Let other processes open it too, to make other parts of the same."""
+        """Let other processes open the directory, too, to write other parts of the same output."""
         self._release()
 
     def commit(self) -> None:
-        """Put what `path` holds in the destination, durably. A failed fsync is never tried again."""
+        """Move the content of `path` to the destination, durably. Never retries a failed fsync."""
         with translate_os_errors(self.path):
             remove(self.work)
             if self.sync:
@@ -125,17 +127,17 @@ class Stage:
             self._show()
             if self.sync:
                 sync_path(self.dst.parent)
-        # what is at `path` now was at the destination before; should it not go away, the next run removes it
+        # `path` is now the old destination; if removing it fails, the next run does it
         with suppress(OSError):
             remove(self.path)
         self.leave()
 
     def _show(self) -> None:
-        self._is_ours = False  # whatever is at `path` afterwards, until the disk has its new name too
+        self._is_ours = False  # from here on `path` may be the old destination, which `discard` must not remove
         try:
             if self.is_file:
-                (made,) = self.path.iterdir()
-                move_file_into_place(made, self.dst, self.overwrite)
+                (only_entry,) = self.path.iterdir()
+                move_file_into_place(only_entry, self.dst, self.overwrite)
             else:
                 move_into_place(self.path, self.dst, self.overwrite)
         except Exception:
@@ -143,7 +145,7 @@ class Stage:
             raise
 
     def discard(self) -> None:
-        """Remove what was made, if anything was. The destination is as it was."""
+        """Remove the unfinished output, if there is any. The destination stays unchanged."""
         if self._is_ours and self._lock is not None:
             with suppress(OSError):
                 if not self.path.is_symlink():
@@ -151,7 +153,7 @@ class Stage:
         self.leave()
 
     def leave(self) -> None:
-        """Let go of what was made, for others to resume."""
+        """Unlock the unfinished output, so that another process can resume it."""
         claimed, self._claim = self._claim, None
         close(claimed)
         self._release()
@@ -163,7 +165,7 @@ class Stage:
 
 
 def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> None:
-    """Raise `Occupied` if something is at `dst` that may not be replaced; an empty directory may, by a directory."""
+    """Raise `Occupied` if `dst` exists and may not be replaced; a directory may replace an empty directory."""
     with translate_os_errors(dst):
         if dst.is_symlink():
             raise Unsafe("the destination is a symbolic link", path=dst, hint="pass the directory that it points to")
@@ -176,7 +178,7 @@ def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> N
 
 
 def claim(path: Path, *, shared: bool = False) -> int | None:
-    """Lock what is being made in directory `path`. Returns None if it is nothing that others may resume."""
+    """Lock the unfinished output in directory `path`. Returns None if it has no key, so that nobody can resume it."""
     try:
         fd = os.open(path / WORK / _KEY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -192,7 +194,7 @@ def claim(path: Path, *, shared: bool = False) -> int | None:
 
 
 def read_key(path: Path) -> bytes | None:
-    """Return the key under which directory `path` was begun; None if there is no such directory, or it has none."""
+    """Return the key of the unfinished output in directory `path`; None without a directory or a key."""
     file = path / WORK / _KEY
     with translate_os_errors(file):
         if path.is_symlink() or not file.is_file():
@@ -202,7 +204,7 @@ def read_key(path: Path) -> bytes | None:
 
 
 def write_key(path: Path, key: bytes) -> None:
-    """Begin directory `path` under a key, which is absent or whole at every moment."""
+    """Write the key of directory `path` atomically."""
     written = path / WORK / f"{_KEY}.new"
     with translate_os_errors(path):
         again((path / WORK).mkdir)
@@ -211,20 +213,20 @@ def write_key(path: Path, key: bytes) -> None:
 
 
 def make_empty(path: Path) -> None:
-    """Make directory `path`, in the place of what a dead run left there."""
+    """Create directory `path`, replacing the leftovers of a process that died."""
     with translate_os_errors(path):
         if path.is_symlink():
             raise Unsafe("refusing to follow a symbolic link in place of the output", path=path, hint="remove it")
         if path.exists():
-            sync_path(path.parent)  # else it may be what a power cut brings back to the destination
+            sync_path(path.parent)  # else a power failure may undo the rename that made it the old destination
             remove(path)
         again(path.mkdir)
 
 
 def clear_dead(root: Path) -> None:
-    """Remove what runs that died have left hidden in directory `root`, but for what can be resumed."""
+    """Remove the hidden leftovers of dead processes in directory `root`, except outputs that can be resumed."""
     with translate_os_errors(root):
-        names = {match[1] for path in root.iterdir() if (match := HIDDEN.fullmatch(path.name))}
+        names = {match[1] for path in root.iterdir() if (match := HIDDEN_SIBLING.fullmatch(path.name))}
         for dst in (root / name for name in sorted(names)):
             lock = lock_path(dst)
             with suppress(Occupied):
@@ -238,7 +240,7 @@ def clear_dead(root: Path) -> None:
 
 
 def recover(dst: Path) -> None:
-    """Put back, or remove, an old `dst` that was put aside by a run that died before it had swapped two directories."""
+    """Restore, or remove, an old `dst` that a process put aside before it died in the middle of a swap."""
     aside = aside_path(dst)
     if dst.exists():
         remove(aside)
@@ -247,9 +249,9 @@ def recover(dst: Path) -> None:
 
 
 def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
-    """Write `content` to the file `dst`, which is absent or whole at every moment.
+    """Write `content` to the file `dst` atomically.
 
-    Raises `Occupied` if there is one, unless it is to be replaced.
+    Raises `Occupied` if the file exists, unless `overwrite`.
     """
     stage = Stage(dst, overwrite=overwrite, is_file=True)
     try:

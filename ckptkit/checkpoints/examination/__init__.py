@@ -1,7 +1,7 @@
-"""Hold a checkpoint against itself: entries that contradict each other though every file is undamaged.
+"""Check a checkpoint for entries that contradict each other even though every file is undamaged.
 
-Reads metadata, and the lists of an optimizer's groups. Each rule is a function from the facts to inconsistencies; no
-rule knows which command asks.
+Reads metadata, and the parameter lists of an optimizer's groups. Each rule is a function from the facts to
+inconsistencies.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ OF_STATES: tuple[Rule, ...] = (find_state_shapes, find_state_kinds, find_wrapped
 RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, find_lists)
 
 
-_NO_WHOLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
+_UNREADABLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
 
 
 def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
-    """Return what `examine` does; nothing of parts that cannot be read, or make no whole, of which readers say more."""
+    """Return the inconsistencies of a checkpoint; () if its components cannot be read or joined."""
     try:
         return examine(checkpoint.layout, rules)
-    except _NO_WHOLE:
+    except _UNREADABLE:  # the reader reports these errors in more detail
         return ()
 
 
 def examine(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
-    """Return what in a checkpoint contradicts the rest of it; what is the same in every layer once."""
+    """Return the inconsistencies of a layout; the same inconsistency in every layer counts once."""
     facts = Facts.of(layout)
     return fold_layers(found for rule in rules for found in rule(facts))

@@ -19,16 +19,17 @@ from ckptkit.models.names.parameters import FLATTENED, split_flattened
 from ckptkit.models.names.weights import names_of_training
 
 _STATE, _GROUPS = "state", "param_groups"
-_UNREADABLE = (Corrupt, Unsafe, Unsupported)  # entries of which `verify` says more
+_UNREADABLE = (Corrupt, Unsafe, Unsupported)  # `verify` reports such entries in more detail
 
 
-States = Mapping[str, Mapping[str, str]]  # by parameter and by kind, the entries of an optimizer's state
+States = Mapping[str, Mapping[str, str]]  # parameter -> kind of state -> entry name
 
 
 class StatePlace(NamedTuple):
-    """Where a state lies: in the optimizer at `above`, for a `parameter` (its name, or its index as text), as a `kind`.
+    """The meaning of a state's key path.
 
-    What lies deeper below a parameter has the steps there joined by dots: `GG.0`.
+    `above` is the optimizer, `parameter` the parameter's name, or its index as text, and `kind` the kind of state. Keys
+    deeper below a parameter are joined by dots: `GG.0`.
     """
 
     above: KeyPath
@@ -38,13 +39,12 @@ class StatePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """A checkpoint, and what its key paths say of it. Each fact is computed once."""
+    """A checkpoint and the facts that follow from its key paths. Each fact is computed once."""
 
     layout: Layout
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
-        """Return the facts of a checkpoint."""
         try:
             return cls(split_groups(layout))
         except _UNREADABLE:
@@ -52,64 +52,67 @@ class Facts:
 
     @cached_property
     def weights(self) -> Mapping[str, str]:
-        """Return the tensors that belong to no training state, by their name in the checkpoint: the dotted key path."""
+        """Return the tensors outside the training state: name in the checkpoint -> dotted key path."""
         training = names_of_training(self.layout)
         keys = {name: self.layout.key(name) for name in self.layout.tensors if name not in training}
         return {name: ".".join(map(str, key)) for name, key in keys.items() if _STATE not in key[:-1]}
 
     @cached_property
     def shapes_by_name(self) -> Mapping[str, set[Shape]]:
-        """Return the shapes of the tensors that may be meant by a parameter's name: any end of a key path."""
-        found: dict[str, set[Shape]] = defaultdict(set)
+        """Return the possible shapes for a parameter name; every suffix of a key path counts as a name."""
+        shapes: dict[str, set[Shape]] = defaultdict(set)
         for name in self.weights:
             key = self.layout.key(name)
             for start in range(len(key)):
-                found[".".join(map(str, key[start:]))].add(self.layout.tensors[name].spec.shape)
-        return found
+                shapes[".".join(map(str, key[start:]))].add(self.layout.tensors[name].spec.shape)
+        return shapes
 
     @cached_property
     def plain_names(self) -> Mapping[str, str]:
-        """Return the names of `shapes_by_name` by what they are without the prefixes of wrappers."""
-        return {unwrap(name): name for name in self.shapes_by_name}
+        """Return the names of `shapes_by_name`, by the name without wrapper prefixes."""
+        return {without_wrappers(name): name for name in self.shapes_by_name}
 
     @cached_property
     def states(self) -> Mapping[KeyPath, States]:
-        """Return the tensors of all optimizers that name or number their parameters, by the optimizer's key path."""
+        """Return the state tensors of all optimizers, by the optimizer's key path."""
         return self.states_among(self.layout.tensors)
 
     @cached_property
     def kinds(self) -> Mapping[KeyPath, Mapping[str, frozenset[str]]]:
-        """Return which kinds of state each parameter has in each optimizer, also those that are no tensors."""
+        """Return the kinds of state that each parameter has in each optimizer, including non-tensor states."""
         return {
-            above: {one: frozenset(kind.partition(".")[0] for kind in entries) for one, entries in states.items()}
+            above: {
+                parameter: frozenset(kind.partition(".")[0] for kind in entries)
+                for parameter, entries in states.items()
+            }
             for above, states in self.states_among(self.layout.names).items()
         }
 
     @cached_property
     def lost(self) -> frozenset[str]:
-        """Return the entries that the account of a salvage lists as lost: the checkpoint was written without them."""
+        """Return the entries that a salvage lost: the checkpoint was written without them."""
         account = read_account(self.layout.root) or {}
         entries = account.get("lost")
-        return frozenset(str(one.get("name")) for one in entries or () if isinstance(one, dict))
+        return frozenset(str(entry.get("name")) for entry in entries or () if isinstance(entry, dict))
 
     def states_among(self, names: Iterable[str]) -> Mapping[KeyPath, States]:
-        """Return the entries of these names that are states, by the optimizer's key path."""
-        found: dict[KeyPath, dict[str, dict[str, str]]] = {}
+        """Return the entries with these names that are optimizer states, by the optimizer's key path."""
+        by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
         for name in names:
-            if place := self.place_of(self.layout.key(name)):
-                found.setdefault(place.above, {}).setdefault(place.parameter, {})[place.kind] = name
-        return found
+            if state := self.place_of(self.layout.key(name)):
+                by_optimizer.setdefault(state.above, {}).setdefault(state.parameter, {})[state.kind] = name
+        return by_optimizer
 
     def is_known(self, name: str) -> bool:
-        """Return whether a weight has a name, but for the prefixes of wrappers."""
-        return name in self.shapes_by_name or unwrap(name) in self.plain_names
+        """Return whether a weight has this name, ignoring wrapper prefixes."""
+        return name in self.shapes_by_name or without_wrappers(name) in self.plain_names
 
     def shapes_of(self, name: str) -> set[Shape]:
-        """Return the shapes of the weights that a parameter's name may mean, but for the prefixes of wrappers."""
-        return self.shapes_by_name.get(self.plain_names.get(unwrap(name), name), set())
+        """Return the shapes of the weights that a parameter's name may mean, ignoring wrapper prefixes."""
+        return self.shapes_by_name.get(self.plain_names.get(without_wrappers(name), name), set())
 
     def place_of(self, key: KeyPath) -> StatePlace | None:
-        """Return which state lies at a key path, None if none does."""
+        """Return the optimizer, parameter and kind that a key path means; None if it is not a state."""
         last = str(key[-1])
         if last.startswith(FLATTENED[0]):
             parameter, _, kind = last.removeprefix(FLATTENED[0]).rpartition(".")
@@ -124,7 +127,7 @@ class Facts:
 
     @cached_property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """Return the optimizers with lists of parameters in their groups; none if these make no sense."""
+        """Return the optimizers with their parameter groups; () if the groups are invalid."""
         try:
             return tuple(find_optimizers(self.layout))
         except _UNREADABLE:
@@ -132,15 +135,17 @@ class Facts:
 
     def names_of_indices(self, above: KeyPath) -> Mapping[str, str]:
         """Return the recorded name of each parameter of the optimizer at a key path, by its index as text."""
-        found = next((one for one in self.optimizers if one.above == above and one.is_numbered), None)
+        optimizer = next(
+            (candidate for candidate in self.optimizers if candidate.above == above and candidate.is_numbered), None
+        )
         try:
-            names = recorded_names(self.layout, found) if found else {}
+            names = recorded_names(self.layout, optimizer) if optimizer else {}
         except _UNREADABLE:
             return {}
         return {str(index): name for index, name in names.items()}
 
     def settings(self, above: KeyPath, name: str) -> Iterator[object]:
-        """Yield the values that the groups of the optimizer at a key path have for a setting."""
+        """Yield the values of a setting in the parameter groups of the optimizer at a key path."""
         at = len(above)
         for entry, blob in self.layout.blobs.items():
             key = self.layout.key(entry)
@@ -155,22 +160,22 @@ class Facts:
                     return
 
     def settings_of(self, above: KeyPath) -> Mapping[str, frozenset[str]]:
-        """Return the names of the settings that each parameter of the optimizer at a key path has, by the parameter."""
-        found: dict[str, set[str]] = defaultdict(set)
+        """Return the names of the settings that apply to each parameter of the optimizer at a key path."""
+        settings_by_parameter: dict[str, set[str]] = defaultdict(set)
         members = {
             self.layout.key(entry)[:-1]: group
-            for one in self.optimizers
-            if one.above == above
-            for entry, group in zip(one.lists, one.groups, strict=True)
+            for optimizer in self.optimizers
+            if optimizer.above == above
+            for entry, group in zip(optimizer.lists, optimizer.groups, strict=True)
         }
         for entry in self.layout.names:
             key = self.layout.key(entry)
             for parameter in members.get(key[:-1], ()):
-                found[str(parameter)].add(str(key[-1]))
+                settings_by_parameter[str(parameter)].add(str(key[-1]))
             if key[:-1] == above and str(key[-1]).startswith(FLATTENED[1]):
                 _, parameter, setting = split_flattened(str(key[-1]))
-                found[parameter].add(setting)
-        return {parameter: frozenset(settings) for parameter, settings in found.items()}
+                settings_by_parameter[parameter].add(setting)
+        return {parameter: frozenset(settings) for parameter, settings in settings_by_parameter.items()}
 
     def has_setting(self, above: KeyPath, names: frozenset[str]) -> bool:
         """Return whether a group of the optimizer at a key path has one of these settings."""
@@ -183,6 +188,6 @@ class Facts:
         )
 
 
-def unwrap(name: str) -> str:
-    """Return a name without the prefixes of wrappers, also of DDP's at its beginning."""
+def without_wrappers(name: str) -> str:
+    """Return a name without wrapper prefixes, including a leading prefix of DDP."""
     return without_ddp({"": unwrapped(name)})[""]

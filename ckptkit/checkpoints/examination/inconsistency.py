@@ -1,4 +1,4 @@
-"""An inconsistency: entries of a checkpoint that contradict each other, as a code and data. Words are made last."""
+"""An inconsistency: entries of a checkpoint that contradict each other, as a code and data. Messages are built last."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ckptkit.layout.renames import fold
 
 
 class Certainty(IntEnum):
-    """How certain an inconsistency is a fault."""
+    """How certain it is that an inconsistency is a fault."""
 
-    NOTE = 0  # nothing is wrong: it matters to some uses of the checkpoint
-    LIKELY = 1  # loaders will fail or miss something, unless the model is built as nothing here shows
-    CERTAIN = 2  # no model and no optimizer of these entries exists
+    NOTE = 0  # not a fault, but matters for some uses of the checkpoint
+    LIKELY = 1  # loaders fail or miss entries, unless the model differs from what the checkpoint shows
+    CERTAIN = 2  # no model and optimizer can have these entries
 
 
 _PREFIX_OF = "names have the prefix `{prefix}` (added by {whose})"
@@ -70,10 +70,10 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Inconsistency:
-    """What contradicts the rest of a checkpoint: `code` says what kind of thing, `data` has its names and numbers.
+    """A contradiction in a checkpoint: `code` is the kind of contradiction, `data` has its names and numbers.
 
-    `tensor` is the entry at fault, with `*` in place of numbers where it is several: `names` has each. It is None for
-    the checkpoint as a whole.
+    `tensor` is the entry at fault, with `*` in place of numbers if `names` lists several entries. It is None if no
+    single entry is at fault.
     """
 
     code: str
@@ -83,12 +83,11 @@ class Inconsistency:
 
     @property
     def certainty(self) -> Certainty:
-        """Return how certain it is a fault."""
         return _WORDS[self.code][0]
 
     @property
     def message(self) -> str:
-        """Return it in words, without the tensor."""
+        """Return the message, without the tensor's name."""
         return _WORDS[self.code][1].format(**self.data)
 
     def to_error(self, path: Path) -> Mismatch:
@@ -97,27 +96,33 @@ class Inconsistency:
 
     @property
     def line(self) -> str:
-        """Return it in words, with the tensor and how many there are of it."""
+        """Return the message with the tensor's name and the number of further entries."""
         more = and_more(len(self.names) - 1)
         return f"`{self.tensor}`{more}: {self.message}" if self.tensor else self.message
 
 
 def fold_layers(found: Iterable[Inconsistency]) -> tuple[Inconsistency, ...]:
-    """Return inconsistencies with those as one that are the same in every layer: `layers.*.q_proj.weight.exp_avg`."""
-    alike: dict[object, list[Inconsistency]] = {}
-    for one in found:
-        alike.setdefault((one.code, one.tensor and fold(one.tensor), one.message), []).append(one)
-    return tuple(merge(same) for same in alike.values())
+    """Merge the inconsistencies that are the same in every layer: `layers.*.q_proj.weight.exp_avg`."""
+    by_pattern: dict[object, list[Inconsistency]] = {}
+    for inconsistency in found:
+        by_pattern.setdefault(
+            (inconsistency.code, inconsistency.tensor and fold(inconsistency.tensor), inconsistency.message), []
+        ).append(inconsistency)
+    return tuple(merge_entries(same) for same in by_pattern.values())
 
 
-def merge(same: list[Inconsistency]) -> Inconsistency:
-    """Return inconsistencies of entries that are called alike as one."""
+def merge_entries(same: list[Inconsistency]) -> Inconsistency:
+    """Merge inconsistencies whose entries differ only in numbers."""
     first = same[0]
-    names = tuple(name for one in same for name in (one.names or ((one.tensor,) if one.tensor else ())))
+    names = tuple(
+        name
+        for inconsistency in same
+        for name in (inconsistency.names or ((inconsistency.tensor,) if inconsistency.tensor else ()))
+    )
     return replace(first, tensor=fold(first.tensor) if first.tensor and len(same) > 1 else first.tensor, names=names)
 
 
-def some(numbers: Iterable[int], shown: int = 4) -> str:
-    """Return a few numbers, and how many more there are."""
+def first_numbers(numbers: Iterable[int], shown: int = 4) -> str:
+    """Return the first numbers as text, with how many more there are."""
     every = list(numbers)
     return f"{', '.join(map(str, every[:shown]))}{and_more(len(every) - shown)}"

@@ -1,9 +1,9 @@
-"""Rules for the states of optimizers: shapes, names, groups, and what the weights beside them are.
+"""Rules for optimizer states: their shapes, names and parameter groups, compared with the weights.
 
-States may have other shapes than their parameters on purpose: factors of a second moment (Adafactor), packed numbers
-with scales (8-bit Adam), preconditioners (Shampoo, SOAP), projections of low rank (GaLore, APOLLO), one number for each
-row or layer (Adam-mini, NovoGrad). A rule judges only states that are known to have an element for each one of the
-parameter.
+Some states differ in shape from their parameters on purpose: factors of a second moment (Adafactor), packed numbers
+with scales (8-bit Adam), preconditioners (Shampoo, SOAP), low-rank projections (GaLore, APOLLO), one number for each
+row or layer (Adam-mini, NovoGrad). A rule only judges states that are known to be elementwise: one element for each
+element of the parameter.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from ckptkit.checkpoints.examination.facts import Facts, unwrap
+from ckptkit.checkpoints.examination.facts import Facts, without_wrappers
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
 from ckptkit.models.names.group_map import GROUP_MAP
 
-# states with an element for each of the parameter's. Sources: torch/optim, facebookresearch/schedule_free,
+# elementwise states. Sources: torch/optim, facebookresearch/schedule_free,
 # NVIDIA/apex and NVIDIA/TransformerEngine
 _ELEMENTWISE = frozenset(
     [
@@ -28,25 +28,33 @@ _ELEMENTWISE = frozenset(
         *("master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"),
     ]
 )
-_SECOND = frozenset(["exp_avg_sq", "max_exp_avg_sq", "square_avg"])  # some optimizers have one for each row or slice
+_SECOND_MOMENTS = frozenset(
+    ["exp_avg_sq", "max_exp_avg_sq", "square_avg"]
+)  # some optimizers have one for each row or slice
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
-_MARKS = ("projector", "ortho_matrix", "absmax", "qmap")  # states beside those that are projected or packed
+_MARKS_OF_PACKED_STATES = (
+    "projector",
+    "ortho_matrix",
+    "absmax",
+    "qmap",
+)  # these show that the other states are projected or packed
 _FLOATS = ("float", "small_float")
-_FUSED = 3  # axes of all experts of a layer, which a Hugging Face model has one by one
-# States that a parameter has if another like it has them. Only low-precision parameters have masters, the last gradient
-# may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
-_TOGETHER = _ELEMENTWISE.difference(
+_FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
+# States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
+# gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
+_COMMON_STATES = _ELEMENTWISE.difference(
     ["max_exp_avg_sq", "master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"]
 ) | {"sum", "state1", "state2"}
-# of an optimizer with the setting `amsgrad`, unless it has others beside them. Source: torch/optim/adam.py
-_AMSGRAD, _ADAM, _BESIDE = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
+# states of an optimizer with the setting `amsgrad`, if it has no other states. Source: torch/optim/adam.py
+_AMSGRAD, _ADAM, _BESIDE_ADAM = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
 
 
 def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the elementwise states that do not have the shape of their parameter.
 
-    Where only an index tells the parameter, a shape that no parameter has is wrong if most others fit. If most do not,
-    the optimizer may belong to another model. States of one axis may be flat shards: those alone show nothing.
+    If a parameter is known only by its index, a state shape that no parameter has is wrong if most other states fit. If
+    most states do not fit, the optimizer may belong to another model. One-dimensional states may be flat shards, so
+    they alone prove nothing.
     """
     every = {facts.layout.tensors[name].spec.shape for name in facts.weights}
     for above, states in facts.states.items():
@@ -57,7 +65,7 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
         for index, entries in states.items():
             shapes = facts.shapes_of(names.get(index, index))
             is_index = not shapes and index.isdecimal()
-            wrong = misshaped(facts, entries, every if is_index else shapes) if shapes or is_index else {}
+            wrong = misshaped_states(facts, entries, every if is_index else shapes) if shapes or is_index else {}
             if is_index and not any(len(shape) == _FUSED for shape in every):
                 wrong = {shape: kinds for shape, kinds in wrong.items() if len(shape) != _FUSED}
             fitting += is_index and not wrong
@@ -74,60 +82,64 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
             yield Inconsistency("foreign_states", text_of(above), numbers)
 
 
-def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]) -> dict[Shape, tuple[str, ...]]:
-    """Return the elementwise states of a parameter that fit none of some shapes, by their own shape.
+def misshaped_states(
+    facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]
+) -> dict[Shape, tuple[str, ...]]:
+    """Return the elementwise states of a parameter that fit none of `shapes`, grouped by their own shape.
 
-    `entries` are its states by kind.
+    `entries` maps the kind of each state to its entry.
     """
     specs = {kind: facts.layout.tensors[name].spec for kind, name in entries.items()}
-    if any(word in kind for word in _MARKS for kind in specs):
+    if any(word in kind for word in _MARKS_OF_PACKED_STATES for kind in specs):
         return {}
-    found: dict[Shape, tuple[str, ...]] = {}
-    first = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND}
+    kinds_by_shape: dict[Shape, tuple[str, ...]] = {}
+    main_shapes = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND_MOMENTS}
     for kind in _ELEMENTWISE & specs.keys():
         spec = specs[kind]
-        is_reduced = kind in _SECOND and spec.shape not in first
-        fits = any(may_be_of(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
+        is_reduced = kind in _SECOND_MOMENTS and spec.shape not in main_shapes
+        fits = any(fits_shape(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
-            found[spec.shape] = (*found.get(spec.shape, ()), entries[kind])
-    return {shape: tuple(sorted(kinds)) for shape, kinds in found.items()}
+            kinds_by_shape[spec.shape] = (*kinds_by_shape.get(spec.shape, ()), entries[kind])
+    return {shape: tuple(sorted(kinds)) for shape, kinds in kinds_by_shape.items()}
 
 
 def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the parameters without a state that others have which are like them: a load, or the next step, fails.
+    """Yield the parameters that lack a state that similar parameters have: a load, or the next step, fails.
 
-    Alike are parameters with the same settings and as many axes: some optimizers treat vectors, or groups, in another
-    way. A parameter without any state never received a gradient.
+    Similar parameters have the same settings and the same number of axes, because some optimizers treat vectors or
+    groups differently. A parameter without any state never received a gradient, which is fine.
     """
     for above, kinds in facts.kinds.items():
         settings = facts.settings_of(above)
-        alike: dict[object, set[frozenset[str]]] = defaultdict(set)
-        places = {one: (settings.get(one), axes_of(facts, above, one)) for one in kinds}
-        for one, own in kinds.items():
-            alike[places[one]].add(own)
+        kinds_of_similar: dict[object, set[frozenset[str]]] = defaultdict(set)
+        similarity = {parameter: (settings.get(parameter), axes_of(facts, above, parameter)) for parameter in kinds}
+        for parameter, own in kinds.items():
+            kinds_of_similar[similarity[parameter]].add(own)
         lacking: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for one, own in kinds.items():
-            more = {kind for other in alike[places[one]] if own < other for kind in other - own} & _TOGETHER
-            if _AMSGRAD in settings.get(one, ()) and own <= _ADAM | _BESIDE:
+        for parameter, own in kinds.items():
+            more = {
+                kind for other in kinds_of_similar[similarity[parameter]] if own < other for kind in other - own
+            } & _COMMON_STATES
+            if _AMSGRAD in settings.get(parameter, ()) and own <= _ADAM | _BESIDE_ADAM:
                 more |= _ADAM - own
-            more = {kind for kind in more if f"{entry_of(above, one)}.{kind}" not in facts.lost}
+            more = {kind for kind in more if f"{entry_of(above, parameter)}.{kind}" not in facts.lost}
             if more:
-                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(entry_of(above, one))
+                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(entry_of(above, parameter))
         for (expected, found), names in lacking.items():
             yield Inconsistency("state_kinds", names[0], {"expected": expected, "found": found}, tuple(names))
 
 
 def axes_of(facts: Facts, above: KeyPath, parameter: str) -> int:
-    """Return how many axes a parameter has, by the weight of its name or else by its states."""
+    """Return the number of axes of a parameter, from its weight or else from its states."""
     states = facts.states.get(above, {}).get(parameter, {})
     shapes = facts.shapes_of(parameter) or {facts.layout.tensors[name].spec.shape for name in states.values()}
     return max(map(len, shapes), default=0)
 
 
-def may_be_of(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
-    """Return whether a state of one shape may be a parameter's of another: equal, or flattened.
+def fits_shape(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
+    """Return whether a state's shape `found` fits a parameter of `shape`: equal, or flattened.
 
-    One that `is_reduced` may have a number for each row, or for any other slice.
+    If `is_reduced`, the state may also have one number for each row or other slice.
     """
     if found == shape or (len(found) == 1 and found[0] == prod(shape)):
         return True
@@ -135,28 +147,27 @@ def may_be_of(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
 
 
 def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the optimizers whose parameters have a wrapper's prefix in their names where the weights have none.
-
-    Or the other way round.
-    """
-    found: dict[tuple[str, WrapperPrefix, KeyPath], list[str]] = defaultdict(list)
+    """Yield the optimizers whose parameter names have a wrapper prefix that the weights lack, or vice versa."""
+    entries_by_wrapper: dict[tuple[str, WrapperPrefix, KeyPath], list[str]] = defaultdict(list)
     for above, states in facts.states.items():
         if has_group_map(facts.layout, above):
-            continue  # its trainer finds the states under their wrapped names
+            continue  # this trainer looks the states up by their wrapped names
         for name, entries in states.items():
-            there = None if name in facts.shapes_by_name else facts.plain_names.get(unwrap(name))
-            if there is None or name.isdecimal():
+            weight = None if name in facts.shapes_by_name else facts.plain_names.get(without_wrappers(name))
+            if weight is None or name.isdecimal():
                 continue
-            code, text = ("wrapped_state", name) if unwrap(name) != name else ("wrapped_weight", there)
-            wrapper = next(one for one in reversed(WRAPPERS) if one.text in text)
-            found[code, wrapper, above] += entries.values()
-    for (code, wrapper, _), names in found.items():
+            code, text = ("wrapped_state", name) if without_wrappers(name) != name else ("wrapped_weight", weight)
+            wrapper = next(candidate for candidate in reversed(WRAPPERS) if candidate.text in text)
+            entries_by_wrapper[code, wrapper, above] += entries.values()
+    for (code, wrapper, _), names in entries_by_wrapper.items():
         yield Inconsistency(code, names[0], {"prefix": wrapper.text, "whose": wrapper.whose}, tuple(names))
 
 
 def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the names in optimizers that belong to no weight: under an unknown prefix, or of no parameter at all."""
-    listed = {one.above: {str(name) for group in one.groups for name in group} for one in facts.optimizers}
+    """Yield the optimizer's parameter names that match no weight, because of an unknown prefix or altogether."""
+    listed = {
+        optimizer.above: {str(name) for group in optimizer.groups for name in group} for optimizer in facts.optimizers
+    }
     for above, kinds in facts.kinds.items():
         names = {name for name in kinds.keys() | listed.get(above, set()) if not name.isdecimal()}
         unknown = sorted(name for name in names if not facts.is_known(name))
@@ -173,38 +184,42 @@ def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) -> str | None:
-    """Return the prefix that all unknown names have before the name of a weight without a state, None if there is none.
+    """Return the prefix that turns names of weights without a state into all the unknown names; None without.
 
-    A prefix of weights is no such prefix.
+    A prefix that weights have, too, does not count.
     """
     first = unknown[0]
     for prefix in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
         rest = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
         is_free = not any(name.startswith(prefix) for name in facts.shapes_by_name)
-        if len(rest) == len(unknown) and is_free and all(facts.is_known(one) and one not in states for one in rest):
+        if (
+            len(rest) == len(unknown)
+            and is_free
+            and all(facts.is_known(suffix) and suffix not in states for suffix in rest)
+        ):
             return prefix
     return None
 
 
 def lacking_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
-    """Return the prefix that turns all unknown names into names of weights, None if no prefix does."""
+    """Return the prefix that turns all unknown names into names of weights; None if no prefix does."""
     first = f".{unknown[0]}"
     prefixes = (name.removesuffix(unknown[0]) for name in facts.shapes_by_name if name.endswith(first))
-    fitting = [one for one in prefixes if all(facts.is_known(one + name) for name in unknown)]
+    fitting = [prefix for prefix in prefixes if all(facts.is_known(prefix + name) for name in unknown)]
     return min(fitting, key=len, default=None)
 
 
 def has_group_map(layout: Layout, above: KeyPath) -> bool:
-    """Return whether an optimizer has a map from parameters to groups in the place of lists."""
+    """Return whether an optimizer has a map from parameters to groups instead of parameter lists."""
     key = (*above, GROUP_MAP)
     return any(layout.key(name)[: len(key)] == key for name in layout.blobs)
 
 
 def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the groups without parameters of optimizers that name their parameters.
+    """Yield the groups without parameters, in optimizers that name their parameters.
 
-    Source: `_split_optim_state_dict` in torch/distributed/checkpoint/state_dict.py, which finds a group by the names in
-    it. Groups of indices are found by their position.
+    torch's `_split_optim_state_dict` in torch/distributed/checkpoint/state_dict.py finds a named group by the names in
+    it. Groups of indices are found by their position, so an empty one does no harm.
     """
     for optimizer in facts.optimizers:
         if optimizer.is_named and any(optimizer.groups):
@@ -214,26 +229,26 @@ def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def find_lists(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the parameters that groups list twice, and those of known names with a state that no group lists."""
+    """Yield the parameters that groups list twice, and known parameters with a state that no group lists."""
     for optimizer in facts.optimizers:
         above = optimizer.above
-        times = Counter(str(one) for group in optimizer.groups for one in group)
-        for one, number in times.items():
+        times = Counter(str(parameter) for group in optimizer.groups for parameter in group)
+        for parameter, number in times.items():
             if number > 1:
-                yield Inconsistency("listed_twice", entry_of(above, one), {"times": number})
-        listed = set(map(unwrap, times))
-        for one in facts.kinds.get(above, {}):
-            if unwrap(one) not in listed and (one.isdecimal() or facts.is_known(one)):
-                yield Inconsistency("unlisted_state", entry_of(above, one))
+                yield Inconsistency("listed_twice", entry_of(above, parameter), {"times": number})
+        listed = set(map(without_wrappers, times))
+        for parameter in facts.kinds.get(above, {}):
+            if without_wrappers(parameter) not in listed and (parameter.isdecimal() or facts.is_known(parameter)):
+                yield Inconsistency("unlisted_state", entry_of(above, parameter))
 
 
 def entry_of(above: KeyPath, parameter: str) -> str:
-    """Return what the states of a parameter are called, in the optimizer at a key path."""
+    """Return the name of a parameter's state entry in the optimizer at a key path."""
     return ".".join([*map(str, above), "state", parameter])
 
 
 def find_training_point(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield that a schedule-free optimizer was saved in training mode.
+    """Yield an inconsistency if a schedule-free optimizer was saved in training mode.
 
     Source: `train` and `eval` in schedulefree/adamw_schedulefree.py.
     """
@@ -244,5 +259,5 @@ def find_training_point(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def text_of(above: KeyPath) -> str | None:
-    """Return what an optimizer at a key path is called; None if it is the checkpoint itself."""
+    """Return the dotted name of an optimizer's key path; None if the checkpoint itself is the optimizer."""
     return ".".join(map(str, above)) or None

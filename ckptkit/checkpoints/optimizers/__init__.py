@@ -1,1 +1,1 @@
-"""Optimizer states: by name and by number, missing states, flat parameters."""
+"""Optimizer states: keyed by name or index, missing states, flat parameters."""

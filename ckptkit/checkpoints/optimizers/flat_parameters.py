@@ -1,12 +1,10 @@
-"""Cut flat parameters into the original ones, by names and shapes from an optimizer or a config.json.
+"""Split flat parameters into the original ones, using names and shapes from an optimizer or a config.json.
 
 Source: torch/distributed/fsdp/_flat_param.py. FSDP1's local state has one flat tensor for each wrapped module, and no
-file says what is in it: its name says which module, whose parameters follow one another in the order of the model's
-own. The optimizer beside it names them in that order, and its moments have their shapes; or the model's config.json
-tells both, for a model type that is known here, or one that transformers builds. Sizes have to fit in either case.
-
-Flat tensors of `use_orig_params=True` have each parameter begin at a multiple of 16 bytes, and are as long as all ranks
-have them with equal parts.
+file lists its contents. Its name gives the module, whose parameters follow one another in the model's own order. Names,
+order and shapes come from the optimizer beside it (its `exp_avg` states have the shapes), or from config.json
+for a model type that ckptkit knows or transformers builds. The sizes must add up in either case. In flat tensors of
+`use_orig_params=True`, each parameter begins at a multiple of 16 bytes, and the length is a multiple of the world size.
 """
 
 from __future__ import annotations
@@ -27,23 +25,23 @@ from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.companions import find_companions, find_config
 from ckptkit.trainers import is_other_part
 
-_ALIGNMENTS = (1, 4, 8, 16)  # elements: none, and 16 bytes of each size of number
+_ALIGNMENTS = (1, 4, 8, 16)  # in elements: unaligned, or 16 bytes at 4, 2 and 1 bytes per element
 _HINT = "put the optimizer's directory beside it, such as `optimizer_0`, or config.json; or name one with --base"
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The shapes of a model's parameters by name, in order, and in words who says so."""
+    """The shapes of a model's parameters by name, in order, and the file that they come from (for messages)."""
 
     shapes: Mapping[str, Shape]
     said_by: str
 
 
 def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) -> Layout:
-    """Return the layout of what lies at `path` with its flat parameters cut into those that they are made of.
+    """Return the layout at `path` with its flat parameters split into the original parameters.
 
-    Raises `Unsupported` if neither an optimizer nor a config.json, beside them or in `base`, tells what these are,
-    `Corrupt` if that is one of another model.
+    Raises `Unsupported` if neither an optimizer nor a config.json, beside them or in `base`, describes the contents,
+    `Corrupt` if the description belongs to another model.
     """
     flat = {name: key for name in layout.tensors if is_flat(key := layout.key(name))}
     known = find_shapes(layout, path, base)
@@ -69,9 +67,9 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
 
 
 def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
-    """Return the parameters of the model at `path`, None where nothing tells them.
+    """Return the parameters of the model at `path`; None if no file describes them.
 
-    Raises `Unsupported` for a config.json of a model that is not known.
+    Raises `Unsupported` for the config.json of an unknown model type.
     """
     shapes = next((found for found in map(shapes_in, optimizers(layout, path)) if found), None)
     if shapes is not None:
@@ -79,7 +77,7 @@ def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
     config = find_companions(path, base).config if base is not None else find_config(path)
     if config is None:
         return None
-    from ckptkit.models.expected import expected  # hardly ever needed, and slow to import
+    from ckptkit.models.expected import expected  # deferred: rarely needed and slow to import
 
     try:
         return Known(dict(expected(config).parameters), "config.json")
@@ -92,7 +90,7 @@ def is_flat(key: KeyPath) -> bool:
 
 
 def optimizers(layout: Layout, path: Path) -> Iterator[Layout]:
-    """Yield where names and shapes may be: the checkpoint itself, and what lies in an optimizer's directory in it."""
+    """Yield the layouts that may have names and shapes: the checkpoint's own, and those of its optimizers."""
     yield layout
     for folder in sorted(folders(path)) if path.is_dir() else []:
         reader = detect_format(folder) if is_other_part(folder.name) else None
@@ -101,9 +99,9 @@ def optimizers(layout: Layout, path: Path) -> Iterator[Layout]:
 
 
 def shapes_in(layout: Layout) -> dict[str, Shape] | None:
-    """Return the shapes of an optimizer's parameters by name, in order; None where it has no names, or several groups.
+    """Return the shapes of an optimizer's parameters by name, in order; None without names or with several groups.
 
-    The order of parameters that are in different groups is not known.
+    The order of parameters across groups is unknown.
     """
     moments: dict[str, Shape] = {}
     for name, tensor in layout.tensors.items():
@@ -117,7 +115,10 @@ def shapes_in(layout: Layout) -> dict[str, Shape] | None:
 
 
 def members(key: KeyPath, shapes: Mapping[str, Shape], flat: Sequence[KeyPath]) -> dict[str, Shape]:
-    """Return the parameters in the flat one at a key path: those of its module, but for the modules wrapped in that."""
+    """Return the parameters of the flat one at a key path.
+
+    These are the parameters of its module, except those of submodules that are wrapped themselves.
+    """
     prefixes = sorted((prefix_of(other) for other in flat), key=len, reverse=True)
     own = prefix_of(key)
     return {
@@ -131,10 +132,17 @@ def prefix_of(key: KeyPath) -> str:
 
 
 def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the members of a flat parameter. Raises `Corrupt` unless they fill it, `Unsupported` if in two ways."""
+    """Yield the members of a flat parameter.
+
+    Raises `Corrupt` unless they fill it exactly, `Unsupported` if they fit in more than one way.
+    """
     world = layout.world_size or 1
     members = known.shapes
-    starts = {tuple(found): found for a in _ALIGNMENTS if (found := starts_of(members, flat.spec.numel, a, world))}
+    starts = {
+        tuple(start_list): start_list
+        for a in _ALIGNMENTS
+        if (start_list := starts_of(members, flat.spec.numel, a, world))
+    }
     if len(starts) > 1:
         message = (
             f"{known.said_by} has {len(members)} parameters for this flat parameter, which fit in {len(starts)} ways"
@@ -150,11 +158,11 @@ def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator
 
 
 def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> list[int] | None:
-    """Return where each member begins, all at multiples of `alignment`; None if they do not fill the tensor."""
-    found, at = [], 0
+    """Return the start of each member, aligned to `alignment` elements; None if the members do not fill the tensor."""
+    starts, at = [], 0
     for shape in members.values():
         at += -at % alignment
-        found.append(at)
+        starts.append(at)
         at += prod(shape)
     end = at if alignment == 1 else at + -at % world
-    return found if end == numel else None
+    return starts if end == numel else None

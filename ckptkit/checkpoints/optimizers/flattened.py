@@ -1,8 +1,8 @@
-"""Nest an optimizer that torch has flattened: parameter groups again, in the place of settings by parameter.
+"""Rebuild the parameter groups of an optimizer that torch saved in flattened form.
 
 Source: `_flatten_optim_state_dict` in torch/distributed/checkpoint/state_dict.py (`flatten_optimizer_state_dict=True`).
 It writes `param_groups.<name>.lr` for each parameter, group by group, and drops the lists of the groups. Parameters
-with the same settings were in one group, or in groups that nothing tells apart.
+with the same settings were in one group, or in groups that cannot be distinguished any more.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _STATE, _GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class FlattenedOptimizer:
-    """A flattened optimizer at a key path, with the entries of each parameter's settings, in the order of the file."""
+    """A flattened optimizer at a key path: the entries of each parameter's settings, in file order."""
 
     above: KeyPath
     settings: Mapping[str, Mapping[str, str]]
 
     @property
     def name(self) -> str:
-        """Return what it is called in the checkpoint."""
+        """Return its dotted name in the checkpoint."""
         return ".".join(map(str, self.above)) or "optimizer"
 
     def groups(self, layout: Layout, order: Sequence[str]) -> list[list[str]]:
-        """Return the names in each group, for parameters in this `order`: those with the same settings are a group.
+        """Return the names in each group, given the `order` of the parameters: equal settings form a group.
 
         Raises `Unsupported` for a setting that is a tensor.
         """
-        found: dict[bytes, list[str]] = {}
+        by_values: dict[bytes, list[str]] = {}
         for parameter in order:
             entries = self.settings[parameter]
             tensor = next((name for name in entries.values() if name not in layout.blobs), None)
@@ -44,25 +44,25 @@ class FlattenedOptimizer:
                 message = "a setting of the optimizer is a tensor, so ckptkit does not know which parameters share it"
                 raise Unsupported(message, path=layout.path, tensor=tensor)
             values = {what: load_value(layout.root, layout.blobs[name]) for what, name in sorted(entries.items())}
-            found.setdefault(dump(values), []).append(parameter)
-        return list(found.values())
+            by_values.setdefault(dump(values), []).append(parameter)
+        return list(by_values.values())
 
 
 def find_flattened(layout: Layout) -> list[FlattenedOptimizer]:
     """Return the optimizers in a layout whose settings torch has flattened."""
-    found: dict[KeyPath, dict[str, dict[str, str]]] = {}
+    settings_by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
     for name in layout.names:
         key = layout.key(name)
         if isinstance(key[-1], str) and key[-1].startswith(f"{_GROUPS}."):
             _, parameter, what = split_flattened(key[-1])
-            found.setdefault(key[:-1], {}).setdefault(parameter, {})[what] = name
-    return [FlattenedOptimizer(above, settings) for above, settings in found.items()]
+            settings_by_optimizer.setdefault(key[:-1], {}).setdefault(parameter, {})[what] = name
+    return [FlattenedOptimizer(above, settings) for above, settings in settings_by_optimizer.items()]
 
 
 def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) -> Layout:
-    """Return the layout with an optimizer nested as torch's own, its groups' parameters in this `order`.
+    """Return the layout with an optimizer in torch's nested form; its groups list their parameters in this `order`.
 
-    Raises `Mismatch` for an order that does not list the optimizer's parameters.
+    Raises `Mismatch` for an order that does not list exactly the optimizer's parameters.
     """
     other = next(iter(set(order) ^ optimizer.settings.keys()), None)
     if other is not None or len(order) != len(optimizer.settings):
@@ -85,13 +85,13 @@ def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) ->
             tensors[new] = layout.tensors[name]
         else:
             blobs[new] = layout.blobs[name]
-    for key, blob in lists_of_groups(layout, optimizer, order):
+    for key, blob in group_entries(layout, optimizer, order):
         name = ".".join(map(str, key))
         keys[name], blobs[name] = key, blob
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={})
 
 
-def lists_of_groups(
+def group_entries(
     layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]
 ) -> Iterator[tuple[KeyPath, Blob]]:
     """Yield the entries of the groups: their settings, and the list of their parameters."""

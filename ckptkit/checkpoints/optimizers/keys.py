@@ -1,8 +1,8 @@
-"""Turn an optimizer with numbers for its parameters into one with their names, and back. Moves no bytes.
+"""Convert an optimizer between parameter indices and parameter names. Only key paths change.
 
-torch's optimizers number what they hold: `state.0.exp_avg`, and lists of numbers in `param_groups`. The state of a
-sharded optimizer is by name (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`), for every rank has
-another part of it.
+torch's optimizers index their parameters: `state.0.exp_avg`, and lists of indices in `param_groups`. The state of a
+sharded optimizer is keyed by name (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`), because every
+rank has a different shard of it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from ckptkit.models.names.parameters import is_list_of_names, is_list_of_paramet
 
 NAMES, IDS = "names", "ids"
 _STATE, _GROUPS = "state", "param_groups"
-# entries of a state that are shaped as their parameter, whatever lies beside them
+# states with the shape of their parameter, in every optimizer that has them
 _SHAPED = ("exp_avg", "momentum_buffer", "momentum", "exp_avg_sq", "square_avg", "sum", "state1")
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")  # of a matrix, in Adafactor
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer in a checkpoint: where it lies, the entries with its groups' lists, and what those list.
+    """An optimizer at a key path: the entries with its groups' parameter lists, and the parameters in each list.
 
-    `name_lists` are the entries in which torch has recorded the names of a group's parameters, "" where it has not.
+    `name_lists` are the entries where torch recorded the names of a group's parameters, "" for a group without a
+    record.
     """
 
     above: KeyPath
@@ -47,17 +48,17 @@ class Optimizer:
 
     @property
     def is_named(self) -> bool:
-        """Return whether it calls its parameters by name."""
+        """Return whether its groups list parameters by name."""
         return all(isinstance(name, str) for group in self.groups for name in group)
 
     @property
     def name(self) -> str:
-        """Return what it is called in the checkpoint."""
+        """Return its dotted name in the checkpoint."""
         return ".".join(map(str, self.above)) or "optimizer"
 
 
 def kind_of_keys(layout: Layout) -> str | None:
-    """Return "names" or "ids", by the ways to the states of optimizers; None where there is none, or both are."""
+    """Return "names" or "ids" by the key paths of optimizer states; None without an optimizer, or for a mix."""
     keys = map(layout.key, layout.tensors)
     kinds = {IDS if str(key[-2]).isdecimal() else NAMES for key in keys if len(key) > 2 and key[-3] == _STATE}
     if any(str(key[-1]).startswith(f"{_STATE}.") for key in map(layout.key, layout.tensors)):
@@ -66,7 +67,7 @@ def kind_of_keys(layout: Layout) -> str | None:
 
 
 def split_groups(layout: Layout) -> Layout:
-    """Return a layout in which each setting of an optimizer's group is an entry, as torch 2.4 and later store them.
+    """Return a layout with one entry for each setting of an optimizer's group, as torch 2.4 and later store it.
 
     Earlier versions store all groups of an optimizer as one entry. Source: `flatten_state_dict` in
     torch/distributed/checkpoint/_nested_dict.py of torch 2.3 (`_traverse_v_2_3` in later versions).
@@ -84,7 +85,10 @@ def split_groups(layout: Layout) -> Layout:
 
 
 def entries_of_groups(layout: Layout, name: str) -> Iterator[tuple[KeyPath, Blob]]:
-    """Yield an entry for each setting of the groups in the entry `name`; that entry itself if it is no such list."""
+    """Yield one entry for each setting of the groups in the entry `name`.
+
+    Yields the entry itself if it is not a list of groups.
+    """
     key, blob = layout.key(name), layout.blobs[name]
     value = load_value(layout.root, blob)
     groups = [pairs_of(group) for group in value] if isinstance(value, list) else []
@@ -97,7 +101,7 @@ def entries_of_groups(layout: Layout, name: str) -> Iterator[tuple[KeyPath, Blob
 
 
 def find_optimizers(layout: Layout) -> list[Optimizer]:
-    """Return the optimizers that are nested as torch has them. Reads the lists of their groups."""
+    """Return the optimizers in torch's nested form. Reads the parameter lists of their groups."""
     layout = split_groups(layout)
     lists: dict[KeyPath, dict[int, str]] = {}
     recorded: dict[KeyPath, str] = {}
@@ -110,66 +114,69 @@ def find_optimizers(layout: Layout) -> list[Optimizer]:
                 recorded[key[:-1]] = name
     return [
         read_optimizer(
-            layout, above, {name: recorded.get((*above, _GROUPS, i), "") for i, name in sorted(found.items())}
+            layout, above, {name: recorded.get((*above, _GROUPS, i), "") for i, name in sorted(entries.items())}
         )
-        for above, found in lists.items()
+        for above, entries in lists.items()
     ]
 
 
 def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> Optimizer:
-    """Return the optimizer at a key path; `lists` has the entries of its groups, each with that of recorded names.
+    """Return the optimizer at a key path; `lists` maps each group's list to its entry of recorded names.
 
-    Raises `Corrupt` for a group that lists no parameters.
+    Raises `Corrupt` for an entry that is not a list of parameters.
     """
     values = [load_value(layout.root, layout.blobs[name]) for name in lists]
     for name, value in zip(lists, values, strict=True):
-        if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
+        if not isinstance(value, list) or not all(type(item) in (int, str) for item in value):
             raise Corrupt("no list of parameters", path=layout.path, tensor=name)
-    found = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
-    if not (found.is_numbered or found.is_named):
-        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.path, tensor=found.name)
-    return found
+    optimizer = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
+    if not (optimizer.is_numbered or optimizer.is_named):
+        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.path, tensor=optimizer.name)
+    return optimizer
 
 
 def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
-    """Return the name that torch has recorded for each number of an optimizer; {} if it has recorded none.
+    """Return the name that torch recorded for each index of an optimizer; {} without a record.
 
-    Raises `Unsupported` for lists that do not name each number once.
+    Raises `Unsupported` for lists that do not name each index once.
     """
     lists = optimizer.name_lists
     values = [load_value(layout.root, layout.blobs[name]) if name else None for name in lists]
     return read_recorded(optimizer.groups, values)
 
 
-def sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
-    """Return the shape of the parameter of each number that has tensors in its state.
+def parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+    """Return the shape of each parameter that has state tensors, by its index.
 
-    Raises `Corrupt` for a number that the groups list twice, and for a state of a number in none of them, `Unsupported`
-    for a state that does not show the shape.
+    Raises `Corrupt` for an index that the groups list twice, and for a state without a group, `Unsupported` for a state
+    that does not show the parameter's shape.
     """
     check_numbers(optimizer.groups)
     states = states_of(layout, optimizer)
-    return {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
+    return {number: shape for number, state in states.items() if (shape := shape_of(state)) is not None}
 
 
-def known_sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
-    """Return what `sizes_of` does, without the states that do not show the shape of their parameter."""
+def known_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+    """Return the result of `parameter_shapes_of`, skipping states that do not show their parameter's shape."""
     check_numbers(optimizer.groups)
-    found: dict[int, Shape] = {}
+    shapes: dict[int, Shape] = {}
     for number, state in states_of(layout, optimizer).items():
         with suppress(Unsupported):
             shape = shape_of(state)
-            found |= {} if shape is None else {number: shape}
-    return found
+            shapes |= {} if shape is None else {number: shape}
+    return shapes
 
 
 def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
-    """Return the number for each name of an optimizer, as torch's own count: group by group."""
+    """Return the index of each name of an optimizer as torch counts them: group by group.
+
+    Raises `Corrupt` for a name that is listed twice, and for a state without a group.
+    """
     every = [name for group in optimizer.groups for name in group]
     numbers: dict[Any, str | int] = {name: number for number, name in enumerate(every)}
     if len(numbers) < len(every):
-        (twice, _), *_ = Counter(every).most_common(1)
-        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.path, tensor=twice)
+        (repeated, _), *_ = Counter(every).most_common(1)
+        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.path, tensor=repeated)
     at = len(optimizer.above) + 1
     strays = {str(key[at]) for key in keys_of_states(layout, optimizer).values()} - numbers.keys()
     if strays:
@@ -179,9 +186,9 @@ def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
 
 
 def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | int]) -> Layout:
-    """Return the checkpoint, or a part of it, with other names or numbers for the parameters of an optimizer.
+    """Return the layout with other names or indices for the parameters of an optimizer.
 
-    Names that are replaced by numbers become the recorded ones of these, if torch has recorded others.
+    If names become indices, they replace torch's recorded names where those differ.
     """
     steps = {str(old): str(new) for old, new in members.items()}
     keys = {name: layout.key(name) for name in layout.names}
@@ -191,41 +198,41 @@ def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | in
     blobs = dict(layout.blobs)
     for name, record, group in zip(optimizer.lists, optimizer.name_lists, optimizer.groups, strict=True):
         if name in blobs:
-            blobs[name] = with_value(blobs[name], [members[one] for one in group])
+            blobs[name] = with_value(blobs[name], [members[parameter] for parameter in group])
         if record in blobs and optimizer.is_named and not is_record_of(load_value(layout.root, blobs[record]), group):
             blobs[record] = with_value(blobs[record], list(group))
     return edits.rekey(replace(layout, blobs=blobs), keys)
 
 
 def keys_of_states(layout: Layout, optimizer: Optimizer) -> dict[str, KeyPath]:
-    """Return the ways to what the optimizer holds for each parameter, by the names of entries."""
+    """Return the key paths of all states of an optimizer, by entry name."""
     start = (*optimizer.above, _STATE)
     keys = ((name, layout.key(name)) for name in layout.names)
     return {name: key for name, key in keys if key[: len(start)] == start and len(key) > len(start)}
 
 
 def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape]]:
-    """Return the shapes of the tensors that the optimizer holds for each number, by what they are called.
+    """Return the shapes of an optimizer's state tensors, by parameter index and kind.
 
-    Raises `Corrupt` for a state of what is in none of its groups.
+    Raises `Corrupt` for a state of a parameter that is in no group.
     """
-    found: dict[int, dict[str, Shape]] = {}
+    states: dict[int, dict[str, Shape]] = {}
     numbers = {str(number): number for group in optimizer.groups for number in group}
     at = len(optimizer.above) + 1
     for name, key in keys_of_states(layout, optimizer).items():
         if str(key[at]) not in numbers:
             message = "the optimizer has a state for this parameter, but no group contains the parameter"
             raise Corrupt(message, path=layout.path, tensor=name)
-        state = found.setdefault(numbers[str(key[at])], {})
+        state = states.setdefault(numbers[str(key[at])], {})
         if name in layout.tensors:
             state[".".join(map(str, key[at + 1 :]))] = layout.tensors[name].spec.shape
-    return found
+    return states
 
 
 def shape_of(state: Mapping[str, Shape]) -> Shape | None:
-    """Return the shape of the parameter that a state is of; None for one without tensors.
+    """Return the shape of the parameter that a state belongs to; None for a state without tensors.
 
-    Raises `Unsupported` where none of its tensors shows it.
+    Raises `Unsupported` if none of its tensors shows the shape.
     """
     known = next((state[name] for name in _SHAPED if name in state), None)
     if known is not None:

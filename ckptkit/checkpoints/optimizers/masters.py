@@ -1,9 +1,9 @@
-"""Find the masters of weights among an optimizer's states: wider copies, or remainders that complete the weights.
+"""Find the fp32 master weights among an optimizer's states: full copies, or remainders that complete the weights.
 
 Sources: `fp32_param` and `param` are Megatron's (megatron/core/optimizer/distrib_optimizer.py,
 `sharded_param_state_fs_model_space` and `_fully_reshardable`), `master_param` is TransformerEngine's
-(transformer_engine/pytorch/optimizers/fused_adam.py). With `store_param_remainders` it is in int16: the bits of a
-master in float32 that a weight in bfloat16 lacks. The format `fully_reshardable` stores these numbers as float32
+(transformer_engine/pytorch/optimizers/fused_adam.py). With `store_param_remainders` its dtype is int16: the bits of a
+float32 master that a bfloat16 weight lacks. The format `fully_reshardable` stores these integers as float32
 (Megatron-LM#4222).
 """
 
@@ -18,46 +18,46 @@ from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.names.parameters import EntryPlace
 from ckptkit.models.names.training import find_place
 
-REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]  # what an optimizer keeps, and the weights beside it
-_KINDS = ("fp32_param", "param", "master_param")
+REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]  # the optimizer's state, and the weight that it completes
+_MASTER_STATES = ("fp32_param", "param", "master_param")
 
 
 def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
-    """Return the entry with the master of each of the weights that has one; both by name.
+    """Return the entry with the master of each weight that has one: weight name -> entry name.
 
-    Raises `Mismatch` for a master that has another shape than its weight, or another dtype than a master has.
+    Raises `Mismatch` for a master whose shape differs from its weight's, or whose dtype no master has.
     """
-    found = {}
+    masters = {}
     for name, parameter in masters_in(layout, weights):
         check_master(layout, name, parameter, weights[parameter])
-        found[parameter] = name
-    return found
+        masters[parameter] = name
+    return masters
 
 
 def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[str, str]]:
-    """Yield the entries that are named as masters of the weights, each with the name of its weight."""
+    """Yield (entry, weight) of each state that is named like a master weight."""
     own = set(weights)
     for name in layout.tensors:
-        with suppress(Unsupported):  # an optimizer that numbers its parameters
-            if (found := find_place(layout.key(name), own)) and kind_at(found[0]) in _KINDS:
-                yield name, found[1]
+        with suppress(Unsupported):  # an optimizer with indices instead of names
+            if (located := find_place(layout.key(name), own)) and state_kind_at(located[0]) in _MASTER_STATES:
+                yield name, located[1]
 
 
 def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
-    """Return the entries that complete the weights to their masters."""
+    """Return the entries with the low bits that complete the weights to their masters."""
     return [name for name, _ in masters_in(layout, weights) if layout.tensors[name].spec.dtype == REMAINDERS]
 
 
-def kind_at(place: EntryPlace) -> str:
-    """Return which state of a parameter lies at a place."""
+def state_kind_at(place: EntryPlace) -> str:
+    """Return the kind of state at a place."""
     last = place.after or (place.text.rpartition(".")[2].replace("{}", "") or place.before[-1],)
     return str(last[-1])
 
 
 def check_master(layout: Layout, name: str, parameter: str, weight: Spec) -> None:
-    """Raise `Mismatch` for a master that cannot be that of a weight."""
-    found = layout.tensors[name].spec
-    fits = found.dtype.can_become(DTYPES["float32"]) or (found.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
-    if found.shape != weight.shape or not fits:
-        message = f"expected a master for `{parameter}`, {weight}; found {found}"
+    """Raise `Mismatch` for a master whose shape or dtype does not fit the weight."""
+    spec = layout.tensors[name].spec
+    fits = spec.dtype.can_become(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
+    if spec.shape != weight.shape or not fits:
+        message = f"expected a master for `{parameter}`, {weight}; found {spec}"
         raise Mismatch(message, path=layout.path, tensor=name, hint="check that both come from one save")

@@ -1,9 +1,9 @@
-"""Find the parameters that an optimizer has no state of, and give them the one that it begins with: zeros.
+"""Find the parameters without an optimizer state, and give them the initial state: zeros.
 
-torch's optimizers make the state of a parameter with its first gradient, so one that never had any has none. But
-`get_optimizer_state_dict`, by which all of `torch.distributed.checkpoint` loads, makes one for every parameter that
-requires gradients, and then misses it in the checkpoint. Source: `_init_optim_state` in
-torch/distributed/checkpoint/state_dict.py, and torch/optim, for what begins with zeros.
+torch's optimizers create the state of a parameter at its first gradient, so a parameter without gradients has no state.
+But `get_optimizer_state_dict`, which `torch.distributed.checkpoint` uses for every load, creates a state for every
+parameter that requires gradients, and then misses it in the checkpoint. Source: `_init_optim_state` in
+torch/distributed/checkpoint/state_dict.py; torch/optim, for the states that start as zeros.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _HINT = "drop --complete-optimizer, and load the checkpoint without these states
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """An optimizer at a key path: the parameters in its groups, and `of` each the entries of its state by their kind.
+    """An optimizer at a key path: the parameters in its groups, and in `of` the state entries of each, by kind.
 
-    Parameters are names, or the numbers that the `optimizer` has for them. If it `is_flat`, torch has flattened it.
+    Parameters are names, or the indices that `optimizer` uses. Without `optimizer`, torch has flattened the optimizer.
     """
 
     above: KeyPath
@@ -40,22 +40,22 @@ class States:
 
     @property
     def name(self) -> str:
-        """Return what the optimizer is called in the checkpoint."""
+        """Return the dotted name of the optimizer in the checkpoint."""
         return ".".join(map(str, self.above)) or "optimizer"
 
     @property
     def lacking(self) -> list[str]:
-        """Return the parameters in its groups that it has no state of."""
-        return [one for group in self.groups for one in group if one not in self.of]
+        """Return the parameters in its groups without a state."""
+        return [parameter for group in self.groups for parameter in group if parameter not in self.of]
 
     @property
     def strays(self) -> list[str]:
-        """Return the parameters that it has a state of and that are in none of its groups."""
-        listed = {one for group in self.groups for one in group}
-        return [one for one in self.of if one not in listed]
+        """Return the parameters with a state that are in no group."""
+        listed = {parameter for group in self.groups for parameter in group}
+        return [parameter for parameter in self.of if parameter not in listed]
 
     def way(self, parameter: str, kind: str) -> KeyPath:
-        """Return where an entry of a parameter's state belongs."""
+        """Return the key path of a parameter's state."""
         if self.optimizer is None:
             return (*self.above, f"state.{parameter}.{kind}")
         return (*self.above, "state", parameter, kind)
@@ -63,9 +63,9 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """The form that all entries of one kind have: numbers in the shape of the parameter, or a single one.
+    """The form that all states of one kind share: the shape of the parameter, or a single number.
 
-    Without a `dtype` it is the parameter's own. What is no tensor is the blob `zero`.
+    `dtype` None means the parameter's own dtype. `zero` is set for a non-tensor entry.
     """
 
     is_single: bool = False
@@ -79,7 +79,7 @@ def find_states(layout: Layout) -> list[States]:
 
 
 def nested(layout: Layout, optimizer: Optimizer) -> States:
-    """Return the states of an optimizer that is nested as torch has it."""
+    """Return the states of an optimizer in torch's nested form."""
     of: dict[str, dict[str, str]] = {}
     at = len(optimizer.above) + 1
     for name, key in keys_of_states(layout, optimizer).items():
@@ -89,15 +89,18 @@ def nested(layout: Layout, optimizer: Optimizer) -> States:
 
 
 def flattened(layout: Layout) -> Iterator[States]:
-    """Yield the optimizers that torch has flattened: which parameters are in one group, nothing says."""
+    """Yield the optimizers that torch has flattened.
+
+    All parameters count as one group, because no entry records the groups.
+    """
     members: dict[KeyPath, dict[str, None]] = {}
     of: dict[KeyPath, dict[str, dict[str, str]]] = {}
     for name in layout.names:
         key = layout.key(name)
-        way = way_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
-        if way is None:
+        state_path = way_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
+        if state_path is None:
             continue
-        above, (group_or_state, parameter, kind) = key[:-1], map(str, way)
+        above, (group_or_state, parameter, kind) = key[:-1], map(str, state_path)
         if group_or_state == "state":
             of.setdefault(above, {}).setdefault(parameter, {})[kind] = name
         else:
@@ -109,19 +112,19 @@ def flattened(layout: Layout) -> Iterator[States]:
 def complete_states(
     layout: Layout, states: States, parameters: Mapping[str, StoredTensor]
 ) -> tuple[Layout, dict[str, Spec | None]]:
-    """Return a checkpoint in which an optimizer has a state of every parameter in its groups.
+    """Return a layout in which an optimizer has a state for every parameter in its groups, and the new entries.
 
-    `parameters` are the model's, by what the optimizer calls them. Also returns the new entries, None for one that is
-    no tensor. Raises `Unsupported` where others do not tell what a state is like, or it does not begin with zeros.
+    `parameters` are the model's, under the optimizer's names. A new entry maps to its spec, or to None for a
+    non-tensor. Raises `Unsupported` if the form of the states is unknown, or if they do not start as zeros.
     """
     tensors, blobs, keys = dict(layout.tensors), dict(layout.blobs), dict(layout.keys)
-    made: dict[str, Spec | None] = {}
-    at = 0  # tensors are told apart by where they lie, and so are these, in a file that there is not
+    new_entries: dict[str, Spec | None] = {}
+    at = 0  # tensors are identified by their byte offsets, so the new ones get offsets in a file that does not exist
     try:
         if states.lacking:
             require_known_states(states, parameters)
         for group in states.groups:
-            lacking = [one for one in group if one not in states.of]
+            lacking = [parameter_name for parameter_name in group if parameter_name not in states.of]
             forms = forms_for(layout, states, group, parameters) if lacking else {}
             for parameter in lacking:
                 like = parameter_of(parameters, parameter)
@@ -130,18 +133,18 @@ def complete_states(
                     name = ".".join(map(str, key))
                     keys[name] = key
                     if form.zero is not None:
-                        blobs[name], made[name] = form.zero, None
+                        blobs[name], new_entries[name] = form.zero, None
                         continue
                     spec = Spec(form.dtype or like.spec.dtype, () if form.is_single else like.spec.shape)
-                    tensors[name], made[name] = zeros(spec, like, at), spec
+                    tensors[name], new_entries[name] = zeros(spec, like, at), spec
                     at += spec.nbytes
     except CkptError as error:
         raise error.blame(path=layout.path) from None
-    return replace(layout, tensors=tensors, blobs=blobs, keys=keys), made
+    return replace(layout, tensors=tensors, blobs=blobs, keys=keys), new_entries
 
 
 def require_known_states(states: States, parameters: Mapping[str, StoredTensor]) -> None:
-    """Raise `Unsupported` for a state that no group lists or no model has: a parameter may lack just this one."""
+    """Raise `Unsupported` for a state without a group or a parameter: it may be a misnamed missing state."""
     stray = next(iter(states.strays), None) or next((one for one in states.of if one not in parameters), None)
     if stray is not None:
         owner = "group lists" if stray in states.strays else "model has"
@@ -150,7 +153,7 @@ def require_known_states(states: States, parameters: Mapping[str, StoredTensor])
 
 
 def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> StoredTensor:
-    """Return a parameter of the model. Raises `Unsupported` if it has none that is called so."""
+    """Return a parameter of the model. Raises `Unsupported` if the model has none of this name."""
     if parameter not in parameters:
         message = "the optimizer lists this parameter, but the model does not have it: the shape is unknown"
         raise Unsupported(message, tensor=parameter, hint=_HINT)
@@ -158,7 +161,7 @@ def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> Stor
 
 
 def zeros(spec: Spec, like: StoredTensor, at: int) -> StoredTensor:
-    """Return a tensor of zeros, in pieces as the parameter that it is of; `at` tells it from others."""
+    """Return a tensor of zeros, split into chunks like its parameter; `at` makes its offsets unique."""
     is_alike = like.splits is None and like.spec.shape == spec.shape
     chunks: list[Chunk] = []
     for box in [chunk.box for chunk in like.chunks] if is_alike else [whole(spec.shape)]:
@@ -170,31 +173,35 @@ def zeros(spec: Spec, like: StoredTensor, at: int) -> StoredTensor:
 def forms_for(
     layout: Layout, states: States, group: Sequence[str], parameters: Mapping[str, StoredTensor]
 ) -> dict[str, StateForm]:
-    """Return what a state is like in a group: as those in it, or if it has none, as all others."""
-    peers = [one for one in group if one in states.of] or list(states.of)
+    """Return the form of the states in a group, taken from the group's other states, or else from all states."""
+    peers = [parameter for parameter in group if parameter in states.of] or list(states.of)
     if not peers:
         message = f"`{states.name}` has no states to copy the form from"
         raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not stepped yet")
     first = states.of[peers[0]].keys()
-    other = next((one for one in peers if states.of[one].keys() != first), None)
+    other = next((parameter for parameter in peers if states.of[parameter].keys() != first), None)
     if other is not None:
-        kinds = " and ".join(f"`{one}` has {', '.join(sorted(states.of[one]))}" for one in (peers[0], other))
+        kinds = " and ".join(
+            f"`{parameter}` has {', '.join(sorted(states.of[parameter]))}" for parameter in (peers[0], other)
+        )
         message = f"the state that this parameter should have is unknown: {kinds}"
-        raise Unsupported(message, tensor=next(one for one in group if one not in states.of), hint=_HINT)
+        raise Unsupported(
+            message, tensor=next(parameter for parameter in group if parameter not in states.of), hint=_HINT
+        )
     unknown = sorted(first - FIRST_ZERO)
     if unknown:
         message = f"its states have `{unknown[0]}`, which does not start as zeros, or which ckptkit does not know"
         raise Unsupported(message, tensor=states.name, hint=_HINT)
     if _MOMENTUM in first:
         require_no_dampening(layout, states)
-    entries = {kind: {one: states.of[one][kind] for one in peers} for kind in first}
-    return {kind: form_of(layout, kind, found, parameters) for kind, found in entries.items()}
+    entries = {kind: {parameter: states.of[parameter][kind] for parameter in peers} for kind in first}
+    return {kind: form_of(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
 
 
 def require_no_dampening(layout: Layout, states: States) -> None:
-    """Raise `Unsupported` if the first gradient counts in full and later ones do not, so that zeros are no beginning.
+    """Raise `Unsupported` if SGD uses dampening: its momentum buffer then does not start as zeros.
 
-    Source: `_single_tensor_sgd` in torch/optim/sgd.py.
+    The first gradient counts in full, later gradients do not. Source: `_single_tensor_sgd` in torch/optim/sgd.py.
     """
     for name, blob in layout.blobs.items():
         key = layout.key(name)
@@ -205,31 +212,33 @@ def require_no_dampening(layout: Layout, states: States) -> None:
 
 
 def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: Mapping[str, StoredTensor]) -> StateForm:
-    """Return what the entries of one kind, by parameter, have in common. Raises `Unsupported` if they are not alike."""
+    """Return the common form of the entries of one kind, by parameter. Raises `Unsupported` if they differ."""
     names = list(entries.values())
     if all(name in layout.blobs for name in names):
         return StateForm(zero=zero_of(layout, names[0]))
     if not all(name in layout.tensors for name in names):
-        raise unlike(kind, names)
-    pairs = [(parameter_of(parameters, one).spec, layout.tensors[name].spec) for one, name in entries.items()]
-    is_shaped = all(own.shape == found.shape for own, found in pairs)
-    is_single = all(not found.shape for _, found in pairs)
+        raise forms_differ(kind, names)
+    pairs = [
+        (parameter_of(parameters, parameter).spec, layout.tensors[name].spec) for parameter, name in entries.items()
+    ]
+    is_shaped = all(own.shape == spec.shape for own, spec in pairs)
+    is_single = all(not spec.shape for _, spec in pairs)
     if not (is_shaped or is_single):
-        raise unlike(kind, names)
-    dtypes = {found.dtype for _, found in pairs}
-    is_own = not is_single and all(own.dtype == found.dtype for own, found in pairs)
+        raise forms_differ(kind, names)
+    dtypes = {spec.dtype for _, spec in pairs}
+    is_own = not is_single and all(own.dtype == spec.dtype for own, spec in pairs)
     if len(dtypes) > 1 and not is_own:
-        raise unlike(kind, names)
+        raise forms_differ(kind, names)
     return StateForm(is_single and (kind == STEP or not is_shaped), None if is_own else dtypes.pop())
 
 
-def unlike(kind: str, names: Sequence[str]) -> Unsupported:
+def forms_differ(kind: str, names: Sequence[str]) -> Unsupported:
     message = f"the form of `{kind}` differs between states, so it is unknown for other parameters"
     return Unsupported(message, tensor=names[0], hint=_HINT)
 
 
 def zero_of(layout: Layout, name: str) -> Blob:
-    """Return the zero of the kind of number that an entry is. Raises `Unsupported` for what is no number."""
+    """Return a zero of the same number type as an entry. Raises `Unsupported` for an entry that is not a number."""
     value = load_value(layout.root, layout.blobs[name])
     if type(value) not in (int, float):
         raise Unsupported("it is not a tensor or a number", tensor=name, hint=_HINT)

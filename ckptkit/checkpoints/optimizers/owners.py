@@ -1,20 +1,16 @@
-"""Name the parameters of a numbered optimizer, by the one model of a checkpoint that it can belong to.
+"""Name the parameters of an optimizer with indices: find the one model of the checkpoint that it can belong to.
 
-A number becomes a name only where something proves it:
+An index becomes a name only with a proof: the optimizer has recorded the names (`param_names`), or the shapes of the
+states allow exactly one assignment to the parameters of all models in the checkpoint. A trainer's files prove nothing:
+a trainer that fills groups in the model's order also saves an optimizer that the user's script built.
 
-- the optimizer has recorded the names (`param_names`);
-- the shapes of the states allow exactly one assignment to the parameters of all models in the checkpoint.
+Alternatively the user states the optimizer's parameter order (`--optimizer-order`). That is an assumption: it must not
+contradict a proof, and the summary repeats it.
 
-The marks of a trainer prove nothing here: those that fill groups in the model's order also save an optimizer that the
-user's script has built.
-
-Or the user says in which order the optimizer got its parameters (`--optimizer-order`). That is an assumption: it must
-not contradict a proof, and the report repeats it.
-
-A checkpoint may have several models: a generator and a discriminator, a student and a teacher, averaged weights. Where
-an order decides, no other model may have tensors of these shapes. Tensors of the same names and shapes as the model's
-do not count, as their optimizer would get the same names. What the keys are called is no evidence: `opt_d` may be the
-optimizer of any model.
+A checkpoint may have several models: a generator and a discriminator, a student and a teacher, averaged weights. An
+order only decides if no other model has tensors of these shapes. Tensors with the same names and shapes as the model's
+do not count, because their optimizer would get the same names. Key names prove nothing: `opt_d` may be the optimizer of
+any model.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.optimizers.keys import Optimizer, known_sizes_of, recorded_names, sizes_of
+from ckptkit.checkpoints.optimizers.keys import Optimizer, known_shapes_of, parameter_shapes_of, recorded_names
 from ckptkit.checkpoints.optimizers.parameter_order import (
     float_shapes,
     is_buffer,
@@ -54,12 +50,12 @@ ORDER_HINT = (
     f"pass {ORDER} {OF_MODEL} if each group of the optimizer was built in the model's order, or {ORDER} FILE with the "
     "parameter names in the optimizer's order, one a line"
 )
-Names = dict[Any, str]  # of parameters, by their numbers
+Names = dict[Any, str]  # parameter index -> parameter name
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order in which an optimizer got its parameters, as the user says: the model's, or that of `names`."""
+    """The parameter order of an optimizer, as the user states it: the model's order, or `names`."""
 
     text: str
     names: tuple[str, ...] = ()
@@ -68,7 +64,7 @@ class Order:
 def read_order(text: str) -> Order:
     """Return the order that `--optimizer-order` means: a file has one name a line, or is a JSON list of names.
 
-    Raises `Usage` for a file that has no names, or one twice.
+    Raises `Usage` for a file without names, or with a name twice.
     """
     if text == OF_MODEL:
         return Order(text)
@@ -83,38 +79,38 @@ def read_order(text: str) -> Order:
         names = [line.strip() for line in content.splitlines() if line.strip()]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise Usage(f"{ORDER}: expected names of parameters in `{text}`, found none", hint=hint)
-    twice = next((name for name, times in Counter(names).items() if times > 1), None)
-    if twice is not None:
-        raise Usage(f"{ORDER}: `{text}` lists `{twice}` twice", hint="list each parameter once")
+    repeated = next((name for name, times in Counter(names).items() if times > 1), None)
+    if repeated is not None:
+        raise Usage(f"{ORDER}: `{text}` lists `{repeated}` twice", hint="list each parameter once")
     return Order(text, tuple(names))
 
 
 @dataclass(frozen=True)
 class OneModel:
-    """A model of a checkpoint: a layout with nothing else in it, and the key path of its state dict."""
+    """A model of a checkpoint: a layout with only its tensors, and the key path of its state dict."""
 
     above: KeyPath
     layout: Layout
 
     @property
     def name(self) -> str:
-        """Return what the model is called in the checkpoint."""
+        """Return the dotted name of the model in the checkpoint."""
         return ".".join(map(str, self.above)) or "the model"
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of its tensors of floats, as the keys call them."""
+        """Return the shapes of its floating-point tensors, by key."""
         return float_shapes(own_tensors(self.layout))
 
     @cached_property
     def parameters(self) -> dict[str, Shape]:
-        """Return the shapes of its parameters, tied ones once, as the keys call them."""
+        """Return the shapes of its parameters, by key; tied parameters count once."""
         shapes = float_shapes(without_ties(own_tensors(self.layout)))
         return {name: shape for name, shape in shapes.items() if not is_buffer(name)}
 
 
 class Candidate(NamedTuple):
-    """A parameter that a number may mean: models that have it alike, such as averages, give it the same name."""
+    """A parameter that an index may mean. Equal parameters of several models, such as averages, are one candidate."""
 
     name: str
     shape: Shape
@@ -125,7 +121,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NamedNumbers:
-    """The names of an optimizer's parameters by their numbers, in a model, and in words what proves them."""
+    """The names of an optimizer's parameters by index, the model they belong to, and the proof as text."""
 
     names: Mapping[Any, str]
     model: OneModel
@@ -133,9 +129,9 @@ class NamedNumbers:
 
 
 def find_models(layout: Layout) -> list[OneModel]:
-    """Return the models in a checkpoint or a part of it: each dict of tensors that is no state of a training.
+    """Return the models in a layout: each dict of tensors outside the training state.
 
-    The one that is taken for the model of the checkpoint comes first.
+    The checkpoint's main model comes first.
     """
     main = main_key(layout)
     training = names_of_training(layout)
@@ -150,7 +146,7 @@ def find_models(layout: Layout) -> list[OneModel]:
 
 
 def main_key(layout: Layout) -> KeyPath | None:
-    """Return the key path of the model, None where there are several models or none."""
+    """Return the key path of the model; None if there are several models or none."""
     try:
         return find_model_key(layout)
     except (Mismatch, SeveralModels):
@@ -164,10 +160,10 @@ def find_names(
     path: Path,
     order: Order | None = None,
 ) -> NamedNumbers:
-    """Return the name for each number of an optimizer in a layout.
+    """Return the name for each index of an optimizer in a layout.
 
-    `models` are all of the checkpoint; config.json lies at `path`, or above it. `order` is what
-    the user says of the optimizer. Raises `Unsupported` or `Mismatch` if the names are not certain, or contradict it.
+    `models` are all models of the checkpoint; config.json is at `path`, or above it. `order` is the user's statement
+    about the optimizer. Raises `Unsupported` or `Mismatch` if the names are not certain, or contradict `order`.
     """
     try:
         assumed = None if order is None else assume_names(layout, optimizer, models, path, order)
@@ -185,13 +181,13 @@ def find_names(
 
 
 def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]) -> NamedNumbers:
-    """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` if it proves none."""
+    """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` without a proof."""
     recorded = recorded_names(layout, optimizer)
     if recorded:
-        model, names = find_recorded(recorded, known_sizes_of(layout, optimizer), models, optimizer)
+        model, names = find_recorded(recorded, known_shapes_of(layout, optimizer), models, optimizer)
         return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
     try:
-        return find_by_shapes(optimizer, sizes_of(layout, optimizer), models)
+        return find_by_shapes(optimizer, parameter_shapes_of(layout, optimizer), models)
     except Unsupported as error:
         error.hint = ORDER_HINT
         raise
@@ -200,22 +196,22 @@ def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]
 def assume_names(
     layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, order: Order
 ) -> NamedNumbers:
-    """Return the names in the order that the user says. Raises `Unsupported` or `Mismatch` if it does not fit."""
+    """Return the names in the order that the user states. Raises `Unsupported` or `Mismatch` if it does not fit."""
     proof = f"assumed, as {ORDER} {order.text} says"
     if not order.names:
-        return find_by_order(optimizer, sizes_of(layout, optimizer), models, find_config(path), proof)
+        return find_by_order(optimizer, parameter_shapes_of(layout, optimizer), models, find_config(path), proof)
     numbers = list(chain.from_iterable(optimizer.groups))
     if len(numbers) != len(order.names):
         message = f"`{optimizer.name}` has {len(numbers)} parameters, but {ORDER} {order.text} lists {len(order.names)}"
         raise Mismatch(message, hint="list each parameter of the optimizer once, group by group")
     listed = dict(zip(numbers, order.names, strict=True))
-    sizes = known_sizes_of(layout, optimizer)
+    sizes = known_shapes_of(layout, optimizer)
     model, names = find_recorded(listed, sizes, models, optimizer, f"{ORDER} {order.text}")
     return NamedNumbers(names, model, proof)
 
 
 def check_order(assumed: NamedNumbers, proven: NamedNumbers) -> None:
-    """Raise `Mismatch` if the order that the user says gives a parameter another name than it has."""
+    """Raise `Mismatch` if the order that the user states contradicts a proven name."""
     for number, name in proven.names.items():
         if bare(assumed.names[number]) != bare(name):
             message = f"{ORDER} names parameter {number} `{assumed.names[number]}`, but it is `{name}` ({proven.proof})"
@@ -223,24 +219,24 @@ def check_order(assumed: NamedNumbers, proven: NamedNumbers) -> None:
 
 
 def find_by_shapes(optimizer: Optimizer, sizes: Mapping[int, Shape], models: Sequence[OneModel]) -> NamedNumbers:
-    """Return the names if shapes allow only one assignment to the parameters of all models, and those are of one.
+    """Return the names if the shapes allow only one assignment, to the parameters of a single model.
 
     Raises `Unsupported` otherwise.
     """
     every = {Candidate(bare(name), shape): shape for model in models for name, shape in model.parameters.items()}
-    found = match_by_size(optimizer.groups, sizes, every)
+    assignment = match_by_size(optimizer.groups, sizes, every)
     for model in models:
         own = {Candidate(bare(name), shape): name for name, shape in model.parameters.items()}
-        if own.keys() >= set(found.values()):
-            names = {number: own[candidate] for number, candidate in found.items()}
+        if own.keys() >= set(assignment.values()):
+            names = {number: own[candidate] for number, candidate in assignment.items()}
             return NamedNumbers(names, model, "their shapes allow only one assignment")
-    raise Unsupported(f"its {len(found)} parameters belong to several models", hint=_HINT)
+    raise Unsupported(f"its {len(assignment)} parameters belong to several models", hint=_HINT)
 
 
 def order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:
-    """Return the parameters of an optimizer in the order of the first model that has them all, as the model calls them.
+    """Return the parameters of an optimizer in the order of the first model that has them all.
 
-    Raises `Mismatch` if no model has them, `Unsupported` if nothing tells its order.
+    The names are the model's. Raises `Mismatch` if no model has them, `Unsupported` if its order is unknown.
     """
     wanted = set(map(bare, names))
     for model in models:
@@ -256,7 +252,10 @@ def find_by_order(
     config: Mapping[str, Any] | None,
     proof: str,
 ) -> NamedNumbers:
-    """Return the names that one model gives by the order of its parameters. Raises `Unsupported` or `Mismatch`."""
+    """Return the names that one model gives by the order of its parameters.
+
+    Raises `Unsupported` or `Mismatch` if no model, or more than one, fits.
+    """
 
     def fit(model: OneModel) -> list[Names]:
         return [match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))]
@@ -275,20 +274,20 @@ def find_recorded(
     optimizer: Optimizer,
     lister: str = f"`{PARAM_NAMES}`",
 ) -> tuple[OneModel, Names]:
-    """Return the model that has the names that `lister` records, and its name for each number.
+    """Return the model that has the names that `lister` records, and its name for each index.
 
-    Raises `Mismatch` or `Unsupported` where there is no such model, or several.
+    Raises `Mismatch` or `Unsupported` if there is no such model, or several.
     """
     try:
-        return choose(models, lambda one: [match_recorded(recorded, sizes, one.shapes, lister)], optimizer)
+        return choose(models, lambda model: [match_recorded(recorded, sizes, model.shapes, lister)], optimizer)
     except Mismatch:
-        ways = [(one, names) for one in models for names in match_with_prefix(recorded, sizes, one.shapes)]
-        if not ways:
+        assignments = [(model, names) for model in models for names in match_with_prefix(recorded, sizes, model.shapes)]
+        if not assignments:
             raise
-    first, *others = ways
+    first, *others = assignments
     if not all(is_same(names, first[1]) for _, names in others):
         number, name = next(iter(recorded.items()))
-        names = ", ".join(f"`{one}`" for one in dict.fromkeys(way[number] for _, way in ways))
+        names = ", ".join(f"`{model}`" for model in dict.fromkeys(assignment[number] for _, assignment in assignments))
         raise Unsupported(f"{lister} has `{name}`, which can be {names}", hint=_HINT)
     return first
 
@@ -328,27 +327,26 @@ def fits_none(models: Sequence[OneModel], errors: Sequence[Mismatch | Unsupporte
 
 
 def is_same(one: Names, other: Names) -> bool:
-    """Return whether names are the same but for the prefixes of wrappers."""
+    """Return whether two assignments give the same names, ignoring wrapper prefixes."""
     return {number: bare(name) for number, name in one.items()} == {n: bare(name) for n, name in other.items()}
 
 
 def check_others(optimizer: Optimizer, sizes: Mapping[int, Shape], model: OneModel, others: Sequence[OneModel]) -> None:
-    """Raise `Unsupported` if the states of an optimizer fit tensors of other models, of other names than its own."""
+    """Raise `Unsupported` if an optimizer's states also fit differently named tensors of other models."""
     own = {(bare(name), shape) for name, shape in model.shapes.items()}
     rest = {other.name: Counter(shapes_beside(other, own)) for other in others}
-    there = sum(rest.values(), Counter[Shape]())
+    other_shapes = sum(rest.values(), Counter[Shape]())
     wanted = Counter(sizes.values())
-    if sum(map(len, optimizer.groups)) <= there.total() and wanted <= there:
+    if sum(map(len, optimizer.groups)) <= other_shapes.total() and wanted <= other_shapes:
         raise ambiguous(optimizer, [model, *(other for other in others if rest[other.name] & wanted or not wanted)])
 
 
 def shapes_beside(model: OneModel, own: set[tuple[str, Shape]]) -> Iterator[Shape]:
-    """Yield the shapes of a model's parameters that are not among `own`, by bare name and shape."""
+    """Return the shapes of a model's parameters that are not in `own`, by bare name and shape."""
     return (shape for name, shape in model.shapes.items() if (bare(name), shape) not in own and not is_buffer(name))
 
 
 def ambiguous(optimizer: Optimizer, models: Sequence[OneModel]) -> Unsupported:
-    """Return the error for an optimizer that can belong to several models."""
     names = " and ".join(f"`{name}`" for name in dict.fromkeys(model.name for model in models))
     count = sum(map(len, optimizer.groups))
     message = f"the shapes of its {count} parameters fit {names}, and no file says which of them it trains"

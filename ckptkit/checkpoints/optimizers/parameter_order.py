@@ -1,8 +1,8 @@
-"""Name the parameters of a numbered optimizer, by the order in which the model's file or its config has them.
+"""Name the parameters of an optimizer with indices, by the parameter order in the model's file or its config.
 
-A file of torch.save has the order of the model's `state_dict()`, which is that of its modules. Safetensors are sorted
-by name, and a distributed checkpoint by what ranks share: of these only the config tells, for a model type that is
-known here, or one that transformers builds.
+A file of torch.save keeps the order of the model's `state_dict()`, which is the order of its modules. Safetensors files
+are sorted by name, and a distributed checkpoint by ranks: for these only the config gives the order, for a model type
+that ckptkit knows or transformers builds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.expected import expected
 from ckptkit.models.names.weights import find_model_key, find_weights
 
-_IN_ORDER = ("pt", "pt_shards")  # the formats that keep the order of a state dict
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  # floats that are no parameters
+_ORDERED_FORMATS = ("pt", "pt_shards")  # the formats that keep the order of a state dict
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  # suffixes of buffers
 
 
 def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:
-    """Return the shapes of the model's parameters in order, tied ones once, as the keys call them.
+    """Return the shapes of the model's parameters in order, by key; tied parameters count once.
 
-    Raises `Unsupported` if nothing tells the order.
+    Raises `Unsupported` if the order is unknown.
     """
     shapes = float_shapes(without_ties(own_tensors(layout)))
-    if layout.format in _IN_ORDER and is_order_of_modules(shapes):
+    if layout.format in _ORDERED_FORMATS and is_order_of_modules(shapes):
         order: Iterable[str] = shapes
     else:
         order = order_by_config(shapes, config)
@@ -35,14 +35,14 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
 
 
 def own_tensors(layout: Layout) -> dict[str, StoredTensor]:
-    """Return the tensors of the model as the keys call them, in order."""
+    """Return the tensors of the model by key, in order."""
     above = len(find_model_key(layout))
     names = find_weights(layout).came_from.values()
     return {".".join(map(str, layout.key(name)[above:])): layout.tensors[name] for name in names}
 
 
 def without_ties(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors without those that share their bytes with an earlier one."""
+    """Return the tensors, except tensors that share their bytes with an earlier tensor."""
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(place_of(name, tensor), name)
@@ -55,25 +55,29 @@ def float_shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, Shape]:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor of floats is known to be a buffer, by its name."""
     return name.endswith(_BUFFERS)
 
 
 def is_order_of_modules(names: Iterable[str]) -> bool:
-    """Return whether names come as a model's modules give them: each module's own first, then those of its children.
+    """Return whether names are in the order of a model's modules: a module's own names, then its children's.
 
-    Numbered ones come by their numbers. Names that are sorted do not: a model with more than numbered layers has them
-    in the order of its source.
+    Numbered modules are in the order of their numbers. Sorted names do not count: a model with more than numbered
+    layers has its names in the order of its source code.
     """
     names = list(names)
     closed: set[str] = set()
     before: list[str] = []
     for name in names:
         modules = modules_of(name)
-        left = before[shared(before, modules) :]
-        closed.update(left)
-        entered = modules[len(before) - len(left) :]
-        if (left and not entered) or not closed.isdisjoint(entered) or (left and is_back(left[0], entered[0])):
+        # a module that was left must not be entered again, and numbered modules must ascend
+        exited = before[common_prefix_length(before, modules) :]
+        closed.update(exited)
+        entered = modules[len(before) - len(exited) :]
+        if (
+            (exited and not entered)
+            or not closed.isdisjoint(entered)
+            or (exited and is_lower_number(exited[0], entered[0]))
+        ):
             return False
         before = modules
     kinds = {tuple(step for step in name.split(".") if not step.isdecimal()) for name in names}
@@ -81,27 +85,30 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
 
 
 def modules_of(name: str) -> list[str]:
-    """Return the modules that a parameter lies in, from the outermost."""
+    """Return the modules around a parameter, outermost first."""
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
-def shared(one: Sequence[str], other: Sequence[str]) -> int:
+def common_prefix_length(one: Sequence[str], other: Sequence[str]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def is_back(left: str, entered: str) -> bool:
-    one, other = left.rpartition(".")[2], entered.rpartition(".")[2]
-    return one.isdecimal() and other.isdecimal() and int(one) > int(other)
+def is_lower_number(left: str, entered: str) -> bool:
+    left_label, entered_label = left.rpartition(".")[2], entered.rpartition(".")[2]
+    return left_label.isdecimal() and entered_label.isdecimal() and int(left_label) > int(entered_label)
 
 
 def place_of(name: str, tensor: StoredTensor) -> object:
-    """Return where a tensor lies, by which tied ones are told; of an empty one, which lies nowhere, its name."""
+    """Return the byte ranges of a tensor, which tied tensors share; for an empty tensor its name."""
     places = tuple((chunk.path, chunk.offset, chunk.strides) for chunk in tensor.chunks)
     return (places, tensor.spec) if tensor.spec.nbytes else name
 
 
 def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterable[str]:
-    """Return all names of the model that a config describes, in order, if these are the shapes of its tensors."""
+    """Return all names of the model that a config describes, in order.
+
+    Raises `Unsupported` without a config, or if the config describes other shapes.
+    """
     if config is None:
         hint = "put the model's config.json beside the checkpoint"
         raise Unsupported("no file gives the order of the model's parameters", hint=hint)

@@ -1,1 +1,1 @@
-"""Salvage a damaged checkpoint: find the damage, use copies where there are any, and account for the rest."""
+"""Salvage a damaged checkpoint: find the damage, use copies if there are any, and account for the lost tensors."""

@@ -1,6 +1,6 @@
 """Collect the damage of a checkpoint, and replace lost chunks by copies.
 
-Replicas, and second copies of whole tensors.
+Copies are replicas from other ranks, and second copies of full tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from ckptkit.layout.box import Box, find_outside, find_overlap, intersect, subtr
 
 @dataclass(slots=True)
 class Faults:
-    """The damage of a checkpoint apart from its lost chunks, each of which has its own fault, and what replaces it.
+    """The damage of a checkpoint except lost chunks, which have their own faults, and replacements for damaged data.
 
-    `entries` are the lost entries that are not tensors, `unplaced` the tensors whose shape is unknown, both by their
-    names in the checkpoint. `unnamed` are faults of files whose contents nothing tells, and `places` the paths of parts
-    that cannot be read at all. `filled` are the absolute paths of chunks that were taken from elsewhere, each with a
-    description of the source; no other chunks have absolute paths. `repaired` are names of tensors that have another
-    copy of the same bytes. `described_by` is the checkpoint whose metadata describes the files, if
-    their own is missing.
+    `entries` are the lost non-tensor entries, `unplaced` the tensors whose shape is unknown, both by name in the
+    checkpoint. `unnamed` are faults of files with unknown contents, and `places` the paths of components that cannot be
+    read at all. `filled` maps the absolute path of each chunk from another source to a description of that source; no
+    other chunks have absolute paths. `repaired` are names of tensors that were restored from another copy of the same
+    bytes. `described_by` is the checkpoint whose metadata describes the files, if their own is missing.
     """
 
     entries: dict[str, Fault] = field(default_factory=dict)
@@ -39,29 +38,29 @@ class Faults:
     described_by: Path | None = None
 
     def note_filled(self, chunks: Iterable[Chunk], source: str) -> None:
-        """Note that chunks were taken from elsewhere."""
+        """Record the source of chunks that were taken from elsewhere."""
         self.filled.update((chunk.path, source) for chunk in chunks if chunk.is_in_file)
 
 
 def lost_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[Lost]:
-    """Yield an entry of the account for each tensor that has lost chunks."""
+    """Yield a record for each tensor that has lost chunks."""
     for name, tensor in tensors.items():
-        gone = [(chunk.box, chunk.where) for chunk in tensor.chunks if isinstance(chunk.where, Fault)]
-        if gone:
-            fault, spec = gone[0][1], tensor.spec
-            boxes = () if tensor.splits else tuple(sorted(box for box, _ in gone))
+        lost_chunks = [(chunk.box, chunk.where) for chunk in tensor.chunks if isinstance(chunk.where, Fault)]
+        if lost_chunks:
+            fault, spec = lost_chunks[0][1], tensor.spec
+            boxes = () if tensor.splits else tuple(sorted(box for box, _ in lost_chunks))
             is_all = boxes == (whole(spec.shape),)
             yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
 
 
 def lost_entries(entries: Iterable[tuple[str, Fault]]) -> Iterator[Lost]:
-    """Yield an entry of the account for everything without a shape: entries that are not tensors, unknown contents."""
+    """Yield a record for each loss without a shape: non-tensor entries, and files with unknown contents."""
     for name, fault in entries:
         yield Lost(name, fault.why, fault.path)
 
 
 def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
-    """Yield an entry of the account for each tensor with bytes from elsewhere."""
+    """Yield a record for each tensor with bytes from another source."""
     for name, tensor in layout.tensors.items() if faults.filled else ():
         taken = [chunk for chunk in tensor.chunks if chunk.path in faults.filled]
         if taken:
@@ -70,10 +69,12 @@ def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
             yield Filled(name, faults.filled[taken[0].path], cast)
 
 
-def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None) -> StoredTensor:
-    """Return a tensor with spare chunks where others are lost or missing. Elements that no chunk covers are lost.
+def complete_with_spares(
+    tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None
+) -> StoredTensor:
+    """Return a tensor with spare chunks in place of lost or missing ones. Elements that no chunk covers are lost.
 
-    `why` is the reason why they are lost, if it is known.
+    `why` is the reason for the loss, if it is known.
     """
     broken = find_fault(root, tensor)
     if broken is None and not tensor.is_lost:
@@ -84,30 +85,33 @@ def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fau
         assert broken is not None
         return replace(tensor, chunks=(Chunk.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
     good = [chunk for chunk in tensor.chunks if not chunk.is_lost]
+    # a spare must not overlap chunks that are still readable
     for spare in spares:
         if not any(intersect(spare.box, chunk.box) for chunk in good):
             good.append(spare)
-    held = [chunk.box for chunk in good]
-    gone = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, held)]
-    gaps = subtract(whole(shape), [*held, *(chunk.box for chunk in gone)])
+    covered = [chunk.box for chunk in good]
+    lost = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, covered)]
+    gaps = subtract(whole(shape), [*covered, *(chunk.box for chunk in lost)])
     fault = why or Fault.of(broken or Corrupt("no file contains it"))
-    gone += [Chunk.lost(box, tensor.spec.dtype, fault) for box in gaps]
-    return replace(tensor, chunks=(*good, *gone))
+    lost += [Chunk.lost(box, tensor.spec.dtype, fault) for box in gaps]
+    return replace(tensor, chunks=(*good, *lost))
 
 
-def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str) -> StoredTensor:
-    """Return a tensor in which parts of `other`, a tensor with the same numbers, replace the lost chunks.
+def patch_from_copy(
+    tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str
+) -> StoredTensor:
+    """Return a tensor whose lost chunks are replaced by chunks of `other`, a tensor with the same values.
 
     The chunks of `other` get absolute paths. A chunk stays lost if `other` does not have all of it.
     """
-    if other is None or not fits(tensor, other) or any(chunk.wrapper for chunk in other.chunks):
+    if other is None or not can_replace(tensor, other) or any(chunk.wrapper for chunk in other.chunks):
         return tensor
     chunks: list[Chunk] = []
     for chunk in tensor.chunks:
         parts = parts_in(other, chunk.box) if chunk.is_lost else ()
         is_whole = sum(part.box.numel for part in parts) == chunk.box.numel
         if parts and is_whole and not any(part.is_lost for part in parts):
-            taken = [elsewhere(part, root) for part in parts]
+            taken = [with_absolute_path(part, root) for part in parts]
             faults.note_filled(taken, words)
             chunks += taken
         else:
@@ -115,31 +119,31 @@ def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: 
     return replace(tensor, chunks=tuple(chunks))
 
 
-def fits(tensor: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether parts of a tensor can be put in the place of parts of another."""
-    one, two = tensor.spec, other.spec
-    is_castable = one.dtype == two.dtype or two.dtype.can_become(one.dtype)
-    return one.shape == two.shape and is_castable and tensor.splits is None
+def can_replace(tensor: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether chunks of `other` can replace chunks of `tensor`."""
+    spec, other_spec = tensor.spec, other.spec
+    is_castable = spec.dtype == other_spec.dtype or other_spec.dtype.can_become(spec.dtype)
+    return spec.shape == other_spec.shape and is_castable and tensor.splits is None
 
 
 def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
-    """Return the chunks of a tensor as far as they lie in a box of it."""
+    """Return the chunks of a tensor, cut to a box of it."""
     cut = tensor
     for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
         cut = axes.cut(cut, axis, start, start + size)
     return [chunk._replace(box=Box(tuple(map(add, chunk.start, box.start)), chunk.size)) for chunk in cut.chunks]
 
 
-def elsewhere(chunk: Chunk, root: Path) -> Chunk:
+def with_absolute_path(chunk: Chunk, root: Path) -> Chunk:
     """Return a chunk of a file in directory `root` with its absolute path, to use it in other layouts."""
-    return chunk._replace(path=absolute(root, chunk.path)) if chunk.is_in_file else chunk
+    return chunk._replace(path=absolute_path(root, chunk.path)) if chunk.is_in_file else chunk
 
 
-def absolute(root: Path, name: str) -> str:
+def absolute_path(root: Path, name: str) -> str:
     """Return the absolute path of a file in `root`, which may consist of several directories."""
     return os.path.abspath(root / name)
 
 
 def names_repaired(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the names of tensors that were damaged before and are whole now."""
-    return [name for name, one in before.items() if after[name] is not one and not after[name].is_lost]
+    """Return the names of tensors that were damaged before and are undamaged after."""
+    return [name for name, tensor in before.items() if after[name] is not tensor and not after[name].is_lost]

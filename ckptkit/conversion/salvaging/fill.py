@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.conversion.salvaging.copies import Faults, absolute, elsewhere, fits
+from ckptkit.conversion.salvaging.copies import Faults, absolute_path, can_replace, with_absolute_path
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Blob, Layout, StoredTensor
@@ -23,10 +23,10 @@ from ckptkit.state.names import NameOptions, ask_names
 
 @dataclass(frozen=True, slots=True)
 class FillSource:
-    """Another checkpoint, with the names of its tensors and entries without the prefix of the model.
+    """Another checkpoint to fill from, with the names of its tensors and entries without the model's prefix.
 
-    `weights` are the names of its model's tensors. `new_name` gives the name that a tensor gets in the output, which
-    the other checkpoint may have already.
+    `weights` are the names of its model's tensors. `new_name` gives a tensor's name in the output, which the other
+    checkpoint may already use.
     """
 
     path: Path
@@ -37,39 +37,43 @@ class FillSource:
     remarks: tuple[str, ...] = ()
 
     def tensor(self, own: str) -> StoredTensor | None:
-        """Return the tensor of a name with absolute paths, None if there is none."""
-        found = self.layout.tensors.get(self.entry_name(own))
-        if found is None:
+        """Return the tensor of a name with absolute paths; None if it is missing."""
+        stored = self.layout.tensors.get(self.entry_name(own))
+        if stored is None:
             return None
-        return replace(found, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in found.chunks))
+        return replace(stored, chunks=tuple(with_absolute_path(chunk, self.layout.root) for chunk in stored.chunks))
 
     def entry_name(self, own: str) -> str:
-        """Return what it calls an entry, "" if it has none."""
+        """Return its own name of an entry, "" if it has no such entry."""
         return self.names.get(own) or self.names.get(self.new_name(own), "")
 
     def entry(self, own: str) -> Blob | None:
-        """Return the entry of a name that is not a tensor, with its absolute path."""
-        found = self.layout.blobs.get(self.entry_name(own))
-        return found and found._replace(path=absolute(self.layout.root, found.path))
+        """Return the non-tensor entry of a name, with its absolute path; None if it is missing."""
+        blob = self.layout.blobs.get(self.entry_name(own))
+        return blob and blob._replace(path=absolute_path(self.layout.root, blob.path))
 
 
 def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
-    """Return a checkpoint in which tensors of another one replace those that are lost, wholly or in part.
+    """Return a checkpoint whose lost tensors, or lost parts of tensors, are replaced by another checkpoint's.
 
-    `named` is what the user says of the names in either. Return remarks, too, on names and shapes that do not fit.
+    `named` are the user's options about names in either. Also returns remarks on names and shapes that do not fit.
     """
     for path in (checkpoint.path, other.path):
         if is_remote(path):
             raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
-    fillers = {part.place: filler_of(part.layout, checkpoint, other, named) for part in other.components}
-    joined = filler_of(other.layout, checkpoint, other, named) if len(fillers) > 1 else next(iter(fillers.values()))
-    filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.components]
+    fillers = {
+        component.place: fill_source_of(component.layout, checkpoint, other, named) for component in other.components
+    }
+    joined = (
+        fill_source_of(other.layout, checkpoint, other, named) if len(fillers) > 1 else next(iter(fillers.values()))
+    )
+    filled = [fill_part(component, fillers.get(component.place, joined), faults) for component in checkpoint.components]
     remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
     remarks += [remark for _, more in filled for remark in more]
-    return replace(checkpoint, components=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
+    return replace(checkpoint, components=tuple(component for component, _ in filled)), list(dict.fromkeys(remarks))
 
 
-def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
+def fill_source_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
     """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
     remarks: list[str] = []
     model = find_model(checkpoint.model_component.layout)
@@ -82,66 +86,68 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: 
             layout, remarks = name_training(layout, asked)
         except (Mismatch, Unsupported) as error:
             remarks = [f"the names in {other.path} stay as they are: {error.message}"]
-    own, found = own_names(layout), find_model(layout)
-    weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
+    own, model_of_layout = own_names(layout), find_model(layout)
+    weights = frozenset(own[name] for name in model_of_layout.came_from.values()) if model_of_layout else frozenset()
     return FillSource(
         other.path, layout, {new: name for name, new in own.items()}, weights, renaming(named.rename), tuple(remarks)
     )
 
 
 def own_names(layout: Layout) -> dict[str, str]:
-    """Return the name of each entry without the prefix of the model; the full name where that is ambiguous."""
-    found = find_model(layout)
+    """Return the name of each entry without the prefix of the model; the full name if that would be ambiguous."""
+    model = find_model(layout)
     names = {name: name for name in layout.names}
-    if found is None:
+    if model is None:
         return names
-    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, found).items()}
+    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, model).items()}
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
-    """Return a part with its lost tensors and entries taken from the other checkpoint, as far as that has them.
+def fill_part(component: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
+    """Return a component with its lost tensors and entries taken from the other checkpoint, if that has them.
 
-    Return remarks, too, on tensors that do not fit.
+    Also returns remarks on tensors that do not fit.
     """
     remarks = []
-    layout = part.salvaged
+    layout = component.salvaged
     assert layout is not None
     own = own_names(layout)
     tensors, blobs = dict(layout.tensors), dict(layout.blobs)
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
-        found = filler.tensor(own[name])
-        if found is not None and not fits(replace(tensors[name], splits=None), found):
-            remarks.append(f"did not fill `{name}`: expected {tensors[name].spec}, found {found.spec} in {filler.path}")
-        elif found is not None:
-            faults.note_filled(found.chunks, str(filler.path))
-            tensors[name] = replace(found, spec=tensors[name].spec)
-    for name, blob in list(entries_in(own_of_lost(layout, faults.entries), filler)):
+        filling = filler.tensor(own[name])
+        if filling is not None and not can_replace(replace(tensors[name], splits=None), filling):
+            remarks.append(
+                f"did not fill `{name}`: expected {tensors[name].spec}, found {filling.spec} in {filler.path}"
+            )
+        elif filling is not None:
+            faults.note_filled(filling.chunks, str(filler.path))
+            tensors[name] = replace(filling, spec=tensors[name].spec)
+    for name, blob in list(entries_in(own_names_of_lost(layout, faults.entries), filler)):
         blobs[name] = blob
         faults.filled_entries[name] = str(filler.path)
         del faults.entries[name]
-    for name in absent_from(part, layout, filler, faults):
-        found = filler.tensor(name)
-        if found is not None:
-            faults.note_filled(found.chunks, str(filler.path))
-            tensors[name] = found
+    for name in absent_from(component, layout, filler, faults):
+        filling = filler.tensor(name)
+        if filling is not None:
+            faults.note_filled(filling.chunks, str(filler.path))
+            tensors[name] = filling
             faults.unplaced.pop(name, None)
-    return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
+    return replace(component, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
 
 
-def absent_from(part: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
-    """Return the names of tensors that a part should have but does not describe, not even by a shape.
+def absent_from(component: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
+    """Return the names of tensors that a component should have but has no shapes for.
 
     If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.
     """
     absent = [name for name in faults.unplaced if name not in layout.names]
-    if faults.unnamed and part.is_model and not layout.keys:
+    if faults.unnamed and component.is_model and not layout.keys:
         absent += sorted(filler.weights - set(layout.names) - set(absent))
     return absent
 
 
-def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
-    """Return the names that lost entries of a layout have without the prefix of the model."""
+def own_names_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
+    """Return the names of lost entries without the prefix of the model."""
     lost = {name: Blob("", 0, 0, b"") for name in names if name in layout.keys or not layout.keys}
     return {
         name: own for name, own in own_names(replace(layout, blobs={**layout.blobs, **lost})).items() if name in lost

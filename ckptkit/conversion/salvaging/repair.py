@@ -1,4 +1,4 @@
-"""Survey the parts of a checkpoint for damage, mark lost data, and replace it with copies in the same part."""
+"""Survey the components of a checkpoint for damage, mark lost data, and replace it with copies in the component."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, check_descriptions
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.replicas import find_different
-from ckptkit.conversion.salvaging.copies import Faults, complete, names_repaired, patch
+from ckptkit.conversion.salvaging.copies import Faults, complete_with_spares, names_repaired, patch_from_copy
 from ckptkit.engine.visit import find_damage, nbytes_of, run_of
 from ckptkit.errors import (
     DAMAGED,
@@ -37,18 +37,18 @@ from ckptkit.models.expected import Form, form_or_reason
 
 @dataclass(slots=True)
 class Survey:
-    """The damage in a layout: chunks by the name of their tensor and their number in it, and entries by name."""
+    """The damage in a layout: chunks by tensor name and index, and entries by name."""
 
     chunks: dict[tuple[str, int], CkptError] = field(default_factory=dict)
     entries: dict[str, CkptError] = field(default_factory=dict)
 
     def explained(self, reported: Iterable[CkptError]) -> Survey:
-        """Return the damage with the problems that were reported of files instead of those found by their sizes."""
+        """Return the damage with the problems that were reported for files, which say more than their sizes do."""
         why = {error.path: error for error in reported}
-        return replace(self, chunks={place: why.get(error.path, error) for place, error in self.chunks.items()})
+        return replace(self, chunks={chunk_key: why.get(error.path, error) for chunk_key, error in self.chunks.items()})
 
     def mark(self, layout: Layout) -> Layout:
-        """Return the layout with the damaged chunks lost, and without the damaged entries."""
+        """Return the layout with the damaged chunks marked as lost, and without the damaged entries."""
         tensors = dict(layout.tensors)
         for name in {name for name, _ in self.chunks} & tensors.keys():
             chunks = list(tensors[name].chunks)
@@ -62,38 +62,38 @@ class Survey:
 
 def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> Survey:
     """Find all damage in a layout: read every byte of its tensors once, except those of lost chunks."""
-    found, located = look_inside(layout)
-    sound = found.mark(located)
+    damage_found, located = look_inside(layout)
+    sound = damage_found.mark(located)
     damage = find_damage(sound, jobs=jobs, progress=report_progress(progress, nbytes_of(sound)))
     for name, i, chunk in numbered(sound) if damage else ():
         wrong = None if chunk.is_lost else damage.get(run_of(chunk))
         if wrong is not None:
-            found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
-    return found
+            damage_found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
+    return damage_found
 
 
 def look_at_structure(layout: Layout) -> Survey:
-    """Return the chunks and entries whose files are missing or too short, or whose envelopes do not open."""
+    """Return the chunks and entries whose files are missing or too short, or whose zip wrappers do not open."""
     return look_inside(layout)[0]
 
 
 def look_inside(layout: Layout) -> tuple[Survey, Layout]:
-    """Return the damage that shows without a look at the tensors' bytes, and the layout with these located."""
-    found = look_at_sizes(layout)
+    """Return the damage that can be found without reading tensor data, and the layout with located tensors."""
+    damage = look_at_sizes(layout)
     reported: list[CkptError] = []
-    located = locate(unpack(found.mark(layout), reported.append), reported.append)
-    told = {(error.tensor, error.offset): error for error in reversed(reported)}
-    for name, error in ((name, error) for (name, _), error in told.items() if name in located.blobs):
-        found.entries[str(name)] = error
+    located = locate(unpack(damage.mark(layout), reported.append), reported.append)
+    reported_by_place = {(error.tensor, error.offset): error for error in reversed(reported)}
+    for name, error in ((name, error) for (name, _), error in reported_by_place.items() if name in located.blobs):
+        damage.entries[str(name)] = error
     for name, i, chunk in numbered(located):
         if chunk.wrapper is not None:
             unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
-            found.chunks[name, i] = told.get((name, chunk.offset), unknown)
-    return found, located
+            damage.chunks[name, i] = reported_by_place.get((name, chunk.offset), unknown)
+    return damage, located
 
 
 def without_files(layout: Layout) -> Layout:
-    """Return the layout with chunks without elements as zeros, since the files that they name may be missing."""
+    """Return the layout with empty chunks turned into zeros, because the files that they name may be missing."""
 
     def apart(chunk: Chunk) -> Chunk:
         return chunk if chunk.box.numel else Chunk.of_zeros(chunk.box, chunk.dtype)
@@ -107,7 +107,7 @@ def without_files(layout: Layout) -> Layout:
 
 
 def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
-    """Return every chunk that has bytes, with the name of its tensor and its number in it."""
+    """Return every chunk that has bytes, with its tensor's name and its index in the tensor."""
     return [
         (name, i, chunk)
         for name, tensor in layout.tensors.items()
@@ -117,112 +117,116 @@ def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
 
 
 def look_at_sizes(layout: Layout) -> Survey:
-    """Return the chunks and entries of missing files, and those behind the end of a file."""
-    found, sizes = Survey(), dict[str, int | CkptError]()
+    """Return the chunks and entries of missing files, and those beyond the end of a file."""
+    damage, sizes = Survey(), dict[str, int | CkptError]()
     for name, i, chunk in numbered(layout):
         error = None if chunk.is_lost else problem_of(chunk, layout.root, sizes)
         if error is not None:
-            found.chunks[name, i] = error
+            damage.chunks[name, i] = error
     for name, blob in layout.blobs.items():
         error = problem_of(blob, layout.root, sizes) if blob.content is None and blob.length else None
         if error is not None:
-            found.entries[name] = error
-    return found
+            damage.entries[name] = error
+    return damage
 
 
-def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
-    """Return the error for a chunk or entry that does not lie inside its file; `sizes` are those that are known."""
-    size = sizes.get(place.path)
+def problem_of(stored: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
+    """Return the error for a chunk or entry outside its file; None if it is inside. `sizes` caches file sizes."""
+    size = sizes.get(stored.path)
     if size is None:
         try:
-            size = file_size(root / place.path)
+            size = file_size(root / stored.path)
         except (Corrupt, IOFailure) as error:
             size = error.with_traceback(None)
-        sizes[place.path] = size
+        sizes[stored.path] = size
     if isinstance(size, CkptError):
         return size
-    if not place.is_in_file:
-        return Corrupt("the file cannot be read", path=root / place.path)
-    if place.offset + place.length <= size:
+    if not stored.is_in_file:
+        return Corrupt("the file cannot be read", path=root / stored.path)
+    if stored.offset + stored.length <= size:
         return None
-    return Corrupt(f"the file is truncated: it ends at byte {size}", path=root / place.path)
+    return Corrupt(f"the file is truncated: it ends at byte {size}", path=root / stored.path)
 
 
-Look = Callable[[Layout], Survey]
-Why = Mapping[Path | None, Fault]
+SurveyFunction = Callable[[Layout], Survey]
+FaultByPath = Mapping[Path | None, Fault]
 
 _GONE = "it could not be read"
 _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
 
-def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, look: Look) -> Checkpoint:
-    """Return a checkpoint with the damage in each part marked as lost, unless the part has a copy of the same bytes.
+def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Checkpoint:
+    """Return a checkpoint whose damage is marked as lost, or replaced by copies in the same component.
 
-    `look` finds the damage in a layout. The metadata of `other` describes a part that has none, if everything in the
-    files of that part matches it. Raises the error that makes the part with the model unreadable; leaves out any other
-    unreadable part.
+    `look` finds the damage in a layout. The metadata of `other` describes a component without metadata, if everything
+    in that component's files matches it. Raises the error that makes the model component unreadable; leaves out any
+    other unreadable component.
     """
     model = checkpoint.model_component
     parts = []
-    for part in checkpoint.components:
+    for component in checkpoint.components:
         try:
-            parts.append(repair_part(part, other, faults, look))
+            parts.append(repair_part(component, other, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
-            if part is model:
-                if not isinstance(error, Mismatch):  # which hints at another --fill-from
+            if component is model:
+                if not isinstance(error, Mismatch):  # a mismatch already has a hint about --fill-from
                     hint = RESTORE if error.hint == DAMAGED else error.hint
                     error.hint = f"nothing can be salvaged without it{f': {hint}' if hint else ''}"
                 raise
-            faults.unnamed.append(Fault.of(error.blame(path=part.path)))
-            faults.places.append(part.path)
+            faults.unnamed.append(Fault.of(error.blame(path=component.path)))
+            faults.places.append(component.path)
     faults.unnamed += [Fault("no known format", path) for path in checkpoint.strange]
     faults.places += checkpoint.strange
     return replace(checkpoint, components=tuple(parts), strange=())
 
 
-def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look: Look) -> Component:
-    """Return a part with its lost chunks marked, or replaced by copies."""
+def repair_part(component: Component, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Component:
+    """Return a component with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
-    with translate_os_errors(part.path):
-        read = read_part(part, other, faults, reported.append)
-        manifest = manifest_of(part, faults)
+    with translate_os_errors(component.path):
+        read = read_part(component, other, faults, reported.append)
+        manifest = manifest_of(component, faults)
         check_descriptions(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
-        read = part.apply_context(read)
-    unexplained = note_rest(read, faults, reported)
+        read = component.apply_context(read)
+    unexplained = note_unlisted_tensors(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
-    layout = with_absent(part.with_sums(read, manifest), part, faults, unexplained, why)
+    layout = with_absent(component.with_sums(read, manifest), component, faults, unexplained, why)
     layout = without_different(without_files(layout), faults, with_bytes=False)
-    found = look(layout).explained(error for error in reported if error.tensor is None)
-    faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
-    told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
-    repaired = with_copies(found.mark(layout), faults, look, told)
-    return replace(part, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
+    damage = look(layout).explained(error for error in reported if error.tensor is None)
+    faults.entries.update((name, Fault.of(error)) for name, error in damage.entries.items())
+    faults_by_tensor = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
+    repaired = with_copies(damage.mark(layout), faults, look, faults_by_tensor)
+    return replace(component, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
 
 
-def read_part(part: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
-    """Return the layout of a part, by the metadata of another checkpoint if the part has none."""
+def read_part(component: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
+    """Return the layout of a component, by the metadata of another checkpoint if its own is missing."""
     if other is not None:
-        alike = (one for one in other.components if (one.place, one.reader.name) == (part.place, part.reader.name))
-        layouts = (part.reader.read_like(part.path, one.path, report) for one in alike)
+        alike = (
+            candidate
+            for candidate in other.components
+            if (candidate.place, candidate.reader.name) == (component.place, component.reader.name)
+        )
+        layouts = (component.reader.read_like(component.path, candidate.path, report) for candidate in alike)
         layout = next(layouts, None)
         if layout is not None:
             faults.described_by = other.path
             return layout
-    return part.reader.read(part.path, report)
+    return component.reader.read(component.path, report)
 
 
-def manifest_of(part: Component, faults: Faults) -> Manifest | None:
-    """Return the manifest of a part. Notes a damaged one and returns None."""
+def manifest_of(component: Component, faults: Faults) -> Manifest | None:
+    """Return the manifest of a component. Records a damaged one as a fault and returns None."""
     try:
-        return part.manifest
+        return component.manifest
     except (Corrupt, IOFailure, Unsafe) as error:
         faults.unnamed.append(Fault.of(error))
         return None
 
 
-def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
-    """Note the problems of tensors that the layout does not have; return those that nothing in the layout explains."""
+def note_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
+    """Record the problems of tensors that the layout lacks; return the faults that nothing in the layout explains."""
     known = {*layout.names, *layout.absent}
     used = {layout.root / path for path in (*layout.paths, *layout.absent.values())}
     explains = bool(layout.absent) or any(not is_there(path) for path in used)
@@ -233,12 +237,14 @@ def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> 
     return [Fault.of(error) for error in strange if not (explains and error.path is not None and error.path.is_dir())]
 
 
-def with_absent(layout: Layout, part: Component, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
-    """Return the layout with the unreadable tensors as lost ones, if config.json tells their shapes.
+def with_absent(
+    layout: Layout, component: Component, faults: Faults, unexplained: Sequence[Fault], why: FaultByPath
+) -> Layout:
+    """Return the layout with unreadable tensors marked as lost, if config.json has their shapes.
 
     They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.
     """
-    config = find_companions(part.path, part.base).config if layout.absent or unexplained else None
+    config = find_companions(component.path, component.base).config if layout.absent or unexplained else None
     form = form_or_reason({*layout.tensors, *layout.absent}, config) if config else None
     shapes = form.shapes if isinstance(form, Form) else {}
     absent = {
@@ -248,6 +254,7 @@ def with_absent(layout: Layout, part: Component, faults: Faults, unexplained: Se
         absent |= {name: unexplained[0] for name in form.needed if name not in layout.tensors and name not in absent}
     else:
         faults.unnamed += unexplained
+    # most tensors of a model have the same dtype, so the most frequent one is the best guess
     dtypes = Counter(tensor.spec.dtype for tensor in layout.tensors.values()).most_common(1)
     tensors = dict(layout.tensors)
     for name, fault in absent.items():
@@ -262,15 +269,16 @@ def with_absent(layout: Layout, part: Component, faults: Faults, unexplained: Se
     return replace(layout, tensors=tensors)
 
 
-def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, Fault]) -> Layout:
+def with_copies(layout: Layout, faults: Faults, look: SurveyFunction, told: Mapping[str, Fault]) -> Layout:
     """Return a marked layout in which spare chunks and second copies replace lost chunks.
 
-    `told` are the reported problems of single tensors.
+    `told` maps a tensor to the fault that was reported for it.
     """
     root = layout.root
-    spares = without_different(replace(layout, spares=sound_spares(layout, look)), faults, with_bytes=True).spares
+    spares = without_different(replace(layout, spares=undamaged_spares(layout, look)), faults, with_bytes=True).spares
     tensors = {
-        name: complete(tensor, root, spares.get(name, ()), told.get(name)) for name, tensor in layout.tensors.items()
+        name: complete_with_spares(tensor, root, spares.get(name, ()), told.get(name))
+        for name, tensor in layout.tensors.items()
     }
     faults.repaired.update(dict.fromkeys(names_repaired(layout.tensors, tensors)))
     if not layout.twins:
@@ -279,13 +287,13 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
     twins = look(seen).mark(seen).tensors
     return replace(
         layout,
-        tensors={name: patch(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
-        twins={name: patch(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()},
+        tensors={name: patch_from_copy(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
+        twins={name: patch_from_copy(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()},
     )
 
 
 def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> Layout:
-    """Return the layout without the copies that differ from the chosen chunks, which stay. Notes their tensors."""
+    """Return the layout without copies that differ from the chosen chunks. Records their tensors as faults."""
     if not layout.spares:
         return layout
     different = find_different(layout, ignore, with_bytes=with_bytes)
@@ -293,17 +301,19 @@ def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> La
         why = f"the copy in `{copy.path}` has other bytes; the output has the bytes of `{chosen.path}`"
         faults.unplaced.setdefault(name, Fault(why, layout.root / chosen.path))
     dropped = {(pair.name, pair.copy) for pair in different}
-    spares = {name: tuple(c for c in found if (name, c) not in dropped) for name, found in layout.spares.items()}
+    spares = {
+        name: tuple(c for c in spare_chunks if (name, c) not in dropped) for name, spare_chunks in layout.spares.items()
+    }
     return replace(layout, spares=spares)
 
 
-def sound_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:
-    """Return the spare chunks of a layout's tensors that are whole."""
+def undamaged_spares(layout: Layout, look: SurveyFunction) -> dict[str, tuple[Chunk, ...]]:
+    """Return the undamaged spare chunks of a layout's tensors."""
     spares = {
         name: replace(layout.tensors[name], chunks=chunks)
         for name, chunks in layout.spares.items()
         if name in layout.tensors
     }
     seen = replace(layout, tensors=spares, blobs={}, twins={})
-    found = look(seen).mark(seen).tensors if spares else {}
-    return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in found.items()}
+    surveyed = look(seen).mark(seen).tensors if spares else {}
+    return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in surveyed.items()}

@@ -1,4 +1,4 @@
-"""Salvage the source of a conversion: repair it before the draft, and account for the lost tensors after it."""
+"""Salvage the source of a conversion: repair it before planning the output, and account for lost tensors after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.checkpoints.account import (
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.salvaging.copies import Faults, filled_tensors, lost_entries, lost_tensors
 from ckptkit.conversion.salvaging.fill import fill
-from ckptkit.conversion.salvaging.repair import Look, repair, survey
+from ckptkit.conversion.salvaging.repair import SurveyFunction, repair, survey
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsupported
 from ckptkit.io.file import file_size, read_small
@@ -37,7 +37,7 @@ _FILL = "pass --fill-from OTHER to take the lost tensors from another checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """A checkpoint with its damage marked, its faults, the one that it was filled from, and remarks for the report."""
+    """A checkpoint with marked damage, its faults, the checkpoint that filled it, and remarks for the summary."""
 
     checkpoint: Checkpoint
     faults: Faults
@@ -46,9 +46,9 @@ class Salvage:
     notes: tuple[str, ...] = ()
 
     def account(self, conversion: Conversion) -> Conversion:
-        """Return a conversion with the account of its lost tensors; an output directory gets the account as a file too.
+        """Return a conversion with the account of its lost tensors; an output directory also gets it as a file.
 
-        Raises `Corrupt` if no tensor is left, or no weight of a model that has lost some.
+        Raises `Corrupt` if no tensor is left, or if a model has lost weights and none is left.
         """
         options, faults = conversion.options, self.faults
         lost: list[Lost] = []
@@ -68,21 +68,23 @@ class Salvage:
             raise no_weights_left(self.checkpoint, lost, weights)
         copied_files, unread = self.readable(conversion.copied_files)
         path, described_by = self.checkpoint.path, faults.described_by
-        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by, self.other, weights)
+        result = Account(
+            [*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by, self.other, weights
+        )
         made: Mapping[str, bytes] = conversion.made
-        if not (found.is_whole or conversion.is_file):
-            made = {**made, NAME: found.to_bytes(copied_files.pop(NAME, None))}
+        if not (result.is_whole or conversion.is_file):
+            made = {**made, NAME: result.to_bytes(copied_files.pop(NAME, None))}
         return replace(
             conversion,
             origins=[*conversion.origins, *self.origins],
             made=made,
             copied_files=copied_files,
             notes=[*conversion.notes, *self.notes, *self.say_unused(filled)],
-            salvaged=found,
+            salvaged=result,
         )
 
     def count_lost_weights(self, conversion: Conversion) -> SalvagedWeights:
-        """Return which of the weights that go into the output are lost, and which come from another checkpoint."""
+        """Return which weights of the output are lost, and which come from another checkpoint."""
         drafts = [one for one in conversion.drafts if one.place == self.checkpoint.model_component.place]
         own, filled, lost = (dict[str, int]() for _ in range(3))
         for draft in drafts or conversion.drafts:
@@ -90,23 +92,23 @@ class Salvage:
             tensors = draft.given.tensors
             for name in tensors if draft.writer.is_model_only else weights_in(draft.given):
                 is_filled = any(self.faults.filled.get(chunk.path) == str(self.other) for chunk in tensors[name].chunks)
-                place = lost if tensors[name].is_lost else filled if is_filled else own
-                place |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
+                group = lost if tensors[name].is_lost else filled if is_filled else own
+                group |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
         return SalvagedWeights(own, filled, lost)
 
     def say_unused(self, filled: Sequence[Filled]) -> list[str]:
-        """Return a note if another checkpoint was named to fill this one from, and nothing was taken from it."""
+        """Return a note if `--fill-from` names a checkpoint and no tensor came from it."""
         return [] if self.other is None or filled else [f"--fill-from: took no tensor from {self.other}"]
 
     def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
-        """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""
+        """Return the readable files to copy, without files of lost components, and an account of the unreadable."""
         places = self.faults.places
         kept = {name: path for name, path in copied_files.items() if not {path, *path.parents}.intersection(places)}
         unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
         return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
 
     def unshaped(self, options: ConvertOptions) -> list[tuple[str, Fault]]:
-        """Return the faults of lost entries without a shape, if `options` ask for them: name and fault."""
+        """Return (name, fault) of lost entries without a shape, if `options` select them."""
         entries = {} if options.writer.is_model_only else self.faults.entries
         named = [
             (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
@@ -115,7 +117,7 @@ class Salvage:
 
 
 def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
-    """Return the error for a checkpoint without a single whole tensor."""
+    """Return the error for a checkpoint without a single undamaged tensor."""
     named, files = ([one for one in lost if bool(one.name) is has_name] for has_name in (True, False))
     reasons = [one.describe(path) for one in files[:1]]
     if not named:
@@ -126,9 +128,9 @@ def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
 
 
 def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: SalvagedWeights) -> Corrupt:
-    """Return the error for a checkpoint in which every weight has lost something."""
+    """Return the error for a checkpoint in which every weight lost some data."""
     path = checkpoint.path
-    first = next(one for one in lost if one.name in weights.lost)
+    first = next(tensor for tensor in lost if tensor.name in weights.lost)
     message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights lost some data"
     wrapper = find_weights(checkpoint.model_component.layout).wrapper
     rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""
@@ -137,7 +139,7 @@ def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: Salva
 
 
 def weights_in(layout: Layout) -> Iterable[str]:
-    """Return the names of the model's tensors in a layout; () where nothing tells these from the others."""
+    """Return the names of the model's tensors in a layout; () if the model is not identified."""
     try:
         return find_weights(layout).came_from.values() if has_weights(layout) else ()
     except (Mismatch, Unsupported):  # no model, or several
@@ -145,7 +147,7 @@ def weights_in(layout: Layout) -> Iterable[str]:
 
 
 def fault_of(path: Path) -> Fault | None:
-    """Return why a file cannot be read to its end, None if it can."""
+    """Return why a file cannot be read to its end; None if it can."""
     try:
         sum_file(path.parent, path.name, file_size(path), ())
     except (Corrupt, IOFailure) as error:
@@ -153,8 +155,10 @@ def fault_of(path: Path) -> Fault | None:
     return None
 
 
-def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: Look | None = None) -> Salvage:
-    """Survey a checkpoint, repair it from the copies that it has, and fill the rest from another if one is given.
+def salvage(
+    checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: SurveyFunction | None = None
+) -> Salvage:
+    """Survey a checkpoint, repair it from its own copies, and fill the rest from `--fill-from`.
 
     By default, `look` reads every byte.
     """

@@ -1,6 +1,6 @@
-"""Open stores, in which remote checkpoints lie: trees of entries and their bytes.
+"""Open the stores of remote checkpoints: directories, files and their bytes.
 
-What a store was once asked is kept for the process, so that all who look see one state of it.
+Responses of a store are cached for the process, so that all readers see the same state.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import CkptError, IOFailure
 
 T = TypeVar("T")
-Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
+Read = Callable[[int, int], bytes]  # returns the bytes of a file from a start to an end offset, in one request
 
 
 class KnownStore(NamedTuple):
-    """A store of the table, as names `module:attribute`, which are imported when first needed.
+    """A row of the store table: names `module:attribute`, which are imported when first needed.
 
-    `store` makes a `Store` of the URL of its root. The others are "" where ckptkit cannot do that: `destination` makes
-    a `Destination`, `small_files` the `SmallFiles`, `keeper` the `RunBackend` of the run at a path. `describe` says in
-    words, before the user consents, what would be written to a path; `uploads` is the module with `find_uploads` and
-    `abort` for uploads that were not finished.
+    `store` creates a `Store` from the URL of its root. The others are "" for features that ckptkit lacks there:
+    `destination` creates a `Destination`, `small_files` the `SmallFiles`, `keeper` the `RunBackend` of the run at a
+    path. `describe` returns a text for the user's consent about what would be written to a path; `uploads` is the
+    module with `find_uploads` and `abort` for unfinished uploads.
     """
 
     store: str
@@ -52,7 +52,7 @@ _OBJECTS = KnownStore(
 )
 _DESCRIBE_HUB = "ckptkit.plugins.hub_writing.bucket_destination:describe_place"
 
-# by the scheme of a URL, or its beginning
+# keys are the scheme of a URL, or the beginning of the URL
 STORES = PluginTable(
     "ckptkit.stores",
     KnownStore,
@@ -74,15 +74,16 @@ STORES = PluginTable(
     },
 )
 LOCAL = KnownStore("", keeper="ckptkit.runs.local_keeper:LocalKeeper")  # a disk: its files need no store
-OTHERS = KnownStore("ckptkit.io.stores.generic:FileSystem")  # fsspec knows all others
-_PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
+OTHERS = KnownStore("ckptkit.io.stores.generic:FileSystem")  # any other scheme that fsspec knows
+_PAUSES = (0.2, 1.0, 3.0)  # seconds before each retry of a request without a response
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """A file or directory of a store. Of a file its bytes, and its change (seconds since 1970, 0 if nobody tells).
+    """A file or directory of a store.
 
-    Whatever changes with the content of a file, such as an ETag, is its `tag`.
+    A file has its size, and its modification time (seconds since 1970, 0 if unknown). `tag` is a value that changes
+    with the content of a file, such as an ETag.
     """
 
     name: str
@@ -93,10 +94,10 @@ class StoreEntry:
 
 
 class Store(Protocol):
-    """A place that holds files. A `key` is a path in it, with slashes; the root's is empty.
+    """A read-only file tree. A `key` is a path in it, with slashes; the root's key is empty.
 
-    Each method may raise `FileNotFoundError`, `PermissionError` or an error of a library's own. `hint` says what to
-    look at when it does not answer.
+    Each method may raise `FileNotFoundError`, `PermissionError` or an error of a library's own. `hint` is the hint for
+    a store that does not respond.
     """
 
     hint: str
@@ -108,26 +109,26 @@ class Store(Protocol):
         """Return the entries in the directory at `key`."""
 
     def open(self, key: str, entry: StoreEntry) -> Read:
-        """Return a function, for one thread, that reads from the file at `key` as long as it is what `entry` says."""
+        """Return a function, for one thread, that reads from the file at `key` as long as it still matches `entry`."""
 
     def forget(self) -> None:
-        """Forget every answer: ask again from now on."""
+        """Drop all cached responses."""
 
 
 @runtime_checkable
-class Explains(Protocol):
-    """A store that says in our words why a method failed."""
+class TranslatesErrors(Protocol):
+    """A store that translates its library's errors into ckptkit's."""
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
-        """Return our error for one that a method raised, asked for what lies at `path`."""
+        """Return ckptkit's error for an exception of a method that was called for `path`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSum:
-    """What a store knows of the content of a file, without reading it.
+    """A store's checksums of a file, available without reading the file.
 
-    That is its size in bytes, and the names of the checksums that are kept. `parts` has, in order, the CRC-32 and the
-    bytes of each part of the file, or of the whole; it is empty if the store does not tell any.
+    `nbytes` is its size and `kinds` the names of its checksums. `parts` has, in order, (CRC-32, size) of each part of
+    the file, or of the full file; it is empty if the store has no CRC-32.
     """
 
     nbytes: int
@@ -140,14 +141,14 @@ class ChecksumStore(Protocol):
     """A store that keeps checksums of files, which it computed itself when they were written."""
 
     def stored_sum(self, key: str) -> StoredSum:
-        """Return what it knows of the file at `key`, in one or two requests."""
+        """Return the checksums of the file at `key`, in one or two requests."""
 
 
 @dataclass(slots=True)
 class CachedStore:
-    """A store and its answers so far: entries by key, and listings by key of their directory.
+    """A store and its cached responses: entries by key, and listings by key of their directory.
 
-    `reopen` gives the same store as it is by then, if another state of it is known.
+    `reopen` creates the store anew, at its current state, if the store is fixed to an earlier state.
     """
 
     store: Store
@@ -158,6 +159,7 @@ class CachedStore:
     def find(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
         folder, _, name = key.rpartition("/")
+        # a listing also answers for missing entries, without a request
         if key and folder in self.listed:
             return self.listed[folder].get(name)
         if key not in self.found:
@@ -165,18 +167,21 @@ class CachedStore:
         return self.found[key]
 
     def entries(self, key: str) -> dict[str, StoreEntry]:
-        """Return the entries in the directory at `key`, by name. Raises `FileNotFoundError` or `NotADirectoryError`."""
+        """Return the entries of the directory at `key`, by name.
+
+        Raises `FileNotFoundError` or `NotADirectoryError`.
+        """
         if key not in self.listed:
             entry = self.find(key)
             if entry is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if not entry.is_dir:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            self.listed[key] = {found.name: found for found in self.store.entries(key)}
+            self.listed[key] = {child.name: child for child in self.store.entries(key)}
         return self.listed[key]
 
     def find_change(self, key: str) -> str | None:
-        """Return the key of something at or below `key` that is not what it was when first asked for, or None."""
+        """Return the key of an entry at or below `key` that has changed since it was cached, or None."""
         self.store.forget()
         fresh = CachedStore(self.store)
         below = f"{key}/" if key else ""
@@ -190,14 +195,14 @@ class CachedStore:
         return key if seen is not None and fresh.find(key) != seen else None
 
     def forget(self) -> None:
-        """Forget every answer: the store was written to."""
+        """Drop all cached responses, because the store was written to."""
         self.store.forget()
         self.store = self.reopen() if self.reopen else self.store
         self.found.clear()
         self.listed.clear()
 
     def _rules_out(self, folder: str) -> bool:
-        """Return True if there is no such directory, as far as can be told without asking."""
+        """Return whether the cache shows that a directory does not exist."""
         above, _, name = folder.rpartition("/")
         if folder and above in self.listed:
             entry = self.listed[above].get(name)
@@ -206,23 +211,23 @@ class CachedStore:
 
 
 def known_by_url(url: str) -> KnownStore:
-    """Return what is known of the store that a URL names, at its root or below."""
-    scheme, _, place = url.partition("://")
-    return STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
+    """Return the row of the store table for a URL at or below a store's root."""
+    scheme, _, rest = url.partition("://")
+    return STORES.get(f"{scheme}://{rest.partition('/')[0]}") or STORES.get(scheme, OTHERS)
 
 
 @cache
 def open_store(url: str) -> CachedStore:
-    """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
+    """Return the store whose root is `url`, shared by all callers. Raises `Usage` for an unknown scheme."""
     reopen = partial(load(known_by_url(url).store), url)
     return CachedStore(cast(Store, reopen()), reopen)
 
 
 @contextmanager
 def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
-    """Turn any error that a store or its library raises inside the block into an `IOFailure` that names `path`.
+    """Turn any error of a store or its library inside the block into an `IOFailure` that names `path`.
 
-    That nothing is there is no failure.
+    Passes `FileNotFoundError` on: a missing file is not a failure of the store.
     """
     try:
         yield
@@ -230,8 +235,8 @@ def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
         raise error.blame(path=path) from error.__cause__
     except FileNotFoundError:
         raise
-    except Exception as error:  # every library has its own, and those of what it is built on
-        if isinstance(store, Explains):
+    except Exception as error:  # every library has its own exceptions, and those of its dependencies
+        if isinstance(store, TranslatesErrors):
             raise store.refusal(error, path) from error
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         what = "access denied" if isinstance(error, PermissionError) else "the store does not answer"
@@ -239,7 +244,7 @@ def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
 
 
 def with_retries(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
-    """Return what `request` gives, which is made again, after a pause, a few times when the connection is `dropped`."""
+    """Return the result of `request`, retrying a few times after a pause if a `dropped` error is raised."""
     for pause in _PAUSES:
         try:
             return request()

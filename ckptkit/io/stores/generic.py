@@ -1,7 +1,6 @@
-"""Open stores of every kind that fsspec knows: Google Cloud, Azure, HTTP, SFTP, and so on. Keeps no bytes.
+"""Open stores of every kind that fsspec knows: Google Cloud, Azure, HTTP, SFTP, and so on. Caches no file contents.
 
-Credentials, endpoints and retries are those of fsspec and of the library behind it, from the environment and from their
-own files.
+fsspec and the library behind it read credentials, endpoints and retries from the environment and from their own files.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _EXTRAS = {
 }
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "generation", "checksum", "sha256", "oid")
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created", "modified")
-_ONE_BY_ONE = threading.Lock()  # of libraries that are not asynchronous few are safe in threads
+_SYNC_LOCK = threading.Lock()  # few of the synchronous libraries are thread-safe
 
 
 class FileSystem:
-    """A tree of files as fsspec has it; `url` is its root, and `settings` are those of fsspec."""
+    """A file tree of fsspec; `url` is its root, and `settings` are passed to fsspec."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         scheme = url.partition("://")[0].rpartition("::")[2]
@@ -44,7 +43,7 @@ class FileSystem:
         self._base = base.rstrip("/")
 
     def find(self, key: str) -> StoreEntry | None:
-        """Return the entry at `key`, or None. The root is a directory if it can be listed, whatever else it is."""
+        """Return the entry at `key`, or None. The root counts as a directory if it can be listed."""
         try:
             if key:
                 return entry_of(self._files.info(self._path(key)))
@@ -56,12 +55,12 @@ class FileSystem:
         return StoreEntry("", is_dir=True)
 
     def entries(self, key: str) -> list[StoreEntry]:
-        """Return the entries in the directory at `key`, but for empty objects that some tools put in its place."""
-        place = self._path(key).strip("/")
-        return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != place]
+        """Return the entries of the directory at `key`, without the empty placeholder object that some tools create."""
+        directory = self._path(key).strip("/")
+        return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != directory]
 
     def open(self, key: str, entry: StoreEntry) -> Read:
-        """Return a function that reads from the file at `key`. S3 is asked for the object that was listed, by ETag."""
+        """Return a function that reads from the file at `key`. On S3, reads only the listed object, by ETag."""
         path = self._path(key)
         if not self._files.async_impl:
             return lambda start, stop: self._read_alone(path, start, stop)
@@ -77,30 +76,30 @@ class FileSystem:
         return lambda start, stop: with_retries(lambda: read(start, stop), dropped_connections())
 
     def forget(self) -> None:
-        """Drop the listings that fsspec has."""
+        """Drop fsspec's cached listings."""
         self._files.invalidate_cache()
 
     def _is_absent(self, error: FileNotFoundError) -> bool:  # noqa: ARG002
-        """Return whether an error says that a file is missing, and not all that it would lie in."""
+        """Return whether an error means that a file is missing, and not the bucket or host that contains it."""
         return True
 
     def _path(self, key: str) -> str:
         return f"{self._base}/{key}" if key else self._base
 
     def _list(self, key: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._files.ls(self._path(key), detail=True)
-        return found
+        listing: list[dict[str, Any]] = self._files.ls(self._path(key), detail=True)
+        return listing
 
     def _read_alone(self, path: str, start: int, stop: int) -> bytes:
-        with _ONE_BY_ONE:
+        with _SYNC_LOCK:
             data: bytes = self._files.cat_file(path, start=start, end=stop)
         return data
 
 
 def entry_of(info: Mapping[str, Any]) -> StoreEntry:
-    """Return an entry as fsspec describes it. The tag is the store's own for the content, or else the time."""
+    """Return an entry from fsspec's description. The tag is the store's content hash, or else the time."""
     times = [info[name] for name in _TIMES if info.get(name)]
-    changed = seconds(times[0]) if times else 0.0
+    changed = to_epoch_seconds(times[0]) if times else 0.0
     tags = [str(info[name]).strip('"') for name in _TAGS if info.get(name)]
     name = info["name"].rstrip("/").rpartition("/")[2]
     if info["type"] == "directory":
@@ -108,8 +107,8 @@ def entry_of(info: Mapping[str, Any]) -> StoreEntry:
     return StoreEntry(name, False, int(info["size"] or 0), changed, tags[0] if tags else str(changed or ""))
 
 
-def seconds(time: Any) -> float:
-    """Return a time in seconds since 1970, however a library gives it; whole, as a store may tell it in two ways."""
+def to_epoch_seconds(time: Any) -> float:
+    """Return a time of any type as whole seconds since 1970, because a store may report it in two precisions."""
     if isinstance(time, str):
         try:
             time = datetime.fromisoformat(time)
@@ -119,7 +118,7 @@ def seconds(time: Any) -> float:
 
 
 def dropped_connections() -> tuple[type[Exception], ...]:
-    """Return the errors by which a connection is lost where the library does not try again by itself."""
+    """Return the exceptions for a lost connection that the library does not retry itself."""
     try:
         from aiohttp import ClientConnectionError, ClientPayloadError
     except ImportError:

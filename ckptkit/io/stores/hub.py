@@ -1,7 +1,7 @@
-"""Read from repositories of the Hugging Face Hub, each at one commit, so that all reads see one state. Keeps no bytes.
+"""Read from repositories of the Hugging Face Hub, each at one commit, so that all reads see one state.
 
-Files are read by range from where the Hub redirects, for large ones to a CDN: asked once a file, not for every range.
-The token, the endpoint and other settings are those of `huggingface_hub`.
+File contents are not cached. Reads are range requests to the address that the Hub redirects to (a CDN for large files),
+which is looked up once per file. `huggingface_hub` provides the token, the endpoint and other settings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _KINDS = {"datasets": "dataset", "spaces": "space"}
 _TRIES = 3
-_MOST = 300  # characters of an error that are repeated
-_TIMEOUT = 30  # seconds without a byte
+_MAX_SHOWN = 300  # characters of an error that are shown
+_TIMEOUT = 30  # seconds without receiving a byte
 
 
 class HubStore:
-    """The repository that `hf://[datasets/]org/name[@revision]` means."""
+    """The repository at `hf://[datasets/]org/name[@revision]`."""
 
     hint = "run `hf auth login` or set HF_TOKEN if the repository is private or gated; no local path has this name"
 
@@ -39,19 +39,18 @@ class HubStore:
 
     @cached_property
     def commit(self) -> str:
-        """Return the commit of the revision, the same from now on. Raises `NotACheckpoint` if there is none."""
+        """Return the commit of the revision, looked up once. Raises `NotACheckpoint` if there is none."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         try:
-            found = self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind)
+            info = self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind)
         except RevisionNotFoundError as error:
             raise NotACheckpoint(f"the repository does not have revision `{self._revision}`") from error
         except RepositoryNotFoundError as error:
             raise NotACheckpoint("the Hub has no such repository, or you may not see it", hint=self.hint) from error
-        return str(found.sha)
+        return str(info.sha)
 
     def find(self, key: str) -> StoreEntry | None:
-        """Return the entry at `key`, or None."""
         if not key:
             return StoreEntry("", is_dir=bool(self.commit))
         folder, _, name = key.rpartition("/")
@@ -61,28 +60,27 @@ class HubStore:
             return None
 
     def entries(self, key: str) -> list[StoreEntry]:
-        """Return the entries of the directory at `key`."""
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
             tree = self._api.list_repo_tree(self._id, key or None, revision=self.commit, repo_type=self._kind)
-            return [entry_of(found) for found in tree]
+            return [entry_of(item) for item in tree]
         except EntryNotFoundError as error:
             raise FileNotFoundError(key) from error
 
     def open(self, key: str, entry: StoreEntry) -> Read:
-        """Return a function that reads from the file at `key`; a commit never changes."""
+        """Return a function that reads from the file at `key`. A commit never changes, so `entry` is not checked."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._id, key, revision=self.commit, repo_type=self._kind, endpoint=self._api.endpoint)
         return self._sources.setdefault(key, HubDownload(url, entry.size)).read
 
     def forget(self) -> None:
-        """Keep all: a commit never changes."""
+        """Do nothing: a commit never changes."""
 
 
 class HubDownload:
-    """A file of `size` bytes that the Hub has at `url`, and the address it redirects to. Safe for all threads."""
+    """A file of `size` bytes at the Hub's `url`, and the address that it redirects to. Thread-safe."""
 
     def __init__(self, url: str, size: int) -> None:
         self._url = url
@@ -91,7 +89,7 @@ class HubDownload:
         self._lock = threading.Lock()
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from one offset up to another."""
+        """Return the bytes from offset `start` to `stop`."""
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
@@ -99,7 +97,7 @@ class HubDownload:
         except HfHubHTTPError as error:
             if error.response.status_code not in (401, 403, 404, 410):
                 raise
-            self._location = None  # its signature has expired, after an hour or so
+            self._location = None  # the signed URL has expired, after an hour or so
             return self._ask(start, stop)
 
     def _ask(self, start: int, stop: int) -> bytes:
@@ -123,7 +121,7 @@ class HubDownload:
         return get_hf_file_metadata(self._url, token=None, headers=our_headers(), retry_on_errors=True).location
 
     def _credentials(self, location: str) -> dict[str, str]:
-        """Return the headers for an address: the token is sent to the Hub alone."""
+        """Return the headers for an address: the token is only sent to the Hub."""
         is_hub = urlsplit(location)[:2] == urlsplit(self._url)[:2]
         return our_headers() if is_hub else {}
 
@@ -139,7 +137,7 @@ def parse_repository(place: str) -> tuple[str, str, str | None]:
 def find_snapshot(place: str) -> Path | None:
     """Return the snapshot of `[datasets/]org/name[@revision]` in the Hub's cache, if HF_HUB_OFFLINE is set; else None.
 
-    Of a repository that was fetched in part the snapshot has only these files.
+    The snapshot of a partly downloaded repository contains only the downloaded files.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -148,7 +146,7 @@ def find_snapshot(place: str) -> Path | None:
     kind, name, revision = parse_repository(place)
     try:
         return Path(snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
-    except (OSError, ValueError):  # not in the cache, or no name that the Hub allows
+    except (OSError, ValueError):  # not in the cache, or an invalid name
         return None
 
 
@@ -160,8 +158,8 @@ def downloading(model: str) -> Iterator[None]:
 
     try:
         yield
-    except Exception as error:  # the Hub raises its own, its HTTP client's and the system's
-        reason = " ".join(str(error).split())[:_MOST] or type(error).__name__
+    except Exception as error:  # the client raises its own, its HTTP library's and the system's
+        reason = " ".join(str(error).split())[:_MAX_SHOWN] or type(error).__name__
         if constants.HF_HUB_OFFLINE:
             reason = "HF_HUB_OFFLINE is set, and the Hub's cache does not contain it"
         elif isinstance(error, RepositoryNotFoundError):
@@ -171,21 +169,20 @@ def downloading(model: str) -> Iterator[None]:
 
 
 def connect() -> HfApi:
-    """Return the Hub's own client."""
     from huggingface_hub import HfApi
 
     return HfApi(library_name="ckptkit", library_version=__version__)
 
 
 def our_headers() -> dict[str, str]:
-    """Return the headers of every request to the Hub, such as the user's token."""
+    """Return the headers of every request to the Hub, including the user's token."""
     from huggingface_hub.utils import build_hf_headers
 
     return build_hf_headers(library_name="ckptkit", library_version=__version__)
 
 
 def entry_of(found: Any) -> StoreEntry:
-    """Return the entry for a file or directory as huggingface_hub lists it."""
+    """Return the entry for a file or directory in huggingface_hub's listing."""
     name = found.path.rpartition("/")[2]
     if not hasattr(found, "blob_id"):
         return StoreEntry(name, is_dir=True)

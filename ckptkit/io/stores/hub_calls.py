@@ -1,6 +1,6 @@
-"""Call the Hub: list and change repositories and buckets. Sends only the content of small files.
+"""Call the Hub: list and change repositories and buckets. Sends the content of small files only.
 
-A token is never asked for, kept or shown: `huggingface_hub` finds it where `hf auth login` or `HF_TOKEN` put it.
+ckptkit never asks for, stores or shows a token: `huggingface_hub` finds the token of `hf auth login` or `HF_TOKEN`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupport
 from ckptkit.io.stores.hub import connect, our_headers
 from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of, redact, translate_hub_errors
 
-MODEL, BUCKET = "models", "buckets"  # kinds of places, as the Hub's calls name them
-_SAMPLE = 512  # bytes of a file by which the Hub tells text from data
+MODEL, BUCKET = "models", "buckets"  # kinds of repositories in the Hub's API
+_SAMPLE = 512  # first bytes of a file, from which the Hub decides whether it is text
 _NDJSON = {"Content-Type": "application/x-ndjson"}
 
-Line = dict[str, Any]  # of a request that changes several files
+Line = dict[str, Any]  # one line of a request that changes several files
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file on the Hub: its size, git's id of it, and if it is large its SHA-256, since the id is a pointer's then."""
+    """A file on the Hub: its size, its git object id and, for a large file, its SHA-256.
+
+    For a large file, the git object is only an LFS pointer.
+    """
 
     nbytes: int
     oid: str
@@ -54,7 +57,7 @@ class HubRepository:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a bucket: its size, and the hash that the Hub's storage gives its content."""
+    """A file in a bucket: its size, and its Xet content hash."""
 
     nbytes: int
     xet_hash: str
@@ -62,7 +65,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class XetAccess:
-    """The right to write to the Hub's storage, for a while: `refresh_url` gives it anew.
+    """A temporary permission to write to the Hub's Xet storage; `refresh_url` renews it.
 
     https://huggingface.co/docs/xet/auth
     """
@@ -75,7 +78,7 @@ class XetAccess:
 
 
 def find(repo_id: str, revision: str) -> HubRepository | None:
-    """Return a repository as it is now, None if there is no such repository or revision."""
+    """Return the current state of a repository; None without the repository or revision."""
     try:
         return look_up(repo_id, revision)
     except NotACheckpoint:
@@ -83,91 +86,94 @@ def find(repo_id: str, revision: str) -> HubRepository | None:
 
 
 def look_up(repo_id: str, revision: str) -> HubRepository:
-    """Return a repository as it is now. Raises `NotACheckpoint` if there is none, or none that we may see."""
+    """Return the current state of a repository.
+
+    Raises `NotACheckpoint` if it does not exist or is not visible to us.
+    """
     with translate_hub_errors(repo_id, revision):
-        found = connect().model_info(repo_id, revision=revision, files_metadata=True)
+        info = connect().model_info(repo_id, revision=revision, files_metadata=True)
     files = {}
-    for file in found.siblings or ():
+    for file in info.siblings or ():
         if file.size is None or file.blob_id is None:
-            raise Corrupt(f"the Hub does not say what `{file.rfilename!a}` is", path=found.id)
+            raise Corrupt(f"the Hub does not say what `{file.rfilename!a}` is", path=info.id)
         files[file.rfilename] = HubFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
-    if found.sha is None:
-        raise Corrupt("the Hub does not say which commit this is", path=found.id)
-    return HubRepository(found.id, found.sha, bool(found.private), files)
+    if info.sha is None:
+        raise Corrupt("the Hub does not say which commit this is", path=info.id)
+    return HubRepository(info.id, info.sha, bool(info.private), files)
 
 
 def require_token() -> None:
-    """Raise `IOFailure` if there is nothing that says who we are."""
+    """Raise `IOFailure` if there is no token."""
     if get_token() is None:
         raise IOFailure("there is no token for the Hub", hint="run `hf auth login`, or set HF_TOKEN")
 
 
 def create_repository(repo_id: str, *, private: bool) -> HubRepository:
-    """Make a repository. Raises `Unsafe` if the Hub made it public and it was to be private."""
+    """Create a repository. Raises `Unsafe` if the Hub made it public although `private` was requested."""
     with translate_hub_errors(repo_id):
         connect().create_repo(repo_id, private=private)
-    made = look_up(repo_id, MAIN)
-    if private and not made.is_private:
+    repository = look_up(repo_id, MAIN)
+    if private and not repository.is_private:
         raise Unsafe("the Hub made the repository public; nothing was sent", path=repo_id)
-    return made
+    return repository
 
 
 def create_branch(repo_id: str, branch: str, commit: str) -> None:
-    """Make a branch of a repository that begins at a commit."""
+    """Create a branch of a repository at a commit."""
     with translate_hub_errors(repo_id):
         connect().create_branch(repo_id, branch=branch, revision=commit)
 
 
 def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool:
-    """Return whether the Hub wants a small file in its storage, and not in git itself.
+    """Return whether the Hub wants a small file in its LFS storage instead of in git.
 
     Raises `Unsupported` if the .gitignore of the repository names the file.
     """
     asked = {"path": name, "size": len(data), "sample": b64encode(data[:_SAMPLE]).decode()}
     with translate_hub_errors(repo_id, revision):
         address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/preupload/{quote(revision, safe='')}"
-        answer = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
-        hf_raise_for_status(answer)
-        (found,) = answer.json()["files"]
-    if found.get("shouldIgnore"):
+        response = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
+        hf_raise_for_status(response)
+        (upload_mode,) = response.json()["files"]
+    if upload_mode.get("shouldIgnore"):
         hint = "take the line out of .gitignore, or write to another repository"
         raise Unsupported(f"the .gitignore of the repository excludes `{name}`", hint=hint)
-    return bool(found["uploadMode"] == "lfs" and data)  # storage takes no empty files
+    return bool(upload_mode["uploadMode"] == "lfs" and data)  # the storage accepts no empty files
 
 
 def ask_access(kind: str, place_id: str, revision: str | None = None) -> XetAccess:
-    """Return the right to write to the storage of a repository at a revision, or of a bucket."""
+    """Return a permission to write to the storage of a repository at a revision, or of a bucket."""
     at = "" if revision is None else f"/{quote(revision, safe='')}"
     address = f"{constants.ENDPOINT}/api/{kind}/{place_id}/xet-write-token{at}"
     headers = our_headers()
     with translate_hub_errors(place_id, revision or MAIN):
-        answer = http_backoff("GET", address, headers=headers)
-        hf_raise_for_status(answer)
-        found = answer.json()
-        return XetAccess(found["casUrl"], found["accessToken"], int(found["exp"]), address, headers)
+        response = http_backoff("GET", address, headers=headers)
+        hf_raise_for_status(response)
+        access = response.json()
+        return XetAccess(access["casUrl"], access["accessToken"], int(access["exp"]), address, headers)
 
 
 def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: Iterable[Line]) -> str:
-    """Change files of a branch in one commit behind `parent`. Returns its id.
+    """Change files of a branch in one commit on top of `parent`. Returns the commit id.
 
-    Asked once only: whether a request that got no answer has made the commit, its caller has to find out. Raises
+    The request is not retried: without a response, the caller has to find out whether the commit was made. Raises
     `Occupied` if the branch is not at `parent`.
     """
     header = {"key": "header", "value": {"summary": message, "description": "", "parentCommit": parent}}
     address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
     with translate_hub_errors(repo_id, revision):
-        answer = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
-        hf_raise_for_status(answer)
-        return str(answer.json()["commitOid"])
+        response = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
+        hf_raise_for_status(response)
+        return str(response.json()["commitOid"])
 
 
 def inline_line(name: str, data: bytes) -> Line:
-    """Return the line of a commit for a small file, which it contains."""
+    """Return the line of a commit for a small file, with its content."""
     return {"key": "file", "value": {"path": name, "content": b64encode(data).decode(), "encoding": "base64"}}
 
 
 def data_line(name: str, nbytes: int, sha256: str) -> Line:
-    """Return the line of a commit for a file whose content is in storage."""
+    """Return the line of a commit for a file whose content is in the storage."""
     return {"key": "lfsFile", "value": {"path": name, "algo": "sha256", "oid": sha256, "size": nbytes}}
 
 
@@ -176,7 +182,7 @@ def deletion_line(name: str) -> Line:
 
 
 def is_private_bucket(bucket_id: str) -> bool | None:
-    """Return whether a bucket is private, None if there is none, or none that we may see."""
+    """Return whether a bucket is private; None if it does not exist or is not visible to us."""
     try:
         with translate_hub_errors(bucket_id):
             return bool(connect().bucket_info(bucket_id).private)
@@ -185,13 +191,13 @@ def is_private_bucket(bucket_id: str) -> bool | None:
 
 
 def create_bucket(bucket_id: str) -> None:
-    """Make a private bucket."""
+    """Create a private bucket."""
     with translate_hub_errors(bucket_id):
         connect().create_bucket(bucket_id, private=True)
 
 
 def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
-    """Return the files anywhere below a folder of a bucket, by their names in it."""
+    """Return all files below a folder of a bucket, by their names relative to it."""
     base = f"{folder}/"
     with translate_hub_errors(bucket_id):
         tree = connect().list_bucket_tree(bucket_id, prefix=folder, recursive=True)
@@ -204,26 +210,27 @@ def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
 
 
 def describe_paths(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
-    """Return those of some files that are in a bucket, by path."""
+    """Return the existing files among these paths of a bucket, by path."""
     with translate_hub_errors(bucket_id):
-        found = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
-    return {file.path: StoredFile(file.size, file.xet_hash) for file in found}
+        files = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
+    return {file.path: StoredFile(file.size, file.xet_hash) for file in files}
 
 
 def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
-    """Add and delete files of a bucket; a file is changed or not, and some may be. Raises `IOFailure` if not all are.
+    """Add and delete files of a bucket. Raises `IOFailure` if some of the changes failed.
 
+    Each file is changed completely or not at all, but the changes are not one transaction.
     https://huggingface.co/docs/hub/storage-buckets
     """
     with translate_hub_errors(bucket_id):
         address = f"{constants.ENDPOINT}/api/{BUCKET}/{bucket_id}/batch"
-        answer = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
-        failed = answer.json().get("failed") if answer.status_code in (200, 422) else None
+        response = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
+        failed = response.json().get("failed") if response.status_code in (200, 422) else None
         if failed:
             first = failed[0]
             message = f"the Hub did not change {len(failed)} of {len(lines)} files: {redact(str(first.get('error')))}"
             raise IOFailure(message, path=f"hf://{BUCKET}/{bucket_id}/{first.get('path')}", hint=AGAIN)
-        hf_raise_for_status(answer)
+        hf_raise_for_status(response)
 
 
 def pack(lines: Iterable[Line]) -> bytes:
@@ -232,7 +239,7 @@ def pack(lines: Iterable[Line]) -> bytes:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep `huggingface_hub` from showing bars and from logging its retries inside the block."""
+    """Suppress progress bars and retry logs of `huggingface_hub` inside the block."""
     level, had_bars = logging.get_verbosity(), not are_progress_bars_disabled()
     logging.set_verbosity(ERROR)
     if had_bars:

@@ -1,6 +1,6 @@
-"""Turn the errors of the Hub and of its libraries into ours: one table for what reads and for what writes.
+"""Translate the errors of the Hub and of its libraries into ckptkit's: one table for reading and writing.
 
-A token is never repeated.
+Messages never contain a token.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MAIN = "main"
 AGAIN = "run the same command again: it sends only what is missing"
 _TOKEN = re.compile(r"hf_\w+")
 _LOGIN = "run `hf auth login` or set HF_TOKEN"
-_QUOTA = re.compile(r"storage|quota|exceed", re.IGNORECASE)  # in what the Hub says where it has no room left
+_QUOTA = re.compile(r"storage|quota|exceed", re.IGNORECASE)  # words in the Hub's message when a quota is reached
 _HINTS = {401: _LOGIN, 403: "the token needs the right to write there", 429: "wait, then run the same command again"}
-_MOST = 300  # characters of what a server says
+_MAX_SHOWN = 300  # characters of a server's message that are shown
 
 
 @contextmanager
 def translate_hub_errors(repo_id: str, revision: str = MAIN, path: Path | None = None) -> Iterator[None]:
-    """Turn an error of the Hub or of file `path` inside the block, which does nothing else, into one of ours."""
+    """Turn an error of the Hub, or of local file `path`, inside the block into one of ckptkit's."""
     try:
         yield
     except CkptError:
         raise
-    except Exception as error:  # the hub raises its own, its HTTP client's and the system's
+    except Exception as error:  # the client raises its own, its HTTP library's and the system's
         if isinstance(error, OSError) and error.errno and path is not None:
             with translate_os_errors(path):
                 raise
@@ -46,7 +46,7 @@ def translate_hub_errors(repo_id: str, revision: str = MAIN, path: Path | None =
 
 
 def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
-    """Return our error for one of the Hub, or for the one that caused it."""
+    """Return ckptkit's error for an exception of the Hub's client, or for its cause."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, HfHubHTTPError):
@@ -58,12 +58,12 @@ def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
         if type(behind).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3"):
             return unreachable(behind)
         behind = behind.__cause__
-    said = redact(str(error).partition("\n")[0])  # the rest is advice on how to call it
+    said = redact(str(error).partition("\n")[0])  # further lines are advice for programmers
     return IOFailure(f"the Hub's client gave up: {said or type(error).__name__}", hint=AGAIN)
 
 
 def unreachable(error: BaseException) -> IOFailure:
-    """Return the error for a missing answer; it does not repeat a request that failed, since that holds the token."""
+    """Return the error for a missing response. Does not show the failed request, because it contains the token."""
     what = type(error).__name__
     if "Connect" in what and str(error):
         what = redact(str(error))
@@ -72,7 +72,7 @@ def unreachable(error: BaseException) -> IOFailure:
 
 
 def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
-    """Return the error for an answer that refuses."""
+    """Return the error for a response that refuses a request."""
     status, said = error.response.status_code, redact(error.server_message or "")
     if isinstance(error, GatedRepoError):
         return IOFailure(f"access to `{repo_id}` must be requested", hint=f"request it at {page_of(repo_id)}")
@@ -90,10 +90,9 @@ def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
 
 
 def redact(text: str) -> str:
-    """Return one line of what a server says, without any token."""
-    return _TOKEN.sub("hf_...", " ".join(text.split()))[:_MOST]
+    """Return a server's message as one line, without any token."""
+    return _TOKEN.sub("hf_...", " ".join(text.split()))[:_MAX_SHOWN]
 
 
 def page_of(repo_id: str) -> str:
-    """Return the address of a repository's page."""
     return f"{constants.ENDPOINT}/{repo_id}"

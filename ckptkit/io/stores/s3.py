@@ -1,4 +1,4 @@
-"""Read from S3 with s3fs, and call its operations on one bucket. Errors of the store become ours."""
+"""Read from S3 with s3fs, and call its operations on one bucket. Translates the store's errors into ckptkit's."""
 
 from __future__ import annotations
 
@@ -13,45 +13,48 @@ from ckptkit.io.stores import StoredSum
 from ckptkit.io.stores.generic import FileSystem
 from ckptkit.io.stores.s3_errors import find_code, needs_reason, refusal
 
-# Checksums are given where they are wanted: those that the library adds by itself break stores that do not know them.
+# ckptkit sends checksums explicitly: those that botocore adds by default break stores that do not know them.
 SETTINGS = {
     "config_kwargs": {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
 }
-_TRIES = 2  # of s3fs, each with the five of botocore: a server that accepts and never answers is given up in minutes
-_SUM = "Checksum"  # the beginning of the names of all checksums in an answer
-_NOT_SUMS = ("Type", "Algorithm")
+# attempts of s3fs, each with five of botocore: a server that never responds fails within minutes
+_TRIES = 2
+_CHECKSUM_PREFIX = "Checksum"  # prefix of all checksum fields in a response
+_NOT_CHECKSUMS = ("Type", "Algorithm")
 
 
 class S3Store(FileSystem):
-    """The bucket that `url` means."""
-
     def __init__(self, url: str) -> None:
         super().__init__(url, **SETTINGS)
-        patient(self._files)
+        with_our_retries(self._files)
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
-        """Return our error for one of s3fs or botocore."""
+        """Return ckptkit's error for an exception of s3fs or botocore."""
         return refusal(fetch_error_detail(self._files, self._base, error), path)
 
     def stored_sum(self, key: str) -> StoredSum:
-        """Return what the store knows of an object: a CRC-32 of the whole, or one of each part.
+        """Return the store's CRC-32 of an object: of the full object, or of each part.
 
         https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
         """
-        found = self._files.call_s3("head_object", Bucket=self._base, Key=key, ChecksumMode="ENABLED")
-        sums = {name.removeprefix(_SUM): found[name] for name in found if name.startswith(_SUM)}
+        response = self._files.call_s3("head_object", Bucket=self._base, Key=key, ChecksumMode="ENABLED")
+        sums = {
+            name.removeprefix(_CHECKSUM_PREFIX): response[name]
+            for name in response
+            if name.startswith(_CHECKSUM_PREFIX)
+        }
         kinds = tuple(
-            f"{kind} of parts" if is_of_parts(found, text) else kind
+            f"{kind} of parts" if is_of_parts(response, text) else kind
             for kind, text in sums.items()
-            if kind not in _NOT_SUMS
+            if kind not in _NOT_CHECKSUMS
         )
-        size, crc = int(found["ContentLength"]), crc_of(found)
+        size, crc = int(response["ContentLength"]), crc_of(response)
         if crc is None and "CRC32 of parts" in kinds:
             return StoredSum(size, self._sums_of_parts(key), kinds)
         return StoredSum(size, () if crc is None else ((crc, size),), kinds)
 
     def _sums_of_parts(self, key: str) -> tuple[tuple[int, int], ...]:
-        """Return the CRC-32 and the bytes of each part of an object; () if the store does not tell all of them."""
+        """Return the CRC-32 and the size of each part of an object; () if the store lacks any of them."""
         sums: list[tuple[int, int]] = []
         while page := self._ask_for_parts(key, after=len(sums)):
             for part in page["Parts"]:
@@ -64,13 +67,13 @@ class S3Store(FileSystem):
         return ()
 
     def _ask_for_parts(self, key: str, after: int) -> Mapping[str, Any]:
-        """Return a page of the parts of an object, {} if the store does not tell any."""
+        """Return a page of the parts of an object; {} if the store does not list parts."""
         asked = {"ObjectAttributes": ["ObjectParts"], "MaxParts": 1000, "PartNumberMarker": after}
         try:
-            found = self._files.call_s3("get_object_attributes", Bucket=self._base, Key=key, **asked)
-        except OSError:  # it takes a right of its own, s3:GetObjectAttributes; many stores do not know the operation
+            response = self._files.call_s3("get_object_attributes", Bucket=self._base, Key=key, **asked)
+        except OSError:  # needs the permission s3:GetObjectAttributes; many stores lack the operation
             return {}
-        page: Mapping[str, Any] = found.get("ObjectParts", {})
+        page: Mapping[str, Any] = response.get("ObjectParts", {})
         return page if page.get("Parts") else {}
 
     def _is_absent(self, error: FileNotFoundError) -> bool:
@@ -78,40 +81,40 @@ class S3Store(FileSystem):
 
 
 class S3Bucket:
-    """One bucket. Its methods may be called by several threads at the same time."""
+    """One bucket. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.name = root.parts[1]
-        self.root = root  # for errors to name what lies in it
+        self.root = root  # for the URLs in error messages
         try:
             import fsspec
 
-            self._files = patient(fsspec.filesystem("s3", **SETTINGS))
+            self._files = with_our_retries(fsspec.filesystem("s3", **SETTINGS))
         except ImportError as error:
             hint = "run `pip install 'ckptkit-fsdp[s3]'`"
             raise Usage("writing to `s3://` needs a package that is not installed", hint=hint) from error
 
     def call(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
-        """Return the answer to an operation, such as `put_object`, on an object or on the bucket.
+        """Return the response to an operation, such as `put_object`, on an object or on the bucket.
 
-        Raises `IOFailure` or `NoRoom` with the URL of the object; `find_code` gives the store's own word for it.
+        Raises `IOFailure` or `NoRoom` with the URL of the object; `find_code` gives the store's error code.
         """
         if "Body" in arguments:
             arguments["Body"] = RequestBody(arguments["Body"])
         named = {"Bucket": self.name, "Key": key} if key else {"Bucket": self.name}
         try:
-            answer: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
-        except Exception as error:  # every library has its own, and those of what it is built on
+            response: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
+        except Exception as error:  # every library has its own exceptions, and those of its dependencies
             raise self._refusal(error, key) from error
-        return answer
+        return response
 
     def read(self, key: str) -> bytes:
-        """Return the content of a small object. Asks once more if the connection breaks in the middle of it."""
+        """Return the content of a small object. Retries once if the connection breaks in the middle."""
         try:
             return self._read(key)
         except IOFailure as error:
             if find_code(error):
-                raise
+                raise  # the store refused: no retry
             return self._read(key)
 
     def _read(self, key: str) -> bytes:
@@ -129,20 +132,20 @@ class S3Bucket:
 
 
 class RequestBody(IOBase):
-    """Bytes that a request reads in steps: they block no other request, and are never copied as a whole."""
+    """A request body that is read in steps, so that it blocks no other request and is never copied as a whole."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self._data = memoryview(data)
         self._at = 0
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, or all that are left."""
+        """Return the next `size` bytes, or all remaining bytes."""
         step = self._data[self._at :] if size < 0 else self._data[self._at : self._at + size]
         self._at += len(step)
         return bytes(step)
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        """Go to a byte, counted from the first, the next or the end of the data. Returns its number."""
+        """Move to an offset from the start, the current position or the end. Returns the new position."""
         self._at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: len(self._data)}[whence]
         return self._at
 
@@ -151,20 +154,23 @@ class RequestBody(IOBase):
 
 
 async def read_all(body: Any) -> bytes:
-    """Return the content of an answer, and close its connection whatever happens."""
+    """Return the content of a response, and always close its connection."""
     async with body:
         content: bytes = await body.read()
         return content
 
 
-def patient(files: Any) -> Any:
-    """Return the file system of s3fs, which makes a request a few times if the connection fails."""
+def with_our_retries(files: Any) -> Any:
+    """Return the file system of s3fs with ckptkit's number of retries."""
     files.retries = _TRIES
     return files
 
 
 def fetch_error_detail(files: Any, bucket: str, error: Exception) -> Exception:
-    """Return an error of s3fs, or for an answer to HEAD that says no reason the error of a request that does."""
+    """Return the error of s3fs, or a more specific one if it came from a HEAD request, which gives no reason.
+
+    Sends a request that does return a reason.
+    """
     if needs_reason(error):
         try:
             files.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
@@ -173,16 +179,16 @@ def fetch_error_detail(files: Any, bucket: str, error: Exception) -> Exception:
     return error
 
 
-def crc_of(answer: Mapping[str, Any]) -> int | None:
-    """Return the CRC-32 of a part or a whole object that an answer of the store has; None if it has none."""
-    text = answer.get("ChecksumCRC32")
-    return None if text is None or is_of_parts(answer, text) else int.from_bytes(b64decode(text))
+def crc_of(response: Mapping[str, Any]) -> int | None:
+    """Return the CRC-32 of a part or a full object in a response; None if it has none."""
+    text = response.get("ChecksumCRC32")
+    return None if text is None or is_of_parts(response, text) else int.from_bytes(b64decode(text))
 
 
-def is_of_parts(answer: Mapping[str, Any], text: str) -> bool:
-    """Return whether a checksum of an object is one of the checksums of its parts.
+def is_of_parts(response: Mapping[str, Any], text: str) -> bool:
+    """Return whether an object's checksum is a checksum of the checksums of its parts.
 
-    Some stores neither say its type nor append the number of parts to it: then the ETag shows that there are parts.
+    Some stores neither return its type nor append the number of parts to it: then the ETag shows that there are parts.
     """
-    kind = answer.get("ChecksumType")
-    return kind == "COMPOSITE" or "-" in text or (kind is None and "-" in answer.get("ETag", ""))
+    kind = response.get("ChecksumType")
+    return kind == "COMPOSITE" or "-" in text or (kind is None and "-" in response.get("ETag", ""))

@@ -1,8 +1,7 @@
-"""Write a directory of files, or one file, to S3: it appears whole or not at all, and an upload can be resumed.
+"""Write a directory of files, or one file, to S3 atomically; an interrupted upload can be resumed.
 
 The claim is an object that only one upload can create. The store compares every part and every object with the CRC-32
-that is sent along.
-https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
+that ckptkit sends along. https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from ckptkit.io.stores.s3_errors import TAKEN as _TAKEN
 from ckptkit.io.stores.s3_errors import find_code
 from ckptkit.io.stores.s3_objects import abort_upload, list_objects, list_uploads, read_object
 
-_PATIENCE = 300  # seconds in which the process that claimed an upload begins it
+_PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
-_CONFLICT = ("409", "ConditionalRequestConflict")  # S3: make the request again
-_TRIES = 3
+_CONFLICT = ("409", "ConditionalRequestConflict")  # S3 asks the client to retry these
+_TRIES = 3  # attempts of a request that conflicts with another one
 _NO_LISTS = ("403", "AccessDenied", "405", "MethodNotAllowed", "501", "NotImplemented")
 _NO_CHECKSUMS = ("400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented", "SignatureDoesNotMatch")
 
@@ -48,10 +47,10 @@ class SentPart:
 
 @dataclass(slots=True)
 class S3Destination:
-    """A prefix of a bucket, or a single key: a `Destination`.
+    """A `Destination` at a prefix of a bucket, or at a single key.
 
-    After `claim`, `has_conditions` and `has_checksums` say what the store can do, `resumed` whether an
-    earlier upload of the same files goes on, and `whole` has the CRC-32 of the large objects that are complete.
+    After `claim`, `has_conditions` and `has_checksums` are the store's features, `resumed` says whether the upload
+    continues an earlier one, and `whole` has the CRC-32 of the large objects that are complete.
     """
 
     path: RemotePath
@@ -71,7 +70,7 @@ class S3Destination:
     _uploads: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
     _there: dict[str, int] = field(default_factory=dict)
-    _tag: str = ""  # of the claim as we wrote it
+    _tag: str = ""  # ETag of the claim as we wrote it
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
@@ -79,7 +78,7 @@ class S3Destination:
         self._place = UploadTarget(self.path, self.is_file)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Take the prefix for this upload; see `Destination`."""
+        """Claim the prefix for this upload; see `Destination`."""
         begun = self._read_claim()
         if begun is not None and begun.plan != self.plan:
             if not overwrite:
@@ -93,7 +92,7 @@ class S3Destination:
             self._resume(begun)
 
     def join(self) -> None:
-        """Take part in an upload that another process has claimed; see `Destination`."""
+        """Join an upload that another process has claimed; see `Destination`."""
         for _ in range(_PATIENCE):
             begun = self._read_claim()
             if begun is None or begun.plan != self.plan:
@@ -106,7 +105,6 @@ class S3Destination:
         raise Occupied("no process began the upload that is claimed", path=self._place.claim_path, hint=hint)
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a piece of a file."""
         if piece.count > 1:
             self.put_part(piece, data, crc)
         else:
@@ -121,26 +119,26 @@ class S3Destination:
             self._count(kept=len(data))
             return
         parts = self._parts.setdefault(piece.name, {})
-        there = parts.get(piece.number)
-        if there is not None and there.nbytes == len(data) and is_same(there, data, crc):
-            parts[piece.number] = SentPart(there.etag, len(data), crc)
+        stored_part = parts.get(piece.number)
+        if stored_part is not None and stored_part.nbytes == len(data) and is_same(stored_part, data, crc):
+            parts[piece.number] = SentPart(stored_part.etag, len(data), crc)
             self._count(kept=len(data))
             return
         more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
-        answer = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
-        parts[piece.number] = SentPart(answer["ETag"], len(data), crc)
+        response = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
+        parts[piece.number] = SentPart(response["ETag"], len(data), crc)
         self._count(sent=len(data))
 
     def complete(self, name: str, crc: int) -> None:
-        """Make the parts of a large file one object, whose CRC-32 the store compares.
+        """Combine the parts of a large file into one object, whose CRC-32 the store compares.
 
-        A mark replaces no object that is there. Raises `Occupied` if it differs.
+        A mark never replaces an existing object. Raises `Occupied` if a different object exists.
         """
         if not is_large(self.sizes[name]):
             return
         if name not in self.whole:
             parts = sorted(self._parts[name].items())
-            listed = [{"PartNumber": n, "ETag": one.etag, **self._checksum(one.crc32)} for n, one in parts]
+            listed = [{"PartNumber": n, "ETag": part.etag, **self._checksum(part.crc32)} for n, part in parts]
             kind = {"ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
             more = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
             condition = _ONLY_NEW if name in self.marks else {}
@@ -154,13 +152,16 @@ class S3Destination:
         self._require_same(name, self.sizes[name], crc)
 
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a whole file, unless the store has it. Raises `Occupied` if another upload has sent one by now."""
+        """Send a complete file, unless the store has it.
+
+        Raises `Occupied` if another upload has sent a different one.
+        """
         if self._has(name, len(data), crc):
             self._count(kept=len(data))
             return
         condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
         try:
-            again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
+            retry_on_conflict(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
             self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
@@ -168,13 +169,16 @@ class S3Destination:
             self._require_same(name, len(data), crc, error)
 
     def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
+        """Send a complete file that makes the checkpoint visible.
+
+        Raises `Occupied` if another upload has taken over the prefix.
+        """
         if self._has(name, len(data), crc):
             self._count(kept=len(data))
             return
         self._require_claim()
         try:
-            again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
+            retry_on_conflict(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
             self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
@@ -182,7 +186,7 @@ class S3Destination:
             self._require_same(name, len(data), crc, error)
 
     def remarks(self) -> list[str]:
-        """Return what the store could not do, once the claim was made."""
+        """Return the features that the store turned out to lack, after the claim."""
         can_not = [
             *([] if self.has_conditions else ["refuse to replace an object: two uploads could collide"]),
             *([] if self.has_checksums else ["compute CRC-32: it did not compare the bytes that it received"]),
@@ -191,17 +195,16 @@ class S3Destination:
         return [f"this store does not {what}" for what in can_not]
 
     def note(self, name: str, data: bytes) -> None:
-        """Keep a note beside the claim."""
+        """Write a note beside the claim."""
         key = f"{self._place.notes_prefix}{name}"
         self._bucket.call("put_object", key, Body=data, **self._compared(crc32(data)))
 
     def notes(self) -> dict[str, bytes]:
-        """Return the notes beside the claim."""
         base = self._place.notes_prefix
         return {key.removeprefix(base): self._bucket.read(key) for key in list_objects(self._bucket, base)}
 
     def commit(self) -> None:
-        """Delete the notes and the claim: the upload is done."""
+        """Delete the notes and the claim: the upload is complete."""
         self._abort_strays()
         for key in (*list_objects(self._bucket, self._place.notes_prefix), self._place.claim_key):
             self._bucket.call("delete_object", key)
@@ -217,21 +220,21 @@ class S3Destination:
         self._uploads = {}
 
     def _abort_strays(self) -> None:
-        """Abort uploads of our files that no claim names: the answer was lost with which the store began them."""
+        """Abort uploads of our files that no claim names: the response with their ids was lost."""
         keys = {self._place.key(name) for name, size in self.sizes.items() if is_large(size)}
         try:
-            found = list_uploads(self._bucket, self._place.key("")) if keys else []
+            uploads = list_uploads(self._bucket, self._place.key("")) if keys else []
         except IOFailure as error:
             if find_code(error) not in _NO_LISTS:
                 raise
             self.lists_uploads = False
             return
-        for one in found:
-            if one.key in keys:
-                abort_upload(self._bucket, one.key, one.upload)
+        for upload in uploads:
+            if upload.key in keys:
+                abort_upload(self._bucket, upload.key, upload.upload)
 
     def _begin_again(self, name: str) -> None:
-        """Send a large file anew, whose upload the store has forgotten."""
+        """Restart the upload of a large file, because the store has dropped the earlier upload."""
         self._create(name)
         self._put_claim(self._uploads, {})
 
@@ -241,41 +244,45 @@ class S3Destination:
             self.kept_bytes += kept
 
     def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
-        there = self._list()
-        if there and not overwrite:
+        existing = self._list()
+        if existing and not overwrite:
             raise destination_exists(self.path)
         if not self.resumed:
             self._create_claim()
         self._probe()
-        self._delete([*(name for name in (*first, *self.marks) if name in there), *there])
+        # delete the marks first, so that no reader sees a checkpoint with missing files
+        self._delete([*(name for name in (*first, *self.marks) if name in existing), *existing])
         self._uploads = {}
         try:
             at_once(self._create, [name for name, size in self.sizes.items() if is_large(size)])
-            is_ours = self._tell_uploads()
+            is_ours = self._record_uploads()
         except BaseException:
             with suppress(IOFailure):
-                self._abort_uploads()  # nobody else knows of them
+                self._abort_uploads()  # the claim does not list them yet, so nobody else could abort them
             raise
-        if not is_ours:
+        if not is_ours:  # another process of the same plan was faster: use its uploads
             self._abort_uploads()
             self.join()
 
-    def _tell_uploads(self) -> bool:
-        """Put the ids of our uploads into the claim, unless another process of the same plan was faster."""
+    def _record_uploads(self) -> bool:
+        """Write the ids of our uploads into the claim. Returns False if another process was faster.
+
+        The other process has the same plan.
+        """
         condition = {"IfMatch": self._tag} if self.has_conditions else {}
         try:
-            again(lambda: self._put_claim(self._uploads, condition))
+            retry_on_conflict(lambda: self._put_claim(self._uploads, condition))
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
             begun = self._read_claim()
             if begun is None or begun.uploads is None:
                 raise
-            return begun.uploads == self._uploads  # then only the answer to a first attempt was lost
+            return begun.uploads == self._uploads  # equal if only the response to our first attempt was lost
         return True
 
     def _resume(self, begun: StoreClaim) -> None:
-        """Go on with an upload, of our files, that the claim tells of."""
+        """Continue the upload that the claim describes, for our files."""
         self.has_conditions, self.has_checksums = begun.conditions, begun.checksums
         self._uploads = dict(begun.uploads or {})
         self._there = self._list()
@@ -299,48 +306,48 @@ class S3Destination:
         self._uploads[name] = str(self._call("create_multipart_upload", name, **how)["UploadId"])
 
     def _list_parts(self, name: str, upload: str) -> dict[int, SentPart]:
-        found: dict[int, SentPart] = {}
+        parts: dict[int, SentPart] = {}
         after = 0
         while True:
             page = self._call("list_parts", name, UploadId=upload, PartNumberMarker=after)
-            for one in page.get("Parts", ()):
-                after = int(one["PartNumber"])
-                found[after] = SentPart(one["ETag"], int(one["Size"]), crc_of(one))
+            for part in page.get("Parts", ()):
+                after = int(part["PartNumber"])
+                parts[after] = SentPart(part["ETag"], int(part["Size"]), crc_of(part))
             if not page.get("IsTruncated"):
-                return found
+                return parts
 
     def _has(self, name: str, nbytes: int, crc: int) -> bool:
-        """Return whether an earlier attempt has sent a small file, as far as the store says its CRC-32."""
+        """Return whether an earlier attempt has sent a small file, by size and the store's CRC-32."""
         return self._there.get(name) == nbytes and self._find_crc(name, nbytes) == crc
 
     def _find_crc(self, name: str, nbytes: int) -> int | None:
-        """Return the CRC-32 of an object of this size, None if it is missing or the store does not say one."""
+        """Return the CRC-32 of an object of this size; None if it is missing or the store has no CRC-32."""
         try:
-            found = self._call("head_object", name, ChecksumMode="ENABLED")
+            response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
             if find_code(error) not in _ABSENT:
                 raise
             return None
-        return crc_of(found) if int(found["ContentLength"]) == nbytes else None
+        return crc_of(response) if int(response["ContentLength"]) == nbytes else None
 
     def _require_same(self, name: str, nbytes: int, crc: int, refusal: IOFailure | None = None) -> None:
-        """Raise `Occupied` unless the object is of this size and CRC-32, as far as the store says one.
+        """Raise `Occupied` unless the object has this size and CRC-32 (if the store has one).
 
-        If there is none, raises the `refusal` with which the store did not make it.
+        If the object does not exist, raises `refusal`, the store's error when creating it.
         """
         try:
-            found = self._call("head_object", name, ChecksumMode="ENABLED")
+            response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
             raise refusal if refusal and find_code(error) in _ABSENT else error from None
-        size, known = int(found["ContentLength"]), crc_of(found)
+        size, known = int(response["ContentLength"]), crc_of(response)
         if size != nbytes or known not in (None, crc):
-            there = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
-            message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {there}"
+            known_text = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
+            message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {known_text}"
             hint = "delete this object, then run the same command again"
             raise Occupied(message, path=self.path / name, hint=hint)
 
     def _require_claim(self) -> None:
-        """Raise `Occupied` if another upload has taken the place from us."""
+        """Raise `Occupied` if another upload has taken over the claim."""
         begun = self._read_claim()
         if begun is None or begun.plan != self.plan:
             raise self._place.was_lost()
@@ -351,12 +358,12 @@ class S3Destination:
 
     def _create_claim(self) -> None:
         try:
-            again(lambda: self._put_claim(None, _ONLY_NEW))
+            retry_on_conflict(lambda: self._put_claim(None, _ONLY_NEW))
         except IOFailure as error:
             if find_code(error) in _TAKEN:
-                begun = self._read_claim()
-                if begun is not None and begun.plan == self.plan:
-                    return  # ours: the answer to a first attempt was lost, and the library made another
+                claim = self._read_claim()
+                if claim is not None and claim.plan == self.plan:
+                    return  # our own claim: the response was lost, and the library retried
                 raise self._place.was_taken() from error
             if find_code(error) not in _NO_CHECKSUMS:
                 raise
@@ -364,15 +371,18 @@ class S3Destination:
             self._put_claim(None, _ONLY_NEW)
 
     def _probe(self) -> None:
-        """Find out what the store can do: whether it refuses a second claim, and computes checksums."""
+        """Find out the store's features: whether it refuses a second claim, and computes checksums."""
         try:
+            # the claim exists, so a store with conditional writes refuses this
             self._put_claim(None, _ONLY_NEW)
             self.has_conditions = False
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
         asked = self._bucket.call("head_object", self._place.claim_key, ChecksumMode="ENABLED")
-        unasked = self._bucket.call("head_object", self._place.claim_key)  # some only repeat every header that they got
+        unasked = self._bucket.call(
+            "head_object", self._place.claim_key
+        )  # some stores merely return every header that they received
         self._tag = str(unasked["ETag"])
         self.has_checksums = self.has_checksums and crc_of(asked) is not None and crc_of(unasked) is None
 
@@ -380,44 +390,44 @@ class S3Destination:
         known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
         data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
         key, compared = self._place.claim_key, self._compared(crc32(data))
-        answer = self._bucket.call("put_object", key, Body=data, **compared, **condition)
-        self._tag = str(answer["ETag"])
+        response = self._bucket.call("put_object", key, Body=data, **compared, **condition)
+        self._tag = str(response["ETag"])
 
     def _delete(self, names: Sequence[str]) -> None:
-        """Delete files, the marks before all others."""
+        """Delete files, in this order."""
         for name in dict.fromkeys(names):
             self._call("delete_object", name)
 
     def _list(self) -> dict[str, int]:
-        """Return the size of each file that is there, by name, but for the claim."""
+        """Return the size of each existing file, by name, without the claim and notes."""
         base = self._place.key("")
-        found = {key: one.nbytes for key, one in list_objects(self._bucket, base).items()}
+        sizes_by_key = {key: stored.nbytes for key, stored in list_objects(self._bucket, base).items()}
         if self.is_file:
             (name,) = self.sizes
-            return {name: found[base]} if base in found else {}
-        return {key.removeprefix(base): size for key, size in found.items() if not self._place.is_own(key)}
+            return {name: sizes_by_key[base]} if base in sizes_by_key else {}
+        return {key.removeprefix(base): size for key, size in sizes_by_key.items() if not self._place.is_own(key)}
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
         return self._bucket.call(operation, self._place.key(name), **arguments)
 
     def _compared(self, crc: int) -> dict[str, str]:
-        """Return what makes the store compare a body with its CRC-32."""
-        found = self._checksum(crc)
-        return {"ChecksumAlgorithm": "CRC32", **found} if found else {}
+        """Return the arguments that make the store compare a body with its CRC-32."""
+        checksum = self._checksum(crc)
+        return {"ChecksumAlgorithm": "CRC32", **checksum} if checksum else {}
 
     def _checksum(self, crc: int | None) -> dict[str, str]:
         return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}
 
 
 def is_same(part: SentPart, data: memoryview, crc: int) -> bool:
-    """Return whether a part that the store has is made of these bytes, by its CRC-32, or else by its MD5."""
+    """Return whether the store's part has these bytes, by its CRC-32, or else by the MD5 in its ETag."""
     if part.crc32 is not None:
         return part.crc32 == crc
     return part.etag.strip('"') == md5(data, usedforsecurity=False).hexdigest()
 
 
-def again(ask: Callable[[], object]) -> None:
-    """Make a request that has a condition, a few times while others are made for the same object."""
+def retry_on_conflict(ask: Callable[[], object]) -> None:
+    """Make a conditional request, retrying a few times while other requests for the same object conflict."""
     for left in reversed(range(_TRIES)):
         try:
             ask()

@@ -1,4 +1,4 @@
-"""Say in our words why S3 refused: one table for what reads and for what writes.
+"""Translate S3's errors into messages and hints: one table for reading and writing.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 """
@@ -28,9 +28,9 @@ _FAILED = ("the store failed", _AGAIN)
 _CHANGED = ("another process changes this object at the same moment", _AGAIN)
 _FULL = ("the store has no room", "free some space there, or raise the quota of the bucket")
 _UNREACHED = ("the store cannot be reached", _NETWORK)
-_MUTE = ("the store does not answer", _NETWORK)
+_NO_RESPONSE = ("the store does not answer", _NETWORK)
 
-REFUSALS = {  # what a store says, as its error code or its status: our message, and a hint
+REFUSALS = {  # the store's error code or HTTP status -> message and hint
     "NoSuchBucket": _BUCKET,
     "InvalidBucketName": ("this cannot be the name of a bucket", "correct the URL"),
     "AccessDenied": _DENIED,
@@ -71,7 +71,7 @@ REFUSALS = {  # what a store says, as its error code or its status: our message,
     "XMinioAdminBucketQuotaExceeded": _FULL,
     "507": _FULL,
 }
-LIBRARY = {  # what the library raises before a store has answered, as the name of a class
+LIBRARY = {  # class names of the library's errors without a response -> message and hint
     "NoCredentialsError": _NO_KEYS,
     "PartialCredentialsError": _NO_KEYS,
     "CredentialRetrievalError": _NO_KEYS,
@@ -89,11 +89,11 @@ LIBRARY = {  # what the library raises before a store has answered, as the name 
 ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
 TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 DENIED = ("403", "AccessDenied", "AllAccessDisabled")
-_HAS_NO_REASON = ("403", "400")  # answers to HEAD, which have no body to say why
+_CODES_WITHOUT_REASON = ("403", "400")  # HEAD responses have no body that could give a reason
 
 
 class StoreRefused(Exception):
-    """What a store says of one of the objects that a request named, in the form in which it refuses whole requests."""
+    """The store's error for one object of a batch request, in the form of an error for a single request."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message or code)
@@ -102,12 +102,12 @@ class StoreRefused(Exception):
 
 
 def refusal(error: BaseException, path: Path) -> IOFailure:
-    """Return our error for one of s3fs or botocore, raised for the object at `path`.
+    """Return ckptkit's error for an exception of s3fs or botocore for the object at `path`.
 
-    That is `NoRoom` where the store is full; the path is the bucket's if that is at fault.
+    Returns `NoRoom` if the store is full; names the bucket instead of the object if the bucket is at fault.
     """
     reason, code = find_reason(error), find_code(error)
-    message, hint = find_words(error, code)
+    message, hint = message_and_hint(error, code)
     if (message, hint) == _FULL:
         return NoRoom(f"{message}: {reason}", path=path, hint=hint)
     if (message, hint) == _ELSEWHERE:
@@ -119,35 +119,37 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
     return IOFailure(f"{message}: {reason}", path=bucket_of(path) if is_of_bucket else path, hint=hint)
 
 
-def find_words(error: BaseException, code: str) -> tuple[str, str | None]:
-    """Return our message for an error, and a hint."""
+def message_and_hint(error: BaseException, code: str) -> tuple[str, str | None]:
+    """Return the message and the hint for an error."""
     if code:
         return REFUSALS.get(code, ("the store refuses", None))
-    known = (LIBRARY[kind.__name__] for one in causes(error) for kind in type(one).__mro__ if kind.__name__ in LIBRARY)
+    known_errors = (
+        LIBRARY[kind.__name__] for cause in causes(error) for kind in type(cause).__mro__ if kind.__name__ in LIBRARY
+    )
     if "Invalid endpoint" in str(error):
         return "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
-    return next(known, _MUTE)
+    return next(known_errors, _NO_RESPONSE)
 
 
 def find_code(error: BaseException | None) -> str:
-    """Return the code of the answer with which a store refused, such as `NoSuchKey`; "" if it did not answer."""
-    return str(answer_of(error).get("Error", {}).get("Code", ""))
+    """Return the error code in the store's response, such as `NoSuchKey`; "" without a response."""
+    return str(response_of(error).get("Error", {}).get("Code", ""))
 
 
 def needs_reason(error: BaseException) -> bool:
-    """Return whether a store refused without saying why, as it does to every HEAD."""
-    return find_code(error) in _HAS_NO_REASON
+    """Return whether a store refused without a reason, as it does for every HEAD request."""
+    return find_code(error) in _CODES_WITHOUT_REASON
 
 
 def find_reason(error: BaseException) -> str:
-    """Return what the store or the library says, in one line."""
-    text = str(answer_of(error).get("Error", {}).get("Message") or "") or str(error)
+    """Return the message of the store or the library, in one line."""
+    text = str(response_of(error).get("Error", {}).get("Message") or "") or str(error)
     return next(iter(text.strip().splitlines()), "") or type(error).__name__
 
 
 def find_region(error: BaseException) -> str | None:
-    """Return the region that a bucket is in, if the store says so."""
-    answer = answer_of(error)
+    """Return the region of a bucket, if the store's response contains it."""
+    answer = response_of(error)
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     region = headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region")
     return str(region) if region else None
@@ -157,13 +159,15 @@ def bucket_of(path: Path) -> Path:
     return type(path)(*path.parts[:2])
 
 
-def answer_of(error: BaseException | None) -> dict[str, Any]:
-    """Return the answer of the store that an error was made of; {} if there was none."""
-    return next((found for one in causes(error) if isinstance(found := getattr(one, "response", None), dict)), {})
+def response_of(error: BaseException | None) -> dict[str, Any]:
+    """Return the store's response behind an error; {} without one."""
+    return next(
+        (response for cause in causes(error) if isinstance(response := getattr(cause, "response", None), dict)), {}
+    )
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and the errors that it was made of."""
+    """Yield an error and the chain of its causes."""
     while error is not None:
         yield error
         error = error.__cause__

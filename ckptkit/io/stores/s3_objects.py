@@ -18,16 +18,22 @@ from ckptkit.errors import IOFailure
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import ABSENT, StoreRefused, find_code, refusal
 
-BATCH = 1000  # objects that one request deletes
-_BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")  # of one key; the library repeats only whole requests
-_THREADS = 16  # where each object takes a request
-_PAUSES = (0.2, 1.0, 3.0)  # seconds before what was busy is asked for again
-_NO_BATCHES = ("405", "501", "MethodNotAllowed", "MissingContentMD5", "NotImplemented")  # some stores say this
+BATCH = 1000  # S3's maximum of objects per deletion request
+_BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")  # of single keys; the library only retries requests
+_THREADS = 16  # for stores that need one request per object
+_PAUSES = (0.2, 1.0, 3.0)  # seconds before each retry of busy keys
+_NO_BATCHES = (
+    "405",
+    "501",
+    "MethodNotAllowed",
+    "MissingContentMD5",
+    "NotImplemented",
+)  # codes of stores without batch deletion
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object: its bytes, and when it was written, in seconds since 1970 by the clock of the store."""
+    """An object: its size in bytes, and its modification time in seconds since 1970, by the store's clock."""
 
     nbytes: int
     changed: float
@@ -35,7 +41,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class MultipartUpload:
-    """An upload of the object at `key` in parts, which began at a time by the clock of the store."""
+    """A multipart upload of the object at `key`, and the time it began, by the store's clock."""
 
     key: str
     upload: str
@@ -44,7 +50,7 @@ class MultipartUpload:
 
 @dataclass(frozen=True, slots=True)
 class SentParts:
-    """The bytes of the parts that a store has, and when the last came; 0 if there are none."""
+    """The bytes of the parts that a store has, and the time of the latest part; 0 if there are none."""
 
     nbytes: int
     changed: float
@@ -52,19 +58,19 @@ class SentParts:
 
 def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
     """Return each object whose key begins with `prefix`."""
-    found: dict[str, StoredObject] = {}
+    objects: dict[str, StoredObject] = {}
     more: dict[str, str] = {}
     while True:
         page = bucket.call("list_objects_v2", Prefix=prefix, **more)
-        for one in page.get("Contents", ()):
-            found[one["Key"]] = StoredObject(int(one["Size"]), to_seconds(one["LastModified"]))
+        for item in page.get("Contents", ()):
+            objects[item["Key"]] = StoredObject(int(item["Size"]), to_seconds(item["LastModified"]))
         if not page.get("IsTruncated"):
-            return found
+            return objects
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
 def read_object(bucket: S3Bucket, key: str) -> bytes | None:
-    """Return the content of a small object, None if there is none."""
+    """Return the content of a small object; None if it does not exist."""
     try:
         return bucket.read(key)
     except IOFailure as error:
@@ -74,20 +80,20 @@ def read_object(bucket: S3Bucket, key: str) -> bytes | None:
 
 
 def list_uploads(bucket: S3Bucket, prefix: str) -> list[MultipartUpload]:
-    """Return the multipart uploads under way of keys that begin with `prefix`."""
-    found: list[MultipartUpload] = []
+    """Return the unfinished multipart uploads whose keys begin with `prefix`."""
+    pending: list[MultipartUpload] = []
     more: dict[str, str] = {}
     while True:
         page = bucket.call("list_multipart_uploads", Prefix=prefix, **more)
         uploads = page.get("Uploads", ())
-        found += [MultipartUpload(one["Key"], one["UploadId"], to_seconds(one["Initiated"])) for one in uploads]
+        pending += [MultipartUpload(item["Key"], item["UploadId"], to_seconds(item["Initiated"])) for item in uploads]
         if not page.get("IsTruncated"):
-            return found
+            return pending
         more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
 def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
-    """Return what the store has of an upload; None if there is no such upload any more."""
+    """Return the size and time of an upload's parts; None if the upload no longer exists."""
     after, nbytes, changed = 0, 0, 0.0
     while True:
         try:
@@ -96,19 +102,16 @@ def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None
             if find_code(error) not in ABSENT:
                 raise
             return None
-        for one in page.get("Parts", ()):
-            after = int(one["PartNumber"])
-            nbytes += int(one["Size"])
-            changed = max(changed, to_seconds(one["LastModified"]))
+        for part in page.get("Parts", ()):
+            after = int(part["PartNumber"])
+            nbytes += int(part["Size"])
+            changed = max(changed, to_seconds(part["LastModified"]))
         if not page.get("IsTruncated"):
             return SentParts(nbytes, changed)
 
 
 def abort_upload(bucket: S3Bucket, key: str, upload: str) -> None:
-    """Abort the upload of an object: the store deletes its parts. Nothing changes if there is no such upload any more.
-
-    `upload` is the id that the store gave it.
-    """
+    """Abort the upload with the id `upload`, if it still exists: the store deletes its parts."""
     try:
         bucket.call("abort_multipart_upload", key, UploadId=upload)
     except IOFailure as error:
@@ -117,9 +120,9 @@ def abort_upload(bucket: S3Bucket, key: str, upload: str) -> None:
 
 
 def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
-    """Delete up to 1,000 objects in one request, or one by one where the store does not know that.
+    """Delete up to 1,000 objects in one request, or one by one if the store lacks batch deletion.
 
-    Raises `IOFailure` for the first that the store does not delete. One that does not exist counts as deleted.
+    Raises `IOFailure` for the first object that the store does not delete. A missing object counts as deleted.
     """
     waiting = list(keys)
     for pause in (*_PAUSES, None):
@@ -141,23 +144,23 @@ def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
 
 
 def ask_to_delete(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefused]:
-    """Ask once for the deletion of objects; return those that the store did not delete, each with its reason."""
+    """Send one deletion request; return the objects that the store did not delete, each with its reason."""
     answer = bucket.call("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
     return {
-        str(one["Key"]): StoreRefused(str(one.get("Code", "")), str(one.get("Message", "")))
-        for one in answer.get("Errors", ())
+        str(error["Key"]): StoreRefused(str(error.get("Code", "")), str(error.get("Message", "")))
+        for error in answer.get("Errors", ())
     }
 
 
 def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
-    """Yield keys in lists, each for one request."""
+    """Yield keys in lists of at most `BATCH`."""
     rest = iter(keys)
     while batch := list(islice(rest, BATCH)):
         yield batch
 
 
 def read_clock(bucket: S3Bucket) -> float:
-    """Return the time in seconds since 1970 by the clock of the store."""
+    """Return the time by the store's clock, in seconds since 1970."""
     answer = bucket.call("list_objects_v2", MaxKeys=1)
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return parsedate_to_datetime(date).timestamp() if date else time.time()
