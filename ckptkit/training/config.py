@@ -29,7 +29,7 @@ Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 StateDict = Literal["sharded", "full", "hf", "adapter"]
 SAVED_METRICS = ("loss",)  # fields of `StepMetrics` that each checkpoint contains
 AUTO = "auto"  # value of `resume`: continue from the latest checkpoint, if there is one
-LORA_ALPHA = 8  # default of PEFT's LoraConfig
+LORA_ALPHA = 8  # the default of `LoraConfig`
 _IN_TOML = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
