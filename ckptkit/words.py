@@ -36,7 +36,7 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def fold(text: str, width: int) -> list[str]:
+def fold_lines(text: str, width: int) -> list[str]:
     """Break text into lines of at most `width` characters; each further line is indented by two more.
 
     Breaks after a space, or else after a dot or slash, or else after other punctuation. Only a word that is longer than

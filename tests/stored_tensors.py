@@ -28,7 +28,7 @@ def stored(numbers: Numbers, cuts: list[int], order: list[int]) -> tuple[StoredT
         steps = [prod(permuted.shape[d + 1 :]) for d in range(part.ndim)]
         strides = tuple(steps[order.index(axis)] for axis in range(part.ndim))
         box = Box((a, *(0 for _ in size[1:])), size)
-        chunks.append(Chunk(box, "f", 4 * at, 4 * part.size, INT32, axes.plain(strides, size), crc32=len(chunks)))
+        chunks.append(Chunk(box, "f", 4 * at, 4 * part.size, INT32, axes.are_plain(strides, size), crc32=len(chunks)))
         parts.append(permuted.reshape(-1))
         at += part.size
     file = np.concatenate(parts) if parts else np.zeros(0, np.int32)

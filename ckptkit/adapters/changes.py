@@ -85,7 +85,7 @@ def without_tied_duplicates(adapter: Adapter, config: AdapterConfig) -> Adapter:
     return replace(adapter, entries={name: entry for name, entry in adapter.entries.items() if name not in copies})
 
 
-def check(adapter: Adapter, config: AdapterConfig) -> None:
+def check_config(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if an adapter does not fit its config: wrong rank, module not a target, missing magnitudes.
 
     A parameter of fused experts has the rows of all experts in one matrix, so its rank must be a multiple of the

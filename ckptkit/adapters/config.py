@@ -123,7 +123,7 @@ class AdapterConfig:
         if not isinstance(value, str):
             return any(ends_with_name(module, name) for name in self.names(key))
         try:
-            return value == _ALL or matches(value, module, self.path)
+            return value == _ALL or matches_module(value, module, self.path)
         except Unsupported:
             return False
 
@@ -159,7 +159,7 @@ class AdapterConfig:
                 f"`{patterns}`: expected a mapping of names, found {abridged(values_by_pattern)}", path=self.path
             )
         for pattern, value in values_by_pattern.items():
-            if matches(pattern, module, self.path):
+            if matches_module(pattern, module, self.path):
                 return value
         return values_by_pattern.get(module, self.values.get(key, default))
 
@@ -252,7 +252,7 @@ def is_usable_alpha(alpha: float) -> bool:
     return abs(alpha) < 1e30
 
 
-def matches(pattern: str, module: str, path: Path) -> bool:
+def matches_module(pattern: str, module: str, path: Path) -> bool:
     """Return whether a pattern matches a module's name, or the end of it.
 
     Raises `Unsupported` for a pattern that could take long to match, `Corrupt` for an invalid one.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.adapters.changes import check, embeddings_saved_in_full, trained_biases, without_tied_duplicates
+from ckptkit.adapters.changes import check_config, embeddings_saved_in_full, trained_biases, without_tied_duplicates
 from ckptkit.adapters.config import NAME as CONFIG
 from ckptkit.adapters.config import AdapterConfig, find_adapter_config, for_inference
 from ckptkit.adapters.empty import find_empty
@@ -72,7 +72,7 @@ class AdapterComponent:
                 path=self.part.path,
                 hint="pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it",
             )
-        check(adapter, config)
+        check_config(adapter, config)
         return CheckedAdapter(self, without_tied_duplicates(adapter, config), config)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.changes import check
+from ckptkit.adapters.changes import check_config
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, ExpertPair, find_form, read_pairs
 from ckptkit.adapters.experts import find_layout
@@ -54,7 +54,7 @@ def convert_experts(
     new_tensors = list(tensors_of(pairs, form, names))
     result = with_expert_matrices(adapter, new_tensors)
     fitting = config_for_form(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
-    check(result, fitting)
+    check_config(result, fitting)
     remark = (
         f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(new_tensors), 'tensor')}"
     )
@@ -161,15 +161,15 @@ def tensors_of(
     for pair in pairs:
         if form == FLAT:
             is_inner = pair.leaf == GATE_UP and pair.module in has_both
-            yield from entries_of(pair.module, _INNER if is_inner else "", *flattened(pair))
+            yield from expert_entries(pair.module, _INNER if is_inner else "", *flattened(pair))
         elif form == PER_EXPERT:
             assert names is not None
             own = {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
             both = zip(axes.unstack(pair.a), axes.unstack(pair.b), strict=True)
             for number, (a, b) in enumerate(both):
-                yield from entries_of(f"{pair.module}.{number}.{own}", "", a, b)
+                yield from expert_entries(f"{pair.module}.{number}.{own}", "", a, b)
         else:
-            yield from entries_of(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
+            yield from expert_entries(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
 
 
 def flattened(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
@@ -177,7 +177,7 @@ def flattened(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
     return axes.merge(pair.a, 0, 2), axes.merge(axes.permute(pair.b, (1, 2, 0)), 1, 2)
 
 
-def entries_of(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Entry, StoredTensor]]:
+def expert_entries(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Entry, StoredTensor]]:
     yield Entry("A", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_A.weight"), a
     yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
 

@@ -72,14 +72,14 @@ def find_form(adapter: Adapter) -> str | None:
     for name, entry in adapter.entries.items():
         location = expert_place(entry.module) if entry.kind in ("A", "B") else None
         if location is not None:
-            name_by_form[form_of(location, len(specs[name].shape))] = name
+            name_by_form[expert_form(location, len(specs[name].shape))] = name
     if len(name_by_form) > 1:
         message = f"the adapter stores experts as {' and '.join(sorted(name_by_form))}"
         raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(name_by_form.values())))
     return next(iter(name_by_form), None)
 
 
-def form_of(place: ExpertPlace, ndim: int) -> str:
+def expert_form(place: ExpertPlace, ndim: int) -> str:
     if place.expert is not None:
         return PER_EXPERT
     if place.leaf:

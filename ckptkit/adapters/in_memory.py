@@ -51,12 +51,14 @@ def find_places(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
     for name, tensor in files.tensors.items():
         if name in memory.tensors and memory.tensors[name].spec == tensor.spec:
             locations[name] = InMemoryLocation(name, (0,) * len(tensor.spec.shape))
-        elif (location := place_of(tensor, owners)) is not None:
+        elif (location := location_in_memory(tensor, owners)) is not None:
             locations[name] = location
     return locations
 
 
-def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]) -> InMemoryLocation | None:
+def location_in_memory(
+    tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]
+) -> InMemoryLocation | None:
     """Return where a tensor is in memory if it is contiguous there; None if it is scattered or transposed."""
     places = set()
     for chunk in tensor.chunks:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from ckptkit import trainers
 from ckptkit.arguments import checked
 from ckptkit.checkpoints.account import read_account
-from ckptkit.checkpoints.component import Component, join
+from ckptkit.checkpoints.component import Component, join_components
 from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_number
 from ckptkit.checkpoints.find_components import (
     COMPANION,
@@ -269,7 +269,7 @@ class Checkpoint:
         """
         model = self.model_component
         root = self.path if self.path.is_dir() else self.path.parent
-        return join(root, [model, *(component for component in self.components if component is not model)])
+        return join_components(root, [model, *(component for component in self.components if component is not model)])
 
     @cached_property
     def weights(self) -> Weights:
@@ -433,7 +433,7 @@ def named_in(root: Path) -> list[Checkpoint]:
 def candidates_in(root: Path) -> list[Path]:
     """Return the paths in the run at `root` that may be checkpoints, by name alone."""
     is_step = step_of(root) is not None
-    steps = [path for path in entries_in(root) if may_be_step(path)]
+    steps = [path for path in visible_children(root) if may_be_step(path)]
     inner = only_step_directory(root, steps)
     candidates = [path for path in steps if path != inner and not (is_step and trainers.is_whole(path.name))]
     list_ahead(candidates)
@@ -452,7 +452,7 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
     """Return the checkpoints of the run at `root`: first by step, then the trainer's last one and others."""
     named = named_in(root)
     known = {checkpoint.path for checkpoint in named}
-    others_in_run = [path for path in entries_in(root) if path not in known] if named else []
+    others_in_run = [path for path in visible_children(root) if path not in known] if named else []
     others = [path for path in others_in_run if path.is_dir() or trainers.is_last(path.name)]
     return [*named, *(checkpoint for checkpoint in map(Checkpoint.at, others) if checkpoint.components)]
 
@@ -530,7 +530,7 @@ def find_latest(root: Path) -> LatestCheckpoint:
             what = "is not complete" if (root / tracker.target).exists() else "does not exist"
             remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
     remarks += [f"`{one.name}` names {one.target}" for one in trackers if one.is_guess and not one.is_latest]
-    for path in entries_in(root):
+    for path in visible_children(root):
         if trainers.is_last(path.name) and (last := Checkpoint.at(path)).is_complete:
             step = step_or_none(last)
             if step is None:
@@ -568,7 +568,7 @@ def step_or_none(checkpoint: Checkpoint) -> int | None:
         return None
 
 
-def entries_in(root: Path) -> Iterator[Path]:
+def visible_children(root: Path) -> Iterator[Path]:
     """Yield the paths in a directory, except hidden ones and links to other paths in it."""
     for path in children(root) if root.is_dir() else []:
         if not (path.name.startswith(".") or (path.is_symlink() and entry_of(root, str(path.readlink())))):

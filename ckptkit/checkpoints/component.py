@@ -236,7 +236,7 @@ def with_tensor_checksum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
     return replace(tensor, chunks=(chunk._replace(crc32=crc),))
 
 
-def join(root: Path, components: Sequence[Component]) -> Layout:
+def join_components(root: Path, components: Sequence[Component]) -> Layout:
     if len(components) == 1 and not components[0].place:
         return components[0].layout
     return join_layouts(root, components, [component.in_whole for component in components])

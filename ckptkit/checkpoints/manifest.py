@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.problems import abridge
+from ckptkit.checkpoints.problems import few_names
 from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsupported, warn
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import combine, crc32
@@ -89,7 +89,7 @@ def unproved_files_problem(
     unlisted = [name for name in names if name in told.sums]
     why = [
         *([f"the store has {told.describe(no_crc)}"] if no_crc else []),
-        *([f"the manifest does not list {abridge(unlisted)}"] if unlisted else []),
+        *([f"the manifest does not list {few_names(unlisted)}"] if unlisted else []),
     ]
     message = f"no CRC-32 to compare of {len(names):,} of {count(len(sizes), 'file')}, {total}: {'; '.join(why)}"
     return Unsupported(message, path=path, hint="run `ckptkit verify` without --fast: it reads every byte")

@@ -95,7 +95,7 @@ def with_affected_tensors(problem: CkptError, tensors: Collection[str]) -> CkptE
         return problem
     extended = copy(problem)
     affected = count(len(tensors), "tensor", "is")
-    extended.message = f"{problem.message}; {affected} incomplete: {abridge(tensors)}"
+    extended.message = f"{problem.message}; {affected} incomplete: {few_names(tensors)}"
     extended.args = (extended.message,)
     return extended
 
@@ -106,11 +106,11 @@ def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
     if not others:
         return first
     of_rank = f" of rank {first.ranks[0]}" if first.ranks else ""
-    message = f"{count(len(lacking), 'tensor', 'lacks')} their part{of_rank}: {abridge(lacking)}"
+    message = f"{count(len(lacking), 'tensor', 'lacks')} their part{of_rank}: {few_names(lacking)}"
     return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
 
 
-def abridge(names: Iterable[str]) -> str:
+def few_names(names: Iterable[str]) -> str:
     """Return the first names as text."""
     first_names = list(islice(names, _NAMES_SHOWN + 1))
     return ", ".join(first_names[:_NAMES_SHOWN]) + (", ..." if first_names[_NAMES_SHOWN:] else "")

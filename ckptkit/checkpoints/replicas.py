@@ -31,7 +31,7 @@ def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -
     for pair in find_different(layout, report, with_bytes=with_bytes):
         if pair.name not in reported:
             reported.add(pair.name)
-            report(describe(layout, pair))
+            report(differing_copies(layout, pair))
 
 
 def find_different(layout: Layout, report: Report, *, with_bytes: bool = True) -> list[Pair]:
@@ -90,7 +90,7 @@ def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
     return False if one.run is None else None
 
 
-def describe(layout: Layout, pair: Pair) -> Corrupt:
+def differing_copies(layout: Layout, pair: Pair) -> Corrupt:
     """Return the error for two copies that differ."""
     start = f" at {list(pair.copy.start)}" if any(pair.copy.start) else ""
     return Corrupt(

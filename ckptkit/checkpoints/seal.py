@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
-from ckptkit.engine.check_sources import place_of
+from ckptkit.engine.check_sources import bytes_at
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Mismatch, translate_os_errors
 from ckptkit.formats import FormatWriter
@@ -92,7 +92,7 @@ def extents_of(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Ex
 def sums_of_tensors(made: Layout, checksums: Mapping[FileOffset, int]) -> dict[str, int]:
     """Return the CRC-32 of each tensor that is a single chunk, by name; 0 (that of no bytes) for an empty one."""
     whole = {name: tensor.chunks[0] for name, tensor in made.tensors.items() if len(tensor.chunks) == 1}
-    return {name: checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
+    return {name: checksums[bytes_at(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
 
 
 def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:

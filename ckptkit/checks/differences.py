@@ -37,7 +37,7 @@ def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Sca
     for name in sorted(unlike):
         try:
             one, two = (load_value(layout.root, layout.blobs[name]) for layout in (a, b))
-            if not is_same(one, two):
+            if not is_same_value(one, two):
                 differing[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
         except Unsupported as error:
             remarks.append(f"entry `{name}` was not compared: {error.message}")
@@ -67,7 +67,7 @@ def tensor_of(blob: Blob) -> StoredTensor:
     return StoredTensor(Spec(dtype, box.size), (chunk,))
 
 
-def is_same(one: Any, two: Any) -> bool:
+def is_same_value(one: Any, two: Any) -> bool:
     """Return whether entries with different bytes have equal values; False if they contain tensors."""
     has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk(value))
     return not has_tensors and dump(one) == dump(two)

@@ -103,11 +103,11 @@ def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping
     step.
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
-    alike = group_by(stored, lambda tensor: (tensor.spec, place_of(tensor.chunks[0])))
+    alike = group_by(stored, lambda tensor: (tensor.spec, describe_chunk(tensor.chunks[0])))
     ties = [
         tuple(tie)
         for group_members in alike
-        for tie in group_by(group_members, lambda tensor: tuple(map(place_of, tensor.chunks)))
+        for tie in group_by(group_members, lambda tensor: tuple(map(describe_chunk, tensor.chunks)))
     ]
     embedding = find_embedding(weights) if config and is_tied(config) else None
     if embedding is not None:
@@ -140,7 +140,7 @@ def group_by(
     return [members for members in by_key.values() if len(members) > 1]
 
 
-def place_of(chunk: Chunk) -> Hashable:
+def describe_chunk(chunk: Chunk) -> Hashable:
     """Return the byte range of a chunk and the box of its elements."""
     return chunk.path, chunk.offset, chunk.box, chunk.strides
 

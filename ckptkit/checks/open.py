@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
-from ckptkit.checks.tree import Branch, fold
+from ckptkit.checks.tree import Branch, fold_tree
 from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.engine.read import SharedRuns, read
 from ckptkit.errors import CkptError, Mismatch
@@ -88,7 +88,7 @@ _MAX_LINES = 60  # of a notebook's output, to keep it readable
 _INDENT = 1.2  # em for each level
 
 
-def describe(layout: Layout) -> str:
+def describe_layout(layout: Layout) -> str:
     """Return the format, the number of tensors, the bytes and the directory."""
     tensors = count(len(layout.tensors), "tensor")
     return f"{layout.format} checkpoint, {tensors}, {format_bytes(layout.nbytes)}: {layout.root}"
@@ -96,17 +96,17 @@ def describe(layout: Layout) -> str:
 
 def html_of(layout: Layout) -> str:
     """Return the description and the tensors, folded by module, as HTML; at most 60 lines."""
-    lines = list(islice(fold(layout.specs), _MAX_LINES + 1))
+    lines = list(islice(fold_tree(layout.specs), _MAX_LINES + 1))
     more = "..." if len(lines) > _MAX_LINES else None
-    rows = [row_of(line) for line in lines[:_MAX_LINES]]
+    rows = [branch_row(line) for line in lines[:_MAX_LINES]]
     head = element(
         "tr", *(element("th", name, style=cell("left")) for name in ("module or tensor", "", "tensors", "size"))
     )
     table = element("table", element("thead", head), element("tbody", *rows))
-    return element("div", element("div", describe(layout)), table, more)
+    return element("div", element("div", describe_layout(layout)), table, more)
 
 
-def row_of(line: Branch) -> Markup:
+def branch_row(line: Branch) -> Markup:
     return element(
         "tr",
         element("td", line.label, style=f"{cell('left')};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
@@ -179,7 +179,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         return len(self.layout.tensors)
 
     def __repr__(self) -> str:
-        return f"<{describe(self.layout)}>"
+        return f"<{describe_layout(self.layout)}>"
 
     def _repr_html_(self) -> str:
         return html_of(self.layout)

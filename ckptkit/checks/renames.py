@@ -18,13 +18,13 @@ def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, 
     A renaming rule counts without reading data if it explains tensors of several kinds, not only layer numbers. Other
     tensors are read: they must have the same elements, and be the only ones that do.
     """
-    renames = by_rule(shapes_of(a), shapes_of(b))
+    renames = by_rule(shapes_of_entries(a), shapes_of_entries(b))
     rest_a = edits.select(a, lambda name: name not in renames)
     rest_b = edits.select(b, lambda name: name not in renames.values())
     return renames | by_content(rest_a, rest_b, jobs)
 
 
-def shapes_of(layout: Layout) -> dict[str, Shape | None]:
+def shapes_of_entries(layout: Layout) -> dict[str, Shape | None]:
     """Return the shape of every tensor, and None for other entries."""
     return {name: spec.shape for name, spec in layout.specs.items()} | dict.fromkeys(layout.blobs)
 

@@ -12,7 +12,7 @@ from typing import Self, overload
 from ckptkit import words
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.moved import Moved, moved
-from ckptkit.checks.tree import Branch, fold
+from ckptkit.checks.tree import Branch, fold_tree
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
 from ckptkit.formats import locate
@@ -90,7 +90,7 @@ class Stats(Summarized):
     @property
     def total(self) -> Count:
         """Return the counts over all parameters and their optimizer states."""
-        return merge(self.tensors)
+        return total_of(self.tensors)
 
     def summary(self) -> Iterator[str]:
         yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'number')}"
@@ -101,11 +101,11 @@ class Stats(Summarized):
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
         """Yield the tensors folded as in `inspect --tree`, each line with the counts of its tensors."""
         by_name = {tensor.name: tensor for tensor in self.tensors}
-        for branch in fold({tensor.name: tensor.spec for tensor in self.tensors}):
-            yield branch, merge([by_name[name] for name in branch.names])
+        for branch in fold_tree({tensor.name: tensor.spec for tensor in self.tensors}):
+            yield branch, total_of([by_name[name] for name in branch.names])
 
 
-def merge(tensors: Sequence[TensorStats]) -> Count:
+def total_of(tensors: Sequence[TensorStats]) -> Count:
     """Return the combined counts of tensors, without counters unless there are no other tensors."""
     summed = [tensor for tensor in tensors if tensor.in_total] or tensors
     return reduce(Count.merge, summed, Count())

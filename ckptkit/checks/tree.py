@@ -40,7 +40,7 @@ Node = dict[str, "Node | Leaf"]
 Group = tuple[str, int, list["Node | Leaf"]]  # label, number of equal children per module, and all children
 
 
-def fold(specs: Mapping[str, Spec]) -> Iterator[Branch]:
+def fold_tree(specs: Mapping[str, Spec]) -> Iterator[Branch]:
     """Yield the lines of the tree of these names; equal numbered modules are one line, `layers.0-31`."""
     root: Node = {}
     for name, spec in specs.items():

@@ -65,7 +65,7 @@ def missing_package(error: Exception) -> str | None:
     return None if package in {"", "ckptkit", *sys.stdlib_module_names} else package
 
 
-def translate(error: Exception) -> CkptError:
+def to_ckpt_error(error: Exception) -> CkptError:
     """Return a CkptError for a missing package, too little memory or an OSError. Raises any other error again."""
     if package := missing_package(error):
         return Usage(f"{package} is not installed", hint=f"run `pip install {package}`")
@@ -98,7 +98,7 @@ def main() -> None:
     except (CkptError, OSError, MemoryError, SystemError, ImportError) as error:
         from ckptkit.cli.output import print_error
 
-        reported = error if isinstance(error, CkptError) else translate(error)
+        reported = error if isinstance(error, CkptError) else to_ckpt_error(error)
         if reported.hint:
             from ckptkit.cli.commands import fit_hint
 

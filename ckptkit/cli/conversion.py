@@ -17,7 +17,7 @@ import typer
 
 from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
 from ckptkit.checkpoints.find_components import LOST, describe_left
-from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_table, say
+from ckptkit.cli.output import be_quiet, note, pick, print_json, print_table, say, to_plain
 from ckptkit.cli.settings import described, given
 from ckptkit.errors import Usage, and_more
 from ckptkit.formats import describe_writable, writable_formats
@@ -209,7 +209,7 @@ def to_json(done: Converted) -> dict[str, Any]:
         "nbytes": done.nbytes,
         "seconds": done.seconds,
         "renamed": dict(done.renamed),
-        "dropped": [plain(left) for left in done.dropped],
+        "dropped": [to_plain(left) for left in done.dropped],
         "entries": dict(done.entries),
         "left_behind": [pick(left, "path", "why") for left in done.left_behind],
         "cast": dict(done.cast),
@@ -244,14 +244,14 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     if done.weights:
         rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]
         print_table(rows, ("  weight", "checkpoint"))
-    print_table(files_of(done), ("  file", "size"))
+    print_table(list_files(done), ("  file", "size"))
     for line in remarks(done):
         say(line)
     for line in amounts(done):
         say(line)
 
 
-def files_of(done: Converted | CopiedFiles) -> list[tuple[str, str]]:
+def list_files(done: Converted | CopiedFiles) -> list[tuple[str, str]]:
     """Return rows with names and sizes of the files; of more than 20 files, the first and last 9."""
     rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
     if len(rows) <= 20:

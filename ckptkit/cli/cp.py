@@ -71,13 +71,13 @@ def to_json(done: CopiedFiles) -> dict[str, Any]:
 def report(src: Path, done: CopiedFiles) -> None:
     """Print the result for a reader."""
     from ckptkit.checkpoints.find_components import describe_left
-    from ckptkit.cli.conversion import files_of
+    from ckptkit.cli.conversion import list_files
 
     if done.source != src:
         note(f"taking {done.source}")
     first, *others = done.summary()
     say(first)
-    print_table(files_of(done), ("  file", "size"))
+    print_table(list_files(done), ("  file", "size"))
     for line in others:
         say(line)
     for text in done.notes:

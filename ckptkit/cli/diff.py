@@ -143,7 +143,7 @@ def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
     most = None if every else _ROWS
     changes = {describe_change(kind.difference) if kind.difference.reason == "dtype" else "" for kind in kinds}
     common = changes.pop() if len(changes) == 1 else ""
-    rows = [row_of(kind, with_change=not common) for kind in kinds[:most]]
+    rows = [kind_row(kind, with_change=not common) for kind in kinds[:most]]
     print_table(rows, ("rel L2", "max", "differ", "first", f"tensor: {common}" if common else "tensor"))
     say_more(len(kinds), most)
 
@@ -156,14 +156,14 @@ def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
         say_list([with_count(line, kind.count) for line, kind in zip(lines, kinds, strict=True)], every=every)
 
 
-def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
+def kind_row(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
     """Return a line of the table."""
     difference, distance = kind.difference, kind.difference.distance
     assert distance is not None
     assert difference.a is not None
     strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
     first = "" if distance.first is None else f"[{','.join(map(str, distance.first))}]"
-    differ = share(distance.different, kind.count * difference.a.numel)
+    differ = share_of_elements(distance.different, kind.count * difference.a.numel)
     name = (
         f"{difference.name}: {describe_change(difference)}"
         if with_change and difference.reason == "dtype"
@@ -189,7 +189,7 @@ def describe_change(difference: Difference) -> str:
     return " => ".join(str(list(spec.shape)).replace(" ", "") for spec in (difference.a, difference.b))
 
 
-def share(part: int, whole: int) -> str:
+def share_of_elements(part: int, whole: int) -> str:
     """Return `part` of `whole` as text: a number below 1000, else a percentage, or "all"."""
     if part == whole:
         return "all"

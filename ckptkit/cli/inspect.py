@@ -131,7 +131,8 @@ def report(inspected: Inspected, asked: Path) -> None:
     for line in inspected.summary():
         say(line)
     rows = [
-        (kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in inspected.groups.items()
+        (kind, group.entries, format_bytes(group.nbytes), *describe_dtypes(group))
+        for kind, group in inspected.groups.items()
     ]
     print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if inspected.optimizer_keys == "ids":
@@ -182,10 +183,10 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_KEYS]) + (", ..." if names[_MOST_KEYS:] else "")
 
 
-def describe(group: Group) -> tuple[str, str]:
+def describe_dtypes(group: Group) -> tuple[str, str]:
     """Return the dtypes of a group, with percentages if there are several, and the keys that contain it."""
     total = sum(group.bytes_by_dtype.values()) or 1
-    shares = [f"{name} {share(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
+    shares = [f"{name} {percentage(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
     return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), under(group)
 
 
@@ -194,7 +195,7 @@ def under(group: Group) -> str:
     return ", ".join(group.under[:_MOST_KEYS]) + and_more(len(group.under) - _MOST_KEYS)
 
 
-def share(part: float) -> str:
+def percentage(part: float) -> str:
     """Return a fraction as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < part < 0.01:
         return "<1%"
@@ -215,11 +216,11 @@ def tensor_rows(inspected: Inspected) -> list[tuple[object, ...]]:
 
 def tree_rows(inspected: Inspected) -> list[tuple[object, ...]]:
     """Return a row per module or tensor; similar modules share a row."""
-    from ckptkit.checks.tree import fold
+    from ckptkit.checks.tree import fold_tree
 
     return [
         (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")
-        for line in fold(inspected.layout.specs)
+        for line in fold_tree(inspected.layout.specs)
     ]
 
 

@@ -82,7 +82,7 @@ def report(listing: Listing, run: Path) -> None:
     header = ["checkpoint", "age", "ranks", "size", "state"]
     shown, hidden = choose_metrics(listing.checkpoints, [header, *fixed], marks)
     rows = [
-        [*row, *(number(checkpoint.metrics.get(name)) for name in shown), mark]
+        [*row, *(format_metric(checkpoint.metrics.get(name)) for name in shown), mark]
         for row, checkpoint, mark in zip(fixed, listing.checkpoints, marks, strict=True)
     ]
     print_table(rows, [*header, *shown, ""])
@@ -163,5 +163,5 @@ def choose_metrics(
     return shown, names[len(shown) :]
 
 
-def number(value: float | None) -> str:
+def format_metric(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"

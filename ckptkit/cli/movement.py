@@ -27,7 +27,7 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
         note(f"note: {text}")
     kinds = result.by_kind
     print_table(
-        [row_of(movement) for movement in kinds[:top]],
+        [movement_row(movement) for movement in kinds[:top]],
         ("change", "max", "cosine", "equal", "most", "parameter"),
     )
     if len(kinds) > top:
@@ -40,7 +40,7 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     )
 
 
-def row_of(movement: Movement) -> tuple[str, ...]:
+def movement_row(movement: Movement) -> tuple[str, ...]:
     """Return a row of the table."""
     distance = movement.distance
     layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal())

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError
-from ckptkit.words import fold, format_bytes, visible
+from ckptkit.words import fold_lines, format_bytes, visible
 
 _quiet = False
 _NARROWEST = 16  # minimum width of a table column in characters, on a narrow terminal; no number is wider
@@ -63,17 +63,17 @@ def print_line(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON object to stdout."""
-    typer.echo(json.dumps(plain(value)))
+    typer.echo(json.dumps(to_plain(value)))
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a value for JSON: dataclasses as objects, paths as strings, NaN and infinity as null."""
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: to_plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [to_plain(each) for each in value]
     if isinstance(value, float):
         return value if isfinite(value) else None
     return str(value) if isinstance(value, Path) else value
@@ -106,13 +106,13 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
     cells = [[visible(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     if sys.stdout.isatty():
-        narrow(widths, terminal_width() - 2 * (len(widths) - 1))
+        narrow_columns(widths, terminal_width() - 2 * (len(widths) - 1))
     for row in cells:
-        for line in zip_longest(*map(fold, row, widths), fillvalue=""):
+        for line in zip_longest(*map(fold_lines, row, widths), fillvalue=""):
             say("  ".join(piece.ljust(width) for piece, width in zip(line, widths, strict=True)).rstrip())
 
 
-def narrow(widths: list[int], room: int) -> None:
+def narrow_columns(widths: list[int], room: int) -> None:
     """Narrow the widest columns until the table fits."""
     while sum(widths) > room and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1

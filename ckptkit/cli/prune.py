@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, age, note, pick, plain, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, progress_bar, say, to_plain
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.io.joined import roots_of
@@ -111,7 +111,7 @@ def prune(
             progress=progress,
         )
     if json:
-        print_json({**plain(done), "freed_bytes": done.freed_bytes})
+        print_json({**to_plain(done), "freed_bytes": done.freed_bytes})
     else:
         report(done)
 

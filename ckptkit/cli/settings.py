@@ -88,7 +88,7 @@ def option(name: str, setting: Setting) -> inspect.Parameter:
         return parameter(f"no_{name}" if setting.default else name, bool, False, described(setting))
     if setting.placeholder == _SIZE:
         return parameter(name, int, spell_bytes(default), described(setting, parser=parse_bytes))
-    kind = kind_of(setting)
+    kind = type_name(setting)
     return parameter(name, kind if default is not None else kind | None, default, described(setting))
 
 
@@ -100,11 +100,11 @@ def described(setting: Setting, **more: Any) -> Any:
 def override_option(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting that overrides a file. Its default is None; the help shows the setting's."""
     has_default = setting.default not in (MISSING, None, ())
-    text = f"{setting.text} [{spell(setting.default)}]" if has_default else setting.text
+    text = f"{setting.text} [{spell_default(setting.default)}]" if has_default else setting.text
     parser: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
     return parameter(
         name,
-        kind_of(setting) | None,
+        type_name(setting) | None,
         None,
         typer.Option(help=text, metavar=setting.placeholder, show_default=False, **parser),
     )
@@ -115,11 +115,11 @@ def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def kind_of(setting: Setting) -> Any:
+def type_name(setting: Setting) -> Any:
     return list[str] if get_origin(setting.kind) is tuple else setting.kind
 
 
-def spell(value: object) -> str:
+def spell_default(value: object) -> str:
     """Return a default value as the help shows it."""
     if isinstance(value, bool):
         return "yes" if value else "no"

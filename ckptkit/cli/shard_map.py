@@ -14,7 +14,7 @@ from ckptkit.cli.output import print_line, print_table, say, terminal_width
 from ckptkit.errors import Occupied
 from ckptkit.io.file import is_there
 from ckptkit.io.staging import publish
-from ckptkit.words import count, fold, format_bytes, visible
+from ckptkit.words import count, fold_lines, format_bytes, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,7 @@ def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
     times = f"  x{row.repeats}" if row.repeats > 1 else ""
     remarks = f"  ({', '.join(row.remarks)})" if row.remarks else ""
     name = "  " * bool(start) + visible(row.label.removeprefix(start)) + times + remarks
-    pieces = fold(name, max(24, terminal_width() - _INDENT))
+    pieces = fold_lines(name, max(24, terminal_width() - _INDENT))
     pictures = draw(row, shards.owners, _WIDTH)
     for i, (picture, piece) in enumerate(zip_longest(pictures, pieces)):
         painted = paint(picture) if picture else " " * _WIDTH

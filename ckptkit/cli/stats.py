@@ -136,7 +136,7 @@ def brief(value: float | None) -> str:
     return f"{digits}e{int(power)}" if e else digits
 
 
-def share(part: int, whole: int) -> str:
+def percent_of(part: int, whole: int) -> str:
     """Return a fraction as a percentage, such as `3.1%`; "" for 0."""
     return f"{100 * part / whole:.2g}%" if part else ""
 
@@ -147,7 +147,7 @@ COLUMNS = (
     Column("std", lambda counted: brief(counted.moments.deviation if counted.moments.finite else None)),
     Column("low", lambda counted: brief(counted.low)),
     Column("high", lambda counted: brief(counted.high)),
-    Column("zero", lambda counted: share(counted.zero, counted.numbers), always=False),
+    Column("zero", lambda counted: percent_of(counted.zero, counted.numbers), always=False),
     Column("NaN", lambda counted: f"{counted.nan:,}" if counted.nan else "", always=False),
     Column("Inf", lambda counted: f"{counted.inf:,}" if counted.inf else "", always=False),
     Column("denormal", lambda counted: f"{counted.denormal:,}" if counted.denormal else "", always=False),

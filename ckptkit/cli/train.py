@@ -127,12 +127,12 @@ class TrainPrinter:
             note(message.text)
             self.exit_code = TERMINATED if message.ended_early else self.exit_code
             return
-        say(describe(message, self.last_step))
+        say(describe_step(message, self.last_step))
         if message.checkpoint:
             note(f"saved {message.checkpoint}")
 
 
-def describe(step: StepMetrics, last_step: int) -> str:
+def describe_step(step: StepMetrics, last_step: int) -> str:
     """Return a line about a step."""
     facts = [
         f"step {step.step}/{last_step}",

@@ -10,7 +10,18 @@ import typer
 
 from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.cli.conversion import Jobs, Map
-from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    note,
+    pick,
+    print_json,
+    print_problem,
+    print_table,
+    progress_bar,
+    say,
+    to_plain,
+)
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.io.file import absent
@@ -100,7 +111,7 @@ def verify(
     is_ok = all(part.is_ok for part in verified)
     numbers = [tensor for part in verified for tensor in part.stats]
     if json:
-        counted = [plain(tensor) | {"spec": str(tensor.spec)} for tensor in numbers]
+        counted = [to_plain(tensor) | {"spec": str(tensor.spec)} for tensor in numbers]
         print_json(to_json(verified) | ({"stats": counted} if stats else {}))
     else:
         report(verified, deltas, fast=fast)

@@ -19,10 +19,10 @@ from ckptkit.state.options import MODULE, QUANTIZERS, ConvertOptions
 from ckptkit.state.quantized.config import may_hold_quantized
 from ckptkit.state.steps import (
     cast,
-    describe,
     fit_config,
     has_known_names,
     open_model,
+    record_dtype,
     refuse_copies,
     resize_vocabulary,
     restore_keys,
@@ -57,7 +57,7 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
 
             model = check_casts(model, options)
     if model.companions.config is not None:
-        model = describe(model, options)
+        model = record_dtype(model, options)
     if options.quantize is not None:
         model = load(QUANTIZERS[options.quantize].quantize)(model, options)
     if options.weights:

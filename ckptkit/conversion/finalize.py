@@ -33,7 +33,7 @@ def finalize(
     checksum of the source differs.
     """
     output = to_destination(dst)
-    begun, text = find_key(output)
+    begun, text = find_staging_key(output)
     if text is None:
         raise NotACheckpoint(
             "no parts of this output have been made",
@@ -45,7 +45,7 @@ def finalize(
     return report_on(sources, output, asked, partial(write_rest, count=count))
 
 
-def find_key(place: Path) -> tuple[Path, bytes | None]:
+def find_staging_key(place: Path) -> tuple[Path, bytes | None]:
     """Return the staging directory, or the note in a store, of an unfinished output, and its key or None."""
     if not is_remote(place):
         staging = staging_path(place.absolute())

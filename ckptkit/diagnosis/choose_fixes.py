@@ -188,12 +188,12 @@ def join_all(fixes: Collection[Fix], *, is_sharded: bool) -> dict[Fix, Fix]:
             alike.setdefault((same.verb, *fix.paths), []).append(fix)
     joined = dict(equivalent)
     for members in alike.values():
-        joint = join([equivalent[fix] for fix in members])
+        joint = join_fixes([equivalent[fix] for fix in members])
         joined |= dict.fromkeys(members, joint) if joint else {}
     return joined
 
 
-def join(fixes: Collection[Fix]) -> Fix | None:
+def join_fixes(fixes: Collection[Fix]) -> Fix | None:
     """Return one command with the options of several that share verb and paths; None if two options conflict."""
     options: dict[str, Value] = {}
     for name, value in (option for fix in fixes for option in fix.options):

@@ -58,7 +58,7 @@ def find_keys(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         yield Finding(
             "key", present[0], f"the checkpoint contains it, {where}: load that part of the checkpoint", None, present
         )
-    yield from (missing(case, name) for name in wanted if name not in renamed and name not in raw)
+    yield from (missing_tensor(case, name) for name in wanted if name not in renamed and name not in raw)
 
 
 def renamed_tensors(case: LoadTarget, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def renamed_tensors(case: LoadTarget, pairs: Mapping[str, str], raw: Mapping[str
     yield from say_renamed(case.checkpoint, pairs, rules, "the model")
 
 
-def missing(case: LoadTarget, name: str) -> Finding:
+def missing_tensor(case: LoadTarget, name: str) -> Finding:
     if name.endswith(HEAD):
         message = "the checkpoint does not contain it: perhaps it was tied to the embedding and not saved"
         return Finding("tie", name, message, export(case.checkpoint))
@@ -85,7 +85,7 @@ def find_unexpected(matched: MatchedMessage, case: LoadTarget) -> Iterator[Findi
             yield Finding("unexpected", name, "the checkpoint contains it, but the model does not have it", fix)
 
 
-def find_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
+def explain_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield why the shards do not contain a key.
 
     The optimizer state was not saved, the tensor has another name, or it is under another parent key.
@@ -106,7 +106,7 @@ def find_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         message = "the torch that saved this optimizer did not have this option: load without it, then set it"
         yield Finding("missing", name, message)
     else:
-        yield missing(case, name)
+        yield missing_tensor(case, name)
 
 
 def entries_with_same_end(name: str, layout: Layout) -> str:
@@ -208,7 +208,7 @@ def find_file(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
 
 def find_parameter(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield why the file does not contain a parameter. `parts` contains its name."""
-    yield from find_key(MatchedMessage((matched.parts[0],), matched.text), case)
+    yield from explain_key(MatchedMessage((matched.parts[0],), matched.text), case)
 
 
 def find_misfits(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said

@@ -48,7 +48,7 @@ class Fix:
     def words(self) -> list[str]:
         """Return the unquoted arguments of the process, `ckptkit` first."""
         options = [word for name, value in self.options for word in spell_option(name, value)]
-        return ["ckptkit", self.verb, *map(spell, self.paths), *options]
+        return ["ckptkit", self.verb, *map(shell_word, self.paths), *options]
 
     def __str__(self) -> str:
         """Return the command as one line, quoted for a shell."""
@@ -62,10 +62,10 @@ def spell_option(name: str, value: Value) -> Iterator[str]:
         yield flag
     else:
         for item in value if isinstance(value, tuple) else (value,):
-            yield from (flag, spell(item))
+            yield from (flag, shell_word(item))
 
 
-def spell(word: object) -> str:
+def shell_word(word: object) -> str:
     """Return an argument as text. A path that starts with `-` gets the prefix `./`."""
     return f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
 
@@ -187,10 +187,10 @@ def group(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     for finding in findings:
         name = None if finding.tensor is None else fold(finding.tensor)
         grouped.setdefault((finding.code, name, finding.message, finding.fixed_by), []).append(finding)
-    return tuple(merge(alike) for alike in grouped.values())
+    return tuple(merge_findings(alike) for alike in grouped.values())
 
 
-def merge(alike: list[Finding]) -> Finding:
+def merge_findings(alike: list[Finding]) -> Finding:
     """Return one finding for several with the same message and the same name up to numbers."""
     first, *others = alike
     names = tuple(

@@ -43,7 +43,7 @@ MESSAGES: tuple[Message, ...] = (
         "parameter never received a gradient, so torch saved no state: `ckptkit doctor CKPT` lists all of them. If "
         "the key is a weight, the names differ: by `_orig_mod.` (torch.compile), by `module.` (DDP), by a key such "
         "as `model`, or because the head is tied. `ckptkit doctor CKPT --model MODEL` says which, and how to fix it.",
-        explanations.find_key,
+        explanations.explain_key,
     ),
     Message(
         "Missing optimizer state for parameter '…' in checkpoint",

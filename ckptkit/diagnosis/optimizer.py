@@ -35,7 +35,7 @@ def list_missing_states(case: LoadTarget) -> Iterator[Finding]:
                 "the optimizer has no state for this parameter because it never received a gradient; "
                 f"unless it is frozen, torch's load fails with {error_text}"
             )
-            yield Finding("optimizer_state", spell(states.above, name), message, complete(case))
+            yield Finding("optimizer_state", spell_key(states.above, name), message, complete_fix(case))
 
 
 def is_misnamed(case: LoadTarget, states: States) -> bool:
@@ -48,7 +48,7 @@ def is_misnamed(case: LoadTarget, states: States) -> bool:
     return is_unknown or bool(states.strays)
 
 
-def complete(case: LoadTarget) -> Fix:
+def complete_fix(case: LoadTarget) -> Fix:
     """Return the command that gives every parameter a state."""
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     ranks = (case.world_size or case.layout.world_size) if is_sharded else None
@@ -71,7 +71,7 @@ def without_state(states: States) -> list[str]:
     return states.lacking if states.of else []
 
 
-def spell(above: KeyPath, name: str) -> str:
+def spell_key(above: KeyPath, name: str) -> str:
     return ".".join([*map(str, above), "state", name])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checks.renames import shapes_of
+from ckptkit.checks.renames import shapes_of_entries
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, rewrite
 from ckptkit.diagnosis.names import say_renamed
@@ -65,12 +65,12 @@ def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Si
     )
     missing = {
         name: shape
-        for name, shape in shapes_of(theirs.layout).items()
+        for name, shape in shapes_of_entries(theirs.layout).items()
         if name not in ours.layout.names and not is_per_rank(theirs.layout, name) and name not in reported_states
     }
     extra = {
         name: shape
-        for name, shape in shapes_of(ours.layout).items()
+        for name, shape in shapes_of_entries(ours.layout).items()
         if name not in theirs.layout.names and not is_per_rank(ours.layout, name)
     }
     pairs = by_rule(extra, missing)
@@ -138,7 +138,7 @@ def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: S
     other_dtypes = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
     uniform_kinds = uniformly_changed_kinds(other_dtypes, ours.layout)
     globs = {
-        name: f"*.{kind}" if (kind := kind_of(name)) in uniform_kinds else f"*{fold(name)}" for name in other_dtypes
+        name: f"*.{kind}" if (kind := entry_kind(name)) in uniform_kinds else f"*{fold(name)}" for name in other_dtypes
     }
     rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in other_dtypes.items())
     if not rules or len(rules) > _MAX_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
@@ -150,11 +150,11 @@ def uniformly_changed_kinds(changed: Mapping[str, DType], layout: Layout) -> set
     """Return the last words of names, such as `exp_avg`, whose tensors all change to the same dtype."""
     dtypes_by_kind: dict[str, set[DType | None]] = {}
     for name in layout.tensors:
-        dtypes_by_kind.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
+        dtypes_by_kind.setdefault(entry_kind(name), set()).add(changed.get(name) if "." in name else None)
     return {kind for kind, dtypes in dtypes_by_kind.items() if len(dtypes) == 1 and None not in dtypes}
 
 
-def kind_of(name: str) -> str:
+def entry_kind(name: str) -> str:
     return name.rpartition(".")[2]
 
 

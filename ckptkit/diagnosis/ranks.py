@@ -17,7 +17,7 @@ def find_ranks(case: LoadTarget) -> Iterator[Finding]:
     wanted = case.world_size
     if wanted is None:
         return
-    yield from find_files(case, wanted)
+    yield from find_rank_counts(case, wanted)
     states = per_rank_entries(case)
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
@@ -26,7 +26,7 @@ def find_ranks(case: LoadTarget) -> Iterator[Finding]:
             yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
 
 
-def find_files(case: LoadTarget, wanted: int) -> Iterator[Finding]:
+def find_rank_counts(case: LoadTarget, wanted: int) -> Iterator[Finding]:
     """Yield the per-rank files, if their number differs from the number of ranks that load them."""
     reader = case.checkpoint.model_component.reader
     ranks = case.layout.world_size or case.checkpoint.world_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.adapters.changes import check
+from ckptkit.adapters.changes import check_config
 from ckptkit.adapters.config import find_adapter_config
 from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.base_weights import BaseWeights
@@ -74,7 +74,7 @@ def adapter_error(case: LoadTarget) -> Mismatch | Unsupported | None:
         try:
             config = find_adapter_config(case.checkpoint.model_component.path, adapter.name)
             if config is not None:
-                check(adapter, config)
+                check_config(adapter, config)
         except (Mismatch, Unsupported) as error:
             return error
         except Corrupt:

@@ -11,7 +11,7 @@ from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, ReadRun
-from ckptkit.layout.box import Box, BoxIndex, cut, cut_rows, span_of
+from ckptkit.layout.box import Box, BoxIndex, cut_box, cut_rows, span_of
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, same
 
@@ -149,7 +149,7 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     if recipe is not None and isinstance(recipe, ByRows):
         boxes = cut_rows(whole, recipe.rows)
     else:
-        boxes = cut(whole, BLOCK_BYTES // max(itemsize, width(target)))
+        boxes = cut_box(whole, BLOCK_BYTES // max(itemsize, width(target)))
     start = 0
     for box in boxes:
         block = Block(target, box, start, tuple(input_.of(box) for input_ in wanted))
@@ -160,10 +160,10 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
 def wanted_of(target: Target, sources: int) -> list[BlockInputs]:
     """Return the inputs of the blocks of a target: its recipe's operands, or its own box in each source."""
     if target.recipe is None:
-        groups = [target.copies] if sources == 1 else split(target.copies, sources)
+        groups = [target.copies] if sources == 1 else split_evenly(target.copies, sources)
         return [wanted(copies[0].source, same, copies) for copies in groups if copies]
     operands = target.recipe.operands
-    pairs = zip(operands, split(target.copies, len(operands)), strict=True)
+    pairs = zip(operands, split_evenly(target.copies, len(operands)), strict=True)
     return [wanted(operand.source, operand.region, copies) for operand, copies in pairs]
 
 
@@ -171,7 +171,7 @@ def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> BlockInputs
     return BlockInputs(source, region, copies, BoxIndex([copy.region for copy in copies]))
 
 
-def split(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
+def split_evenly(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
     return [tuple(copy for copy in copies if copy.operand == number) for number in range(count)]
 
 

@@ -30,7 +30,7 @@ class Sources:
     @collector_paused()
     def __init__(self, plan: Plan, ledger: Ledger, *, is_all: bool = False) -> None:
         self._plan = plan
-        copies = ((name_of(target, copy), copy) for target in plan.targets for copy in target.copies)
+        copies = ((target_name(target, copy), copy) for target in plan.targets for copy in target.copies)
         runs = {source_place(copy): (name, copy.src) for name, copy in copies if copy.src.where is None}
         nbytes = count_read(copy for copy in plan.copies if is_all or copy.src.run is not None)
         self._waiting = {
@@ -64,7 +64,7 @@ class Sources:
 
     def compares(self, number: int, chunk: Chunk) -> bool:
         """Return whether the recorded CRC-32 of a chunk's byte range is still to be compared."""
-        return (number, *place_of(chunk)) in self._waiting
+        return (number, *bytes_at(chunk)) in self._waiting
 
     def records(self, number: int, chunk: Chunk) -> bool:
         """Return whether the CRC-32 of a chunk's bytes is needed, now or once its file has been read completely."""
@@ -149,7 +149,7 @@ def count_requested(
     return {place: length if chunk.run is None else min(length, nbytes[place]) for place, chunk, length in lengths}
 
 
-def name_of(target: Target, copy: Copy) -> str:
+def target_name(target: Target, copy: Copy) -> str:
     return target.name if target.recipe is None else target.recipe.operands[copy.operand].name
 
 
@@ -158,6 +158,6 @@ def source_place(copy: Copy) -> SourcePlace:
     return copy.source, copy.src.path, copy.src.bytes[0]
 
 
-def place_of(chunk: Chunk) -> FileOffset:
+def bytes_at(chunk: Chunk) -> FileOffset:
     """Return the file and offset that identify the byte range of a chunk."""
     return chunk.path, chunk.bytes[0]

@@ -18,7 +18,7 @@ from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.axes import index_in
 from ckptkit.layout.box import whole
 from ckptkit.layout.distance import Distance, Tolerance
-from ckptkit.layout.plan import Plan, in_order, join, make_plan
+from ckptkit.layout.plan import Plan, in_order, make_plan, targets_for
 
 Progress = Callable[[int], None]
 
@@ -80,7 +80,7 @@ def compare(
     visit(plan, measure_block, record, jobs, sums=sources.compares, among=blocks_to_compare(plan))
     scrub(sources, jobs)
     found = {name: with_tensor_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
-    return Comparison(complete(a, found, jobs), sources.checked_bytes)
+    return Comparison(with_sizes(a, found, jobs), sources.checked_bytes)
 
 
 def with_tensor_index(distance: Distance, *tensors: StoredTensor) -> Distance:
@@ -99,7 +99,9 @@ def are_equal(a: memoryview, b: memoryview) -> bool:
 
 
 def plan_comparison(a: Layout, b: Layout) -> Plan:
-    targets = [target for name, tensor in b.tensors.items() for target in join(name, with_places(tensor), (a, b))]
+    targets = [
+        target for name, tensor in b.tensors.items() for target in targets_for(name, with_places(tensor), (a, b))
+    ]
     return Plan(a, b, in_order(targets), (b,))
 
 
@@ -117,7 +119,7 @@ def blocks_to_compare(plan: Plan) -> Iterator[Block]:
         yield from blocks_of(plan, target, max(dtype.itemsize for dtype in dtypes))
 
 
-def complete(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> dict[str, Distance]:
+def with_sizes(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> dict[str, Distance]:
     """Return the distances with the norm of all of `a`.
 
     Equal blocks of a tensor that differs were not measured before.

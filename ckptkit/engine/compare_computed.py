@@ -15,7 +15,7 @@ from ckptkit.layout.box import Box, Shape, whole
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.measuring import Elements, measure
-from ckptkit.layout.plan import Plan, Recipe, Target, join
+from ckptkit.layout.plan import Plan, Recipe, Target, targets_for
 
 Progress = Callable[[int], None]
 
@@ -92,4 +92,4 @@ def targets(a: Layout, b: Layout, shapes: Mapping[str, Shape], recipes: Mapping[
     for name, shape in shapes.items():
         spec = Spec(_FLOAT32, shape)
         chunk = Chunk(whole(shape), name, 0, spec.nbytes, _FLOAT32)
-        yield from join(name, StoredTensor(spec, (chunk,)), (a, b), recipes[name])
+        yield from targets_for(name, StoredTensor(spec, (chunk,)), (a, b), recipes[name])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
-from ckptkit.engine.check_sources import Sources, place_of
+from ckptkit.engine.check_sources import Sources, bytes_at
 from ckptkit.engine.ledger import Journal, Ledger, place_in_run
 from ckptkit.engine.shares import WHOLE, Share, units_of
 from ckptkit.engine.visit import Pieces, Step, Worker, visit, work
@@ -241,10 +241,10 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
     scrub(sources, jobs)
     checksums: dict[FileOffset, int] = {}
     for target in plan.targets:
-        crc = ledger.written.whole(place_of(target.chunk), target.chunk.bytes[1])
+        crc = ledger.written.whole(bytes_at(target.chunk), target.chunk.bytes[1])
         if crc is None:
             raise Corrupt("not all bytes were written", path=plan.dst.root / target.chunk.path, tensor=target.name)
-        checksums[place_of(target.chunk)] = crc
+        checksums[bytes_at(target.chunk)] = crc
     checked, uncompared = compare_files(plan, ledger, sources.unchecked)
     return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, uncompared)
 

@@ -11,7 +11,7 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Worker, visit
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.box import Box, whole
-from ckptkit.layout.plan import Plan, Recipe, join
+from ckptkit.layout.plan import Plan, Recipe, targets_for
 
 
 class SharedRuns:
@@ -54,7 +54,9 @@ def read(
     spec = layout.tensors[name].spec
     wanted = Chunk(box, "", 0, box.numel * spec.dtype.itemsize, spec.dtype)
     read_from = (layout, *others) if recipe else (layout,)
-    plan = Plan(layout, layout, tuple(join(name, StoredTensor(spec, (wanted,)), read_from, recipe)), read_from[1:])
+    plan = Plan(
+        layout, layout, tuple(targets_for(name, StoredTensor(spec, (wanted,)), read_from, recipe)), read_from[1:]
+    )
     is_whole = box == whole(spec.shape)
     sources = Sources(plan, Ledger(), is_all=not is_whole)
     data = bytearray(wanted.length)

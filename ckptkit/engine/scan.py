@@ -44,7 +44,8 @@ def copy_files(
     extent_sums: Checksums[FileOffset] = Checksums()
     file_sums: Checksums[str] = Checksums()
     regions = {
-        path: cut(root, path, sizes[path], extent_crcs, report) for path, extent_crcs in by_file(sizes, extents).items()
+        path: cut_regions(root, path, sizes[path], extent_crcs, report)
+        for path, extent_crcs in by_file(sizes, extents).items()
     }
     lock = Lock()
 
@@ -121,7 +122,8 @@ def scan(
     file_sums: Checksums[str] = Checksums()
     reporting = Lock()
     regions = {
-        path: cut(root, path, sizes[path], extent_crcs, report) for path, extent_crcs in by_file(sizes, extents).items()
+        path: cut_regions(root, path, sizes[path], extent_crcs, report)
+        for path, extent_crcs in by_file(sizes, extents).items()
     }
 
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
@@ -161,7 +163,7 @@ def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int
     """Return the CRC-32 of a file of `size` bytes. Reads only the bytes between the extents that have a CRC-32."""
     sums: Checksums[str] = Checksums()
     with closing(Gatherer(root)) as source:
-        for region in cut(root, path, size, (extent for extent in extents if extent.crc32 is not None), ignore):
+        for region in cut_regions(root, path, size, (extent for extent in extents if extent.crc32 is not None), ignore):
             crc = source.checksum(path, region.offset, region.length) if region.crc32 is None else region.crc32
             sums.add(path, region.offset, region.length, crc)
     crc_of_file = sums.whole(path, size)
@@ -189,7 +191,7 @@ def by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[E
     return by_path
 
 
-def cut(root: Path, name: str, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:
+def cut_regions(root: Path, name: str, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:
     """Return the regions of a file of `size` bytes, in order and without gaps.
 
     Regions are the extents, and nameless regions between them. The file is called `name` in directory `root`. Equal

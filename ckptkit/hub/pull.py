@@ -90,7 +90,7 @@ def pull(
     dst = to_local(out)
     with silent():
         repository = look_up(name, at)
-        files = choose(repository, tuple(include), tuple(exclude))
+        files = choose_files(repository, tuple(include), tuple(exclude))
         sizes = {file: remote.nbytes for file, remote in files.items()}
         if overwrite:
             check_replaceable(dst, repository.files)
@@ -100,7 +100,7 @@ def pull(
             with bars("downloading") as progress:
                 fetch(repository, files, stage, jobs, report_progress(progress, sum(sizes.values())))
             with bars("verifying") as progress:
-                check(stage.path, files, jobs, report_progress(progress, sum(sizes.values())))
+                check_files(stage.path, files, jobs, report_progress(progress, sum(sizes.values())))
             part = next((part.path for part in Checkpoint.at(stage.path).components), stage.path)
             reader = detect_format(part)
             stage.commit()
@@ -109,7 +109,7 @@ def pull(
     return Pulled(name, at, repository.commit, dst, format_name, sizes, sum(sizes.values()) - earlier_bytes, seconds)
 
 
-def choose(repository: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
+def choose_files(repository: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
     """Return the files to download, by name: those that match `include` (default: all) and do not match `exclude`.
 
     Raises `Unsafe` for an unsafe name, and `Usage` if no file is left.
@@ -119,7 +119,7 @@ def choose(repository: HubRepository, include: tuple[str, ...], exclude: tuple[s
     chosen = {
         name: file
         for name, file in repository.files.items()
-        if (not include or matches(name, include)) and not matches(name, (*exclude, *_OF_GIT))
+        if (not include or matches_glob(name, include)) and not matches_glob(name, (*exclude, *_OF_GIT))
     }
     if not chosen:
         what = "no file of the repository matches" if include or exclude else "the repository is empty"
@@ -127,7 +127,7 @@ def choose(repository: HubRepository, include: tuple[str, ...], exclude: tuple[s
     return chosen
 
 
-def matches(name: str, globs: Iterable[str]) -> bool:
+def matches_glob(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
@@ -203,7 +203,7 @@ def fetch_huge(repository: HubRepository, name: str, stage: Stage) -> None:
         (stage.work / name).rename(stage.path / name)
 
 
-def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:
+def check_files(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:
     """Raise `Corrupt` if a file differs from the Hub's. Removes such files, so that the next pull downloads them."""
     contents = {name: root / name for name in files}
     wrong = differences(contents, sum_all(contents, jobs, advance), files)

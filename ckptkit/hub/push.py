@@ -28,7 +28,7 @@ from ckptkit.io.stores.hub_calls import (
     HubRepository,
     create_branch,
     create_repository,
-    find,
+    find_repository,
     look_up,
     require_token,
     silent,
@@ -137,8 +137,8 @@ def push(
     selection = select_files(source, name)
     with silent():
         require_token()
-        head = find(name, at)
-        basis = find(name, MAIN) if head is None and at != MAIN else head
+        head = find_repository(name, at)
+        basis = find_repository(name, MAIN) if head is None and at != MAIN else head
         if basis and CARD in basis.files:
             selection = selection.without_card()
         plan = make_plan(selection, name, at, basis, public=public)

@@ -32,7 +32,7 @@ from ckptkit.layout import Layout
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.keeper import find_holds
 from ckptkit.storage.entries import find_archive, read_value
-from ckptkit.storage.ranks import translate
+from ckptkit.storage.ranks import cause_of
 from ckptkit.storage.writer import Writer
 
 FORM = "ckptkit_form"  # entry with the nested values, in which key paths replace the tensors
@@ -69,7 +69,7 @@ class CkptkitIO(TorchCheckpointIO):
             inner_tensors = dict(tensors_in(value))
             if inner_tensors:
                 tensors[key] = nest(inner_tensors)
-                form[key] = with_names(value, (key,))
+                form[key] = with_ways(value, (key,))
             else:
                 others[key] = (value,)  # DCP does not flatten a tuple
         try:
@@ -79,7 +79,7 @@ class CkptkitIO(TorchCheckpointIO):
                 no_dist=True,
             )
         except CheckpointException as error:
-            raise translate(error, directory, "save") from error
+            raise cause_of(error, directory, "save") from error
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -173,15 +173,15 @@ def nest(tensors: Mapping[tuple[str, ...], Tensor]) -> Any:
     return {key: nest(group) for key, group in groups.items()}
 
 
-def with_names(value: Any, key_path: tuple[str, ...]) -> Any:
+def with_ways(value: Any, key_path: tuple[str, ...]) -> Any:
     """Return a nested value with each tensor replaced by its key path."""
     if isinstance(value, Tensor):
         return {_NAME: list(key_path)}
-    return rebuild(value, lambda key, member: with_names(member, (*key_path, str(key))))
+    return rebuild(value, lambda key, member: with_ways(member, (*key_path, str(key))))
 
 
 def with_tensors(value: Any, load: Callable[[tuple[str, ...]], Tensor]) -> Any:
-    """Undo `with_names`: return a nested value with each key path replaced by the tensor that `load` returns."""
+    """Undo `with_ways`: return a nested value with each key path replaced by the tensor that `load` returns."""
     if isinstance(value, dict) and value.keys() == {_NAME}:
         return load(tuple(value[_NAME]))
     return rebuild(value, lambda _key, member: with_tensors(member, load))

@@ -151,7 +151,7 @@ def permute(tensor: StoredTensor, order: Sequence[int]) -> StoredTensor:
     chunks = (
         chunk._replace(
             box=Box(moved(chunk.start), moved(chunk.size)),
-            strides=plain(moved(steps_of(chunk)), moved(chunk.size)),
+            strides=are_plain(moved(steps_of(chunk)), moved(chunk.size)),
         )
         for chunk in tensor.chunks
     )
@@ -247,7 +247,7 @@ def view_of(chunk: Chunk, box: Box, begin: int, steps: Shape) -> Chunk:
     location = (chunk.offset + begin * chunk.dtype.itemsize, length * chunk.dtype.itemsize)
     is_all = location == (chunk.offset, chunk.length)
     run = chunk.run if is_all else chunk.bytes
-    return chunk._replace(box=box, offset=location[0], length=location[1], strides=plain(steps, box.size), run=run)
+    return chunk._replace(box=box, offset=location[0], length=location[1], strides=are_plain(steps, box.size), run=run)
 
 
 def split_chunk(chunk: Chunk, axis: int, extents: Shape) -> list[Chunk]:
@@ -278,7 +278,9 @@ def merge_chunk(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chunk | No
     first = sum(start[d] * step for d, step in zip(axes, inner, strict=True))
     extent = prod(size[d] for d in axes)
     box = Box(replace_at(start, axis, count, (first,)), replace_at(size, axis, count, (extent,)))
-    return chunk._replace(box=box, strides=plain(replace_at(steps, axis, count, (steps[axis + count - 1],)), box.size))
+    return chunk._replace(
+        box=box, strides=are_plain(replace_at(steps, axis, count, (steps[axis + count - 1],)), box.size)
+    )
 
 
 def parts_that_merge(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[Chunk]:
@@ -300,7 +302,7 @@ def steps_of(chunk: Chunk) -> Shape:
     return row_major(chunk.size) if chunk.strides is None else chunk.strides
 
 
-def plain(steps: Shape, size: Shape) -> Shape | None:
+def are_plain(steps: Shape, size: Shape) -> Shape | None:
     meant = row_major(size)
     return None if all(a == b or n == 1 for a, b, n in zip(steps, meant, size, strict=True)) else steps
 

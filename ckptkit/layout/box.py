@@ -15,7 +15,7 @@ def row_major(shape: Shape) -> Shape:
     return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
 
 
-def cut(box: Box, limit: int) -> Iterator[Box]:
+def cut_box(box: Box, limit: int) -> Iterator[Box]:
     """Cut a box into blocks of at most `limit` elements: contiguous ranges of its row-major order, in that order."""
     if box.numel <= limit:
         if box.numel:

@@ -96,18 +96,18 @@ def cut_strided(runs: Sequence[Run], parts: int, index: int, stride: int) -> lis
     size = -(-total // stride)
     shard: list[Run] = []
     for start in range(0, total, size or 1):
-        for run in cut(narrow(runs, start, start + size), parts, index):
+        for run in take_part(narrow_runs(runs, start, start + size), parts, index):
             append(shard, run)
     return shard
 
 
-def cut(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
+def take_part(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
     """Return shard `index` of `parts` equal ones; the last non-empty shard may have fewer elements, later ones none."""
     size = -(-sum(count for _, count in runs) // parts)
-    return narrow(runs, index * size, (index + 1) * size)
+    return narrow_runs(runs, index * size, (index + 1) * size)
 
 
-def narrow(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+def narrow_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     """Return the elements `start:stop`, or as many as there are, of concatenated index ranges."""
     kept: list[Run] = []
     at = 0

@@ -160,9 +160,9 @@ def make_plan(
         recipe = (recipes or {}).get(name)
         if recipe is None:
             check_source(name, wanted.spec, src)
-            targets.extend(join(name, wanted, [src]))
+            targets.extend(targets_for(name, wanted, [src]))
         else:
-            targets.extend(join(name, wanted, sources, recipe))
+            targets.extend(targets_for(name, wanted, sources, recipe))
     targets += [target for name, blob in dst.blobs.items() if (target := join_blob(name, blob, src)) is not None]
     return Plan(src, dst, in_order(targets), tuple(others))
 
@@ -215,7 +215,9 @@ def check_source(name: str, wanted: Spec, layout: Layout) -> None:
         raise Mismatch(f"expected {wanted}, found {tensor.spec}", path=layout.path, tensor=name)
 
 
-def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None) -> Iterator[Target]:
+def targets_for(
+    name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None
+) -> Iterator[Target]:
     """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it needs.
 
     Without a recipe these belong to the tensor of the same name in each source.

@@ -140,10 +140,10 @@ def by_change(pairs: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, 
     for old, new in pairs.items():
         groups.setdefault(changes_of(old, new), {})[old] = new
     for rule, members in groups.items():
-        yield describe(rule, list(members.items())), tuple(members)
+        yield describe_renaming(rule, list(members.items())), tuple(members)
 
 
-def describe(rule: Renaming, pairs: Sequence[tuple[str, str]]) -> Explained:
+def describe_renaming(rule: Renaming, pairs: Sequence[tuple[str, str]]) -> Explained:
     """Return the full names, the names with `*` for numbers, or the words that change."""
     olds, news = zip(*pairs, strict=True)
     if len({fold(old) for old in olds}) == 1:
@@ -201,12 +201,12 @@ def rules_for(pairs: Mapping[str, str], names: Collection[str]) -> tuple[str, ..
     rules = Counter(changes_of(old, new) for old, new in pairs.items())
     if len(rules) > _MOST_RULES:
         return None
-    spelled = tuple(dict.fromkeys(spell(change) for rule, _ in rules.most_common() for change in rule))
+    spelled = tuple(dict.fromkeys(spell_rule(change) for rule, _ in rules.most_common() for change in rule))
     new_name = renaming(spelled)
     return spelled if all(new_name(name) == pairs.get(name, name) for name in names) else None
 
 
-def spell(change: WordChange) -> str:
+def spell_rule(change: WordChange) -> str:
     """Return a change of words as a rule `REGEX=>TEXT`."""
     old, new = re.escape(".".join(change.old)), ".".join(change.new).replace("\\", r"\\")
     if not old:

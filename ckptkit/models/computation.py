@@ -156,11 +156,14 @@ def is_neutral(difference: ConfigDifference) -> bool:
 
 def describe_differences(differences: Sequence[ConfigDifference], other_name: str) -> str:
     """Return the first differences as text, `rope_theta (10000.0, in OTHER 500000.0)`, and the number of others."""
-    words = (f"{one.key} ({spell(one.here)}, in {other_name} {spell(one.there)})" for one in differences[:_MAX_NAMED])
+    words = (
+        f"{one.key} ({spell_value(one.here)}, in {other_name} {spell_value(one.there)})"
+        for one in differences[:_MAX_NAMED]
+    )
     return f"{', '.join(words)}{and_more(len(differences) - _MAX_NAMED)}"
 
 
-def spell(value: Any) -> str:
+def spell_value(value: Any) -> str:
     """Return a value of config.json as text for a message, at most 60 characters."""
     text = "absent" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -231,7 +234,7 @@ def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, A
         if isinstance(value, Mapping):
             yield from entries_in(value, f"{section}{key}.")
         else:
-            yield f"{section}{key}", plain(str(key), value)
+            yield f"{section}{key}", plain_value(str(key), value)
     if config.get(_LENGTH) and kind in _BY_LENGTH:
         yield f"{section}{_LENGTH}", config[_LENGTH]
 
@@ -268,7 +271,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in rope.items() if value is not None}
 
 
-def plain(key: str, value: Any) -> Any:
+def plain_value(key: str, value: Any) -> Any:
     """Return a value of config.json as JSON would have it; class names without FSDP1's prefix."""
     if key == "architectures" and isinstance(value, list):
         return [str(name).removeprefix("FSDP") for name in value]

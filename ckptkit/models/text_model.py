@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.models.known_types import HEAD
-from ckptkit.models.transformers_model import MetaModel, find_meta_model, kind_of, quiet, without_hints
+from ckptkit.models.transformers_model import MetaModel, config_class, find_meta_model, quiet, without_hints
 
 # text models without a class of their own, and the config keys of a type that computes the same for text: without an
 # image, the three positions of a token are equal.
@@ -50,7 +50,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
 
     model_type = str(config.get("model_type"))
     with quiet():
-        known = kind_of(transformers, model_type).from_dict(without_hints(dict(config)))
+        known = config_class(transformers, model_type).from_dict(without_hints(dict(config)))
         inner = known.get_text_config()
         text_config: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
     if inner is known:

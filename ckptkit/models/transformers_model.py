@@ -95,7 +95,7 @@ def build(text: str) -> MetaModel:
     check_counts(config)
     try:
         with quiet(), torch.device("meta"):
-            model = class_of(transformers, config)(kind_of(transformers, model_type).from_dict(config))
+            model = class_of(transformers, config)(config_class(transformers, model_type).from_dict(config))
             shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     except UnknownType as error:
         message = f"transformers {transformers.__version__} does not have {error.message}"
@@ -121,7 +121,7 @@ def build(text: str) -> MetaModel:
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return a config.json with all defaults of transformers; None if transformers cannot load the config."""
     try:
-        kind = kind_of(import_transformers(), str(config.get("model_type")))
+        kind = config_class(import_transformers(), str(config.get("model_type")))
         with quiet():
             full = kind.from_dict(without_hints(dict(config))).to_dict()
     except Exception:  # noqa: BLE001 - transformers' own code may raise anything, and then the keys are what they are
@@ -146,7 +146,7 @@ def import_transformers() -> Any:
     return transformers
 
 
-def kind_of(transformers: Any, model_type: str) -> Any:
+def config_class(transformers: Any, model_type: str) -> Any:
     """Return the config class of a model type. Raises `UnknownType` if there is none."""
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnknownType(f"models of type `{model_type}`")
@@ -161,7 +161,7 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
     if model := first_model(transformers, named, transformers):
         return model
-    kind = kind_of(transformers, str(config.get("model_type")))
+    kind = config_class(transformers, str(config.get("model_type")))
     if model := first_model(transformers, named, modeling_of(kind)):
         return model
     mappings = [getattr(transformers, name) for name in _MAPPINGS]
@@ -178,7 +178,7 @@ def classes_of(config: Mapping[str, Any]) -> list[str]:
     """
     try:
         transformers = import_transformers()
-        kind = kind_of(transformers, str(config.get("model_type")))
+        kind = config_class(transformers, str(config.get("model_type")))
     except Unsupported:
         return []
     module = modeling_of(kind)

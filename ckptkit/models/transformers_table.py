@@ -71,12 +71,12 @@ def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, An
         key, pattern = convert_name(name, converters)
         if pattern is None:
             new, _ = rename(name, renamings)
-            put(on_disk, new, tensors[name], (name,))
+            put_tensor(on_disk, new, tensors[name], (name,))
         else:
             collect(groups, converters, key, pattern, name)
     for key, group in groups.items():
         for new, tensor in convert(meta, key, group, tensors):
-            put(on_disk, rename(new, renamings)[0], tensor, group.names)
+            put_tensor(on_disk, rename(new, renamings)[0], tensor, group.names)
     return on_disk
 
 
@@ -90,12 +90,12 @@ def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors
         if key not in meta.shapes and name in meta.shapes:
             key, pattern = name, None  # the tensor already has its in-memory name
         if pattern is None:
-            put(in_memory, key, tensors[name], (name,))
+            put_tensor(in_memory, key, tensors[name], (name,))
         else:
             collect(groups, converters, key, pattern, name)
     for key, group in groups.items():
         for new, tensor in convert(meta, key, group, tensors):
-            put(in_memory, new, tensor, group.names)
+            put_tensor(in_memory, new, tensor, group.names)
     return in_memory
 
 
@@ -163,7 +163,7 @@ def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[s
         yield name, value[0] if isinstance(value, list) else value
 
 
-def put(transformed: TransformedTensors, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
+def put_tensor(transformed: TransformedTensors, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
     """Add a tensor under its new name. Raises `Mismatch` if the name is already in use."""
     if name in transformed.tensors:
         clash = f"`{transformed.came_from[name][0]}` and `{origins[0]}` would both get this name"

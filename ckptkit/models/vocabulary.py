@@ -63,7 +63,7 @@ class NewVocabulary:
         if config is None or not is_described(config, ask_base):
             return cls(rows, {})
         try:
-            shapes, longer = (shapes_of(with_vocabulary(config, n), ask_base) for n in (rows, rows + 1))
+            shapes, longer = (shapes_in_all_forms(with_vocabulary(config, n), ask_base) for n in (rows, rows + 1))
         except Unsupported as error:
             raise Mismatch(f"config.json cannot describe a model with {rows} rows: {error.message}") from error
         return cls(rows, {name: token_axis(name, rows, shape, longer[name]) for name, shape in shapes.items()})
@@ -126,7 +126,7 @@ def is_described(config: Mapping[str, Any], ask_base: AskBase) -> bool:
         return False
 
 
-def shapes_of(config: Mapping[str, Any], ask_base: AskBase) -> dict[str, Shape]:
+def shapes_in_all_forms(config: Mapping[str, Any], ask_base: AskBase) -> dict[str, Shape]:
     """Return the shapes of all tensors that a config.json describes, in all forms on disk."""
     return {name: shape for form in reversed(forms_for(config, ask_base)) for name, shape in form.shapes.items()}
 

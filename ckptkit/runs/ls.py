@@ -250,7 +250,7 @@ def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
     except Unsupported:  # the metadata cannot be read, so the sizes are unknown
         return None
     if problems:
-        return describe(problems[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
+        return in_one_line(problems[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
     if checkpoint.path.is_file() and (part := find_parts(checkpoint)):
         return part.message
     findings = examine(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
@@ -272,7 +272,7 @@ def wrong_sizes(component: Component) -> Iterator[Corrupt]:
             yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=directory / name)
 
 
-def describe(error: CkptError, checkpoint: Path) -> str:
+def in_one_line(error: CkptError, checkpoint: Path) -> str:
     """Return a problem in one line, with a path relative to the checkpoint."""
     path = error.path
     if path is None or path == checkpoint or not path.is_relative_to(checkpoint):

@@ -21,7 +21,7 @@ def pin(*checkpoints: Source) -> list[Path]:
     such as a missing shard; nothing is pinned then. Raises `Occupied` while another process is deleting checkpoints of
     the run.
     """
-    chosen = list(dict.fromkeys(choose(run_of(checkpoint)) for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(checkpoint_at(run_of(checkpoint)) for checkpoint in checkpoints))
     for path in chosen:
         keeper_of(path.parent).pin(path)
     return chosen
@@ -44,7 +44,7 @@ def unpin(*checkpoints: Source) -> list[Path]:
     return pinned
 
 
-def choose(path: Path) -> Path:
+def checkpoint_at(path: Path) -> Path:
     """Return the resolved path of a checkpoint, or of the latest checkpoint of a run.
 
     Raises `NotACheckpoint` if it is not complete, `Corrupt` if files are missing or too short, and `Usage` for a

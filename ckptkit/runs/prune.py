@@ -31,7 +31,7 @@ from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, Told, report_progress
 from ckptkit.runs.demote import demote, plan_demotion
 from ckptkit.runs.keeper import RunBackend, find_holds, keeper_of, refuse_checkpoint, run_of
-from ckptkit.runs.ls import describe, measure
+from ckptkit.runs.ls import in_one_line, measure
 from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, check_metric, decide, read_metrics
 from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
@@ -221,8 +221,8 @@ def examine(path: Path) -> SavedCheckpoint | str:
         findings = (finding for finding in examine_checkpoint(checkpoint) if finding.certainty is Certainty.CERTAIN)
         problems = [finding.to_error(path) for finding in findings]
     if problems:
-        return f"incomplete or damaged: {describe(problems[0], path)}"
+        return f"incomplete or damaged: {in_one_line(problems[0], path)}"
     try:
         return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
     except (Corrupt, Unsafe) as error:
-        return f"cannot be read: {describe(error, path)}"
+        return f"cannot be read: {in_one_line(error, path)}"

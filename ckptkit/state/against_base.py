@@ -47,7 +47,7 @@ def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     if base is None or base.layout is None:
         return model
     ours = model.layout.shapes
-    theirs = shapes_in(base, is_quantized=is_quantized(model))
+    theirs = base_shapes(base, is_quantized=is_quantized(model))
     differ = differences(ours, theirs, forms_of(model))
     return model.say(*notes_on_differences(differ, ours, theirs, base.base))
 
@@ -69,7 +69,7 @@ def is_quantized(model: Model) -> bool:
     return is_declared_quantized(model.config)
 
 
-def shapes_in(base: BaseWeights, *, is_quantized: bool) -> Shapes:
+def base_shapes(base: BaseWeights, *, is_quantized: bool) -> Shapes:
     """Return the shapes of a base's weights by name.
 
     Quantized weights get their plain shapes, unless ours are quantized.

@@ -54,7 +54,7 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     options.edits.check_renames(parameters_in(chosen, weights), checkpoint.path)
     renamed, names = rename_parameters(chosen, weights, options.edits.renaming())
     ways = key_paths_by_name(renamed, find_weights(renamed))
-    layout = with_steps(with_names(renamed, ways), checkpoint.step)
+    layout = with_steps(with_weight_names(renamed, ways), checkpoint.step)
     world_size = named_layout.world_size or 1
     no_place = {name: NO_PLACE for name in named_layout.names if names.get(name, name) not in ways}
     written = [name for name in named_layout.names if name not in no_place]
@@ -123,7 +123,7 @@ def name_in_model(name: str, weights: Weights, layout: Layout) -> str:
     return own_name(name, weights.came_from)
 
 
-def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
+def with_weight_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
     """Return the entries in `ways`, with the model's own names in the optimizer's lists, and weights in fp32."""
     weights = find_weights(layout)
     rekeyed = edits.rekey(edits.select(layout, ways.__contains__), ways)

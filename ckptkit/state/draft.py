@@ -315,7 +315,7 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         options=options,
         drafts=[draft],
         made=model.companions.to_files() if is_alone else {},
-        entries=[entries_of(model, draft)],
+        entries=[model_entries(model, draft)],
         wrapper=model.weights.wrapper if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
         notes=model.remarks,
@@ -323,7 +323,7 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
     )
 
 
-def entries_of(model: Model, draft: Draft) -> Entries:
+def model_entries(model: Model, draft: Draft) -> Entries:
     """Return which entries of the source are written and dropped."""
     written = model.weights.origins_of(draft.wanted.tensors) | model.merged
     dropped = {**model.weights.left_out, **model.dropped, **lost_in(draft, model.weights)}

@@ -34,7 +34,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     assert options.base is not None
     base = BaseWeights(options.base).open()
     layout = locate(unpack(base.weights.layout))
-    chosen = choose(layout, model.layout.tensors.keys(), options)
+    chosen = choose_from_base(layout, model.layout.tensors.keys(), options)
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
         quantized = None
@@ -57,7 +57,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
 
 def copied(chosen: Sequence[str], layout: Layout, model: Model) -> Added:
     """Return the chosen tensors of a base, to be copied unchanged."""
-    return {name: (layout.tensors[name].spec, taken(name, number_in(model))) for name in chosen}
+    return {name: (layout.tensors[name].spec, taken(name, source_number(model))) for name in chosen}
 
 
 def dequantized(
@@ -72,12 +72,12 @@ def dequantized(
     return added, {new: f"{layout.tensors[old].spec.dtype} times scales" for new, old in packed.items()}
 
 
-def number_in(model: Model) -> int:
+def source_number(model: Model) -> int:
     """Return the index that the base gets among the model's sources."""
     return len(model.others) + 1
 
 
-def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> list[str]:
+def choose_from_base(layout: Layout, ours: Collection[str], options: ConvertOptions) -> list[str]:
     """Return the tensors of a base that match a glob and that the checkpoint does not have."""
     names = list(layout.tensors)
     options.edits.check_matched("--from-base", options.from_base, names, layout.root)
@@ -110,5 +110,5 @@ def taken(name: str, number: int) -> RecipeFor:
 
 def made_plain(quantized: Quantized, name: str, model: Model) -> tuple[Spec, RecipeFor]:
     """Return the spec of a plain weight, and the recipe that computes it from the base's numbers and scales."""
-    recipe = always(recipe_of(quantized, name, number_in(model)))
+    recipe = always(recipe_of(quantized, name, source_number(model)))
     return Spec(dtype_of(model.config), quantized.weights[name].shape), recipe

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import FileSum
 from ckptkit.checkpoints.seal import create_files, extents_of, read_made, sum_files, sums_of_tensors, write_manifest
 from ckptkit.checkpoints.seal import seal as seal_files
-from ckptkit.engine.check_sources import place_of
+from ckptkit.engine.check_sources import bytes_at
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.errors import Corrupt, Mismatch
@@ -49,9 +49,9 @@ def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     wanted = draft.wanted
     destination = read_made(draft.writer, root, wanted.tensors, wanted.blobs)
     if share.count == 1:
-        return join(draft.sources, destination, draft.recipes)
+        return plan_copies(draft.sources, destination, draft.recipes)
     destination, before, behind = narrow(destination, wanted, share)
-    planned = join(sources_needed_by(draft, destination), destination, draft.recipes)
+    planned = plan_copies(sources_needed_by(draft, destination), destination, draft.recipes)
     return replace(planned, before=before, behind=behind)
 
 
@@ -67,7 +67,7 @@ def sources_needed_by(draft: Draft, destination: Layout) -> list[Layout]:
     ]
 
 
-def join(sources: Sequence[Layout], destination: Layout, recipes: Mapping[str, Recipe]) -> Plan:
+def plan_copies(sources: Sequence[Layout], destination: Layout, recipes: Mapping[str, Recipe]) -> Plan:
     """Return the plan that fills a layout from one source, or by recipes from several. Locates every byte."""
     src, *others = map(locate, sources)
     planned = make_plan(src, locate(destination), others, recipes)
@@ -82,7 +82,7 @@ def check_ties(plan: Plan) -> None:
     for target in plan.targets:
         for number, source in enumerate(plan.sources):
             copies = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]
-            if made_of.setdefault((number, place_of(target.chunk)), copies) != copies:
+            if made_of.setdefault((number, bytes_at(target.chunk)), copies) != copies:
                 message = f"the tensor is tied to another one in {plan.src.root}, but not here"
                 hint = "pass `--to hf`, which writes each tensor"
                 raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)

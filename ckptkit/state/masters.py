@@ -69,7 +69,7 @@ def join_masters(model: Model, masters: Model) -> Model:
     Raises `Unsupported` if only a part of a weight has master weights.
     """
     names = replaced(model.layout, masters.layout)
-    stored = {name: describe(name, model.layout, masters.layout) for name in names}
+    stored = {name: describe_master(name, model.layout, masters.layout) for name in names}
     remainders = [name for name in names if dtype_of(masters.layout, name) == REMAINDERS]
     layout = edits.cast(model.layout, lambda name, spec: _FLOAT32 if name in stored else spec.dtype)
     without = [name for name, spec in layout.specs.items() if spec.dtype.kind == "float" and name not in stored]
@@ -133,7 +133,7 @@ def replaced(layout: Layout, masters: Layout) -> list[str]:
     return [name for name, tensor in layout.tensors.items() if masters.tensors[name].chunks != tensor.chunks]
 
 
-def describe(name: str, layout: Layout, masters: Layout) -> str:
+def describe_master(name: str, layout: Layout, masters: Layout) -> str:
     """Return a phrase for the stored form of a master weight."""
     weight, master = dtype_of(layout, name), dtype_of(masters, name)
     return f"{weight} and remainders in {master}" if master == REMAINDERS else f"masters in {master}"

@@ -100,7 +100,7 @@ def average(model: Model, options: ConvertOptions) -> Model:
         model.say(*remarks),
         others=tuple(cast_to(other, model.layout.specs) for other in model.siblings),
         recipes=dict.fromkeys(model.layout.tensors, partial(Mean, weights=options.weights)),
-        made_of=describe((model.layout, *model.siblings), options.weights),
+        made_of=sources_for_manifest((model.layout, *model.siblings), options.weights),
     )
 
 
@@ -125,15 +125,15 @@ def describe_dtypes(first: Path, specs: Mapping[str, Spec], others: Sequence[Lay
             yield f"{count(len(names), 'tensor')} {have} the dtype of {first}: {example} (--dtype chooses another)"
 
 
-def describe(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
+def sources_for_manifest(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
     """Return the manifest's description of the sources.
 
     Paths of all but the first are left out, so that none is published.
     """
-    terms = [f"{weight:.6g} x {name_of(layout.root)}" for layout, weight in zip(layouts, weights, strict=True)]
+    terms = [f"{weight:.6g} x {checkpoint_name(layout.root)}" for layout, weight in zip(layouts, weights, strict=True)]
     return source_of(layouts[0]) | {"mean": " + ".join(terms)}
 
 
-def name_of(root: Path) -> str:
+def checkpoint_name(root: Path) -> str:
     """Return the name of a checkpoint: the directory with the step, also if the model is a component of it."""
     return root.parent.name if step_of(root.parent) is not None else root.absolute().name

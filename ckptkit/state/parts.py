@@ -85,7 +85,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     layouts = completed.layouts
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
     options.edits.check_globs(layouts, checkpoint.path)
-    chosen, remarks = zip(*(choose(piece, options, world_size) for piece in pieces), strict=True)
+    chosen, remarks = zip(*(choose_entries(piece, options, world_size) for piece in pieces), strict=True)
     is_late = options.edits.has_dtypes_of_output(chosen)
     check_edits(chosen, options, checkpoint.path, is_late=is_late)
     rekeyings = key_optimizers(checkpoint, layouts, options)
@@ -198,7 +198,7 @@ def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[C
     return [[main[0], *beside], *([part] for part in main[1:])]
 
 
-def choose(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layout, list[str]]:
+def choose_entries(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layout, list[str]]:
     """Return the entries of a piece to write, and remarks on them."""
     chosen = edits.select(piece.layout, options.edits.admit)
     opaque = say_opaque(chosen.tensors)

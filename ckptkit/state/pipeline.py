@@ -128,7 +128,7 @@ def finish_shares(conversion: Conversion, count: int) -> Written:
     """Check that all `count` shares are done and consistent, then commit the output."""
     with opened(conversion, count) as stage:
         require_all_done(conversion, stage.work, count)
-        require_whole(conversion, stage.path)
+        require_complete_files(conversion, stage.path)
         plans = create(conversion, stage.path)
         ledgers = [Ledger() for _ in plans]
         for number in range(count):
@@ -148,7 +148,7 @@ def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
         raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
 
 
-def require_whole(conversion: Conversion, room: Path) -> None:
+def require_complete_files(conversion: Conversion, room: Path) -> None:
     """Raise `Corrupt` if a file that the shares have filled is missing or truncated.
 
     The journals still count the bytes of that file as written.

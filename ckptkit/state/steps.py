@@ -275,7 +275,7 @@ def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
     return sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])
 
 
-def describe(model: Model, options: ConvertOptions) -> Model:
+def record_dtype(model: Model, options: ConvertOptions) -> Model:
     """Write the dtype of most weights to config.json; if several dtypes were requested, the widest of them.
 
     Loaders that follow config.json round wider weights to its dtype.

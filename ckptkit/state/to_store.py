@@ -21,7 +21,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.marks import PlacedFiles, find_marks
 from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.engine.blocks import Block, blocks
-from ckptkit.engine.check_sources import Sources, place_of
+from ckptkit.engine.check_sources import Sources, bytes_at
 from ckptkit.engine.copy import check_complete, copy, copy_unit
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.scan import JOBS
@@ -184,7 +184,7 @@ class OutputUpload:
         for draft, plan in zip(self.conversion.drafts, self.plans, strict=True):
             own: dict[FileOffset, PendingBytes] = {}
             for target in plan.targets:
-                own[place_of(target.chunk)] = PendingBytes(target.chunk.bytes[1])
+                own[bytes_at(target.chunk)] = PendingBytes(target.chunk.bytes[1])
             for place, at in draft.writer.checksum_places(plan.dst):
                 if place in own:
                     own[place].crc_at.append(at)
@@ -217,7 +217,7 @@ class OutputUpload:
             output = assembly.at(draft.place)
             for target in plan.targets:
                 offset, nbytes = target.chunk.bytes
-                crc = ledger.written.whole(place_of(target.chunk), nbytes)
+                crc = ledger.written.whole(bytes_at(target.chunk), nbytes)
                 if crc is not None:
                     output.note(target.chunk.path, offset, 0, nbytes, crc)
             wanted = (block for block in blocks(plan) if wants(output, block))

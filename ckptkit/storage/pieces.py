@@ -12,7 +12,7 @@ from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.io.crc32 import part_sum
 from ckptkit.io.file import OpenFiles
 from ckptkit.layout import Chunk, FileOffset, StoredTensor
-from ckptkit.layout.box import Box, BoxIndex, cut, row_major
+from ckptkit.layout.box import Box, BoxIndex, cut_box, row_major
 from ckptkit.storage.memory import make_buffer, part_of, take
 
 
@@ -36,7 +36,7 @@ class PieceWriter:
         file = self._files[chunk.path]
         itemsize = chunk.dtype.itemsize
         total = 0
-        for block in cut(shared, BLOCK_BYTES // itemsize):
+        for block in cut_box(shared, BLOCK_BYTES // itemsize):
             data = take(part_of(tensor, block.relative_to(box)), self._buffers[tensor.device])
             starts, length = runs_of(block, chunk.box)
             nbytes = length * itemsize

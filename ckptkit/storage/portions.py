@@ -96,7 +96,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     own directory. Several models are not divided. Raises `Unsupported` if a non-tensor entry is among the weights, or
     if it is ambiguous which tensors are the weights.
     """
-    prefix = None if isinstance(get_writer(to), EntryWriter) else find_key(planned)
+    prefix = None if isinstance(get_writer(to), EntryWriter) else find_model_path(planned)
     if prefix is None:
         return (Portion("", to, planned, {name: name for name in planned.names}),)
     rest = training_state(planned, prefix)
@@ -119,7 +119,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     )
 
 
-def find_key(planned: Layout) -> KeyPath | None:
+def find_model_path(planned: Layout) -> KeyPath | None:
     """Return the key path of the model in a state.
 
     Returns None for a state of tensors only in which no model is recognizable.

@@ -105,7 +105,7 @@ def find_first(error: CheckpointException) -> tuple[int, BaseException]:
     return next((failure for failure in reasons if isinstance(failure[1], CkptError)), reasons[0])
 
 
-def translate(error: CheckpointException, path: Path, verb: str) -> CkptError:
+def cause_of(error: CheckpointException, path: Path, verb: str) -> CkptError:
     """Return a CkptError that says why the first failed rank could not `verb` (save, load) the checkpoint at `path`."""
     rank, reason = find_first(error)
     if isinstance(reason, CkptError) and not isinstance(reason, IOFailure):

@@ -88,7 +88,7 @@ class LayoutReader(StorageReader):
         entries = PlannerEntries(self.layouts[0].root if self.layouts else None)
         keys: dict[str, KeyPath] = {}
         for layout in reversed(self.layouts):
-            entries.update({name: describe(tensor.spec) for name, tensor in layout.tensors.items()})
+            entries.update({name: tensor_metadata(tensor.spec) for name, tensor in layout.tensors.items()})
             entries.update({name: BytesStorageMetadata() for name in layout.blobs})
             keys |= {name: plain_key(layout.key(name)) for name in layout.names}
         return Metadata(entries, planner_data=keys)
@@ -314,14 +314,14 @@ def unrequested_keys(layouts: Iterable[Layout], asked: Container[str]) -> Iterat
     Leaves out per-rank state, and tied tensors that were requested under another name.
     """
     for layout in layouts:
-        loaded = {place_of(tensor) for name, tensor in layout.tensors.items() if name in asked}
+        loaded = {first_byte_of(tensor) for name, tensor in layout.tensors.items() if name in asked}
         for name in layout.names:
             tensor = layout.tensors.get(name)
-            if name not in asked and not (tensor and place_of(tensor) in loaded) and OWN not in layout.key(name):
+            if name not in asked and not (tensor and first_byte_of(tensor) in loaded) and OWN not in layout.key(name):
                 yield layout.key(name)
 
 
-def place_of(tensor: StoredTensor) -> tuple[str, int]:
+def first_byte_of(tensor: StoredTensor) -> tuple[str, int]:
     """Return file and offset of the first bytes of a tensor."""
     first = tensor.chunks[0]
     return first.path, first.offset
@@ -342,7 +342,7 @@ def fills_state(planner: LoadPlanner) -> bool:
 def tensors_in_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
     """Return the tensor items of a plan, in the order of the files."""
     tensors = (item for item in plan if item.type == LoadItemType.TENSOR)
-    return sorted(tensors, key=lambda item: place_of(layout.tensors[item.storage_index.fqn]))
+    return sorted(tensors, key=lambda item: first_byte_of(layout.tensors[item.storage_index.fqn]))
 
 
 def resolve(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
@@ -423,7 +423,7 @@ def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapp
     return Layout(layout.root, "memory", wanted)
 
 
-def describe(spec: Spec) -> TensorStorageMetadata:
+def tensor_metadata(spec: Spec) -> TensorStorageMetadata:
     """Return the metadata of a tensor for torch's planner: a single chunk."""
     size = torch.Size(spec.shape)
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)

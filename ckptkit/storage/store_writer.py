@@ -43,7 +43,7 @@ from ckptkit.io.destination import Destination, FileStream, open_destination, re
 from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.layout import Blob, Layout
-from ckptkit.layout.box import cut, whole
+from ckptkit.layout.box import cut_box, whole
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.storage.plans import describe_item, plan_layout, require_collectives, resolve_tensor, without_gaps
 from ckptkit.storage.small_files import SmallFile, to_bytes
@@ -255,7 +255,7 @@ class BlockReader:
         """Yield the bytes of a tensor in row-major order, block by block. A block is valid until the next."""
         if tensor.device not in self._buffers:
             self._buffers[tensor.device] = make_buffer(tensor.device)
-        for box in cut(whole(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
+        for box in cut_box(whole(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
             yield take(part_of(tensor, box), self._buffers[tensor.device])
 
 

@@ -174,7 +174,7 @@ class LoadTerms:
         if names and wanted and len(names) >= len(wanted):
             message = f"expected {count(len(names), 'entry')} of the state to load into, found 0 in the checkpoint"
             where = (
-                self.hint_on_nesting(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
+                self.hint_on_nesting(names, stored) or f"the checkpoint has names like {some_names(sorted(stored)[:3])}"
             )
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
@@ -190,7 +190,7 @@ class LoadTerms:
             )
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
-                message += f"; also missing: {abridge(refused[1:])}"
+                message += f"; also missing: {some_names(refused[1:])}"
             hint = self.hint_on_nesting(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
             raise Mismatch(message, tensor=refused[0], hint=hint)
 
@@ -219,7 +219,7 @@ class LoadTerms:
             for name in names:
                 fill_with_zeros(wanted[name])
         done = "now zero" if self.missing == ZERO else "unchanged"
-        text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {abridge(names)}"
+        text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {some_names(names)}"
         warn(text, PartialLoad)
 
     def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:
@@ -235,12 +235,12 @@ class LoadTerms:
                 )
         if changed:
             first, *others = changed
-            more = f"; also: {abridge(others)}" if others else ""
+            more = f"; also: {some_names(others)}" if others else ""
             hint = 'cast="allow" converts floats of 16 bits and more'
             raise Mismatch(f"{changed[first]}{more}", tensor=first, hint=hint)
 
 
-def abridge(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
     """Return the first names, and the number of others."""
     return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + and_more(len(names) - _MAX_NAMED)
 

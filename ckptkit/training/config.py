@@ -114,7 +114,7 @@ class TrainConfig:
             )
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
-        require_whole(self) if self.lora_rank is None else require_adaptable(self)
+        require_full_training(self) if self.lora_rank is None else require_adaptable(self)
         require_places(self)
         require_metric(self.keep_best)
 
@@ -151,7 +151,7 @@ def require_metric(keep_best: str | None) -> None:
         raise Usage(message, hint=f"pass `--keep-best {SAVED_METRICS[0]}`")
 
 
-def require_whole(config: TrainConfig) -> None:
+def require_full_training(config: TrainConfig) -> None:
     """Raise `Usage` for settings that contradict the training of a full model (without LoRA)."""
     if config.state_dict == "adapter":
         raise Usage("expected adapters to save, found none", hint="train some with `--lora-rank`")

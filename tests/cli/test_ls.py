@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.cli.inspect import count_parameters, share
+from ckptkit.cli.inspect import count_parameters, percentage
 from ckptkit.cli.output import age
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
@@ -176,7 +176,7 @@ def test_large_and_small_numbers_read_well() -> None:
         *("1 parameter", "2 parameters", "108,864 parameters", "3.03 million parameters", "8.03 billion parameters"),
         "1.5 trillion parameters",
     ]
-    assert [share(part) for part in (1.0, 0.9999, 0.5, 0.001, 0.0)] == ["100%", ">99%", "50%", "<1%", "0%"]
+    assert [percentage(part) for part in (1.0, 0.9999, 0.5, 0.001, 0.0)] == ["100%", ">99%", "50%", "<1%", "0%"]
 
 
 PATHS = ("inspect", "ls", "verify", "prune", "pin", "unpin", "consolidate", "convert", "reshard", "diff", "stats")

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.scan import between, by_file, cut
+from ckptkit.engine.scan import between, by_file, cut_regions
 from ckptkit.errors import CkptError
 from ckptkit.layout import Extent
 
@@ -23,7 +23,7 @@ extents = st.builds(
 @given(st.lists(extents, max_size=8))
 def test_tiles_fill_the_file(found: list[Extent]) -> None:
     problems: list[CkptError] = []
-    tiles = cut(Path(), "f", SIZE, found, problems.append)
+    tiles = cut_regions(Path(), "f", SIZE, found, problems.append)
     assert [tile.offset for tile in tiles] == [
         0,
         *(tile.offset + tile.length for tile in tiles[:-1]),
@@ -38,7 +38,7 @@ def test_tiles_fill_the_file(found: list[Extent]) -> None:
 def test_what_overlaps_is_reported_once() -> None:
     problems: list[CkptError] = []
     one, other, beyond = Extent("f", 10, 20, 1, "a"), Extent("f", 25, 10, 2, "b"), Extent("f", 95, 6, 3, "c")
-    tiles = cut(Path(), "f", SIZE, [other, one, one, beyond], problems.append)
+    tiles = cut_regions(Path(), "f", SIZE, [other, one, one, beyond], problems.append)
     assert [(tile.offset, tile.name) for tile in tiles] == [(0, ""), (10, "a"), (30, "")]
     assert [(problem.tensor, problem.offset) for problem in problems] == [("b", 25), ("c", 95)]
     assert "ends at 30" in problems[0].message

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckptkit.layout.box import cut, halve, row_major, span_of, whole
+from ckptkit.layout.box import cut_box, halve, row_major, span_of, whole
 from tests.strategies import boxes_in, cells, shapes, solid_shapes
 
 
@@ -17,7 +17,7 @@ def test_cut_gives_runs_in_order(data: st.DataObject) -> None:
     box = data.draw(boxes_in(shape))
     limit = data.draw(st.integers(1, 40))
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    blocks = list(cut(box, limit))
+    blocks = list(cut_box(box, limit))
     assert all(1 <= block.numel <= limit for block in blocks)
     listed = [number for block in blocks for number in numbers[cells(block)].ravel()]
     assert listed == list(numbers[cells(box)].ravel())
@@ -25,7 +25,7 @@ def test_cut_gives_runs_in_order(data: st.DataObject) -> None:
 
 @given(solid_shapes, st.integers(1, 40))
 def test_cut_fills_its_blocks_as_far_as_rows_go(shape: tuple[int, ...], limit: int) -> None:
-    blocks = list(cut(whole(shape), limit))
+    blocks = list(cut_box(whole(shape), limit))
     assert len(blocks) <= 2 * -(-whole(shape).numel // limit) * max(shape, default=1)
 
 

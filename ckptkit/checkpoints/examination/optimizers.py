@@ -122,9 +122,9 @@ def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
             } & _COMMON_STATES
             if _AMSGRAD in settings.get(parameter, ()) and own <= _ADAM | _BESIDE_ADAM:
                 more |= _ADAM - own
-            more = {kind for kind in more if f"{entry_of(above, parameter)}.{kind}" not in facts.lost}
+            more = {kind for kind in more if f"{state_name(above, parameter)}.{kind}" not in facts.lost}
             if more:
-                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(entry_of(above, parameter))
+                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(state_name(above, parameter))
         for (expected, found), names in lacking.items():
             yield Inconsistency("state_kinds", names[0], {"expected": expected, "found": found}, tuple(names))
 
@@ -173,7 +173,7 @@ def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
         unknown = sorted(name for name in names if not facts.is_known(name))
         if not unknown or not facts.weights or has_group_map(facts.layout, above) or may_be_adapted(unknown):
             continue
-        entries = tuple(entry_of(above, name) for name in unknown)
+        entries = tuple(state_name(above, name) for name in unknown)
         if (prefix := added_prefix(facts, unknown, kinds)) is not None:
             yield Inconsistency("prefixed_state", entries[0], {"prefix": prefix}, entries)
         elif (prefix := lacking_prefix(facts, unknown)) is not None:
@@ -235,14 +235,14 @@ def find_lists(facts: Facts) -> Iterator[Inconsistency]:
         times = Counter(str(parameter) for group in optimizer.groups for parameter in group)
         for parameter, number in times.items():
             if number > 1:
-                yield Inconsistency("listed_twice", entry_of(above, parameter), {"times": number})
+                yield Inconsistency("listed_twice", state_name(above, parameter), {"times": number})
         listed = set(map(without_wrappers, times))
         for parameter in facts.kinds.get(above, {}):
             if without_wrappers(parameter) not in listed and (parameter.isdecimal() or facts.is_known(parameter)):
-                yield Inconsistency("unlisted_state", entry_of(above, parameter))
+                yield Inconsistency("unlisted_state", state_name(above, parameter))
 
 
-def entry_of(above: KeyPath, parameter: str) -> str:
+def state_name(above: KeyPath, parameter: str) -> str:
     """Return the name of a parameter's state entry in the optimizer at a key path."""
     return ".".join([*map(str, above), "state", parameter])
 

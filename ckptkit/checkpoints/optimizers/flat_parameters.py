@@ -53,7 +53,7 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     located = locate(layout)
     for name, key in flat.items():
         own = replace(known, shapes=members(key, known.shapes, list(flat.values())))
-        for parameter, piece in cut(located.tensors[name], own, name, layout):
+        for parameter, piece in cut_flat(located.tensors[name], own, name, layout):
             new = (*key[:-1], parameter)
             tensors[".".join(map(str, new))] = piece
             keys[".".join(map(str, new))] = new
@@ -131,7 +131,7 @@ def prefix_of(key: KeyPath) -> str:
     return above + dot
 
 
-def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator[tuple[str, StoredTensor]]:
+def cut_flat(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the members of a flat parameter.
 
     Raises `Corrupt` unless they fill it exactly, `Unsupported` if they fit in more than one way.

@@ -195,7 +195,7 @@ def forms_for(
     if _MOMENTUM in first:
         require_no_dampening(layout, states)
     entries = {kind: {parameter: states.of[parameter][kind] for parameter in peers} for kind in first}
-    return {kind: form_of(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
+    return {kind: state_form(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
 
 
 def require_no_dampening(layout: Layout, states: States) -> None:
@@ -211,7 +211,9 @@ def require_no_dampening(layout: Layout, states: States) -> None:
             raise Unsupported(message, tensor=name, hint=_HINT)
 
 
-def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: Mapping[str, StoredTensor]) -> StateForm:
+def state_form(
+    layout: Layout, kind: str, entries: Mapping[str, str], parameters: Mapping[str, StoredTensor]
+) -> StateForm:
     """Return the common form of the entries of one kind, by parameter. Raises `Unsupported` if they differ."""
     names = list(entries.values())
     if all(name in layout.blobs for name in names):

@@ -260,7 +260,7 @@ def find_by_order(
     def fit(model: OneModel) -> list[Names]:
         return [match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))]
 
-    model, names = choose(models, fit, optimizer)
+    model, names = choose_model(models, fit, optimizer)
     others = [other for other in models if other is not model]
     check_others(optimizer, sizes, model, others)
     owner = f" (of `{model.name}` and of no other model)" if others else ""
@@ -279,20 +279,20 @@ def find_recorded(
     Raises `Mismatch` or `Unsupported` if there is no such model, or several.
     """
     try:
-        return choose(models, lambda model: [match_recorded(recorded, sizes, model.shapes, lister)], optimizer)
+        return choose_model(models, lambda model: [match_recorded(recorded, sizes, model.shapes, lister)], optimizer)
     except Mismatch:
         assignments = [(model, names) for model in models for names in match_with_prefix(recorded, sizes, model.shapes)]
         if not assignments:
             raise
     first, *others = assignments
-    if not all(is_same(names, first[1]) for _, names in others):
+    if not all(are_same_names(names, first[1]) for _, names in others):
         number, name = next(iter(recorded.items()))
         names = ", ".join(f"`{model}`" for model in dict.fromkeys(assignment[number] for _, assignment in assignments))
         raise Unsupported(f"{lister} has `{name}`, which can be {names}", hint=_HINT)
     return first
 
 
-def choose(
+def choose_model(
     models: Sequence[OneModel], fit: Callable[[OneModel], Iterable[Names]], optimizer: Optimizer
 ) -> tuple[OneModel, Names]:
     """Return the model that fits an optimizer, and the names that it gives.
@@ -309,7 +309,7 @@ def choose(
     if not fitting:
         raise errors[0] if len(models) == 1 else fits_none(models, errors)
     first, *others = fitting
-    other = next((other for other in others if not is_same(other[1], first[1])), None)
+    other = next((other for other in others if not are_same_names(other[1], first[1])), None)
     if other is not None:
         raise ambiguous(optimizer, [first[0], other[0]])
     return first
@@ -326,7 +326,7 @@ def fits_none(models: Sequence[OneModel], errors: Sequence[Mismatch | Unsupporte
     )
 
 
-def is_same(one: Names, other: Names) -> bool:
+def are_same_names(one: Names, other: Names) -> bool:
     """Return whether two assignments give the same names, ignoring wrapper prefixes."""
     return {number: bare(name) for number, name in one.items()} == {n: bare(name) for n, name in other.items()}
 

@@ -45,7 +45,7 @@ def without_ties(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     """Return the tensors, except tensors that share their bytes with an earlier tensor."""
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
-        first.setdefault(place_of(name, tensor), name)
+        first.setdefault(storage_location(name, tensor), name)
     return {name: tensors[name] for name in first.values()}
 
 
@@ -98,7 +98,7 @@ def is_lower_number(left: str, entered: str) -> bool:
     return left_label.isdecimal() and entered_label.isdecimal() and int(left_label) > int(entered_label)
 
 
-def place_of(name: str, tensor: StoredTensor) -> object:
+def storage_location(name: str, tensor: StoredTensor) -> object:
     """Return the byte ranges of a tensor, which tied tensors share; for an empty tensor its name."""
     places = tuple((chunk.path, chunk.offset, chunk.strides) for chunk in tensor.chunks)
     return (places, tensor.spec) if tensor.spec.nbytes else name

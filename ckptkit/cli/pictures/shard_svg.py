@@ -170,7 +170,7 @@ def draw_parts(
         x, y = columns.left + area.left * across, top + 2 + area.top * (height - 4)
         width, tall = (area.right - area.left) * across, (area.bottom - area.top) * (height - 4)
         owner = group[0][1].owner
-        tip = element("title", describe(row, shards, [shard for _, shard in group]))
+        tip = element("title", describe_rectangle(row, shards, [shard for _, shard in group]))
         fill = color(owner, len(shards.owners))
         yield element("rect", tip, x=x, y=y, width=width, height=tall, fill=fill, class_="part")
         mark = shards.owners[owner].mark
@@ -188,7 +188,7 @@ def enclose(rectangles: Sequence[Rectangle]) -> Rectangle:
     )
 
 
-def describe(row: Row, shards: ShardMap, group: Sequence[DrawnShard]) -> str:
+def describe_rectangle(row: Row, shards: ShardMap, group: Sequence[DrawnShard]) -> str:
     """Return the tooltip of a rectangle: name, indices, owner, bytes and file; for several shards owners and bytes."""
     first, last = (shards.owners[group[i].owner] for i in (0, -1))
     nbytes = format_bytes(sum(shard.nbytes for shard in group))

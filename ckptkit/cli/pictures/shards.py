@@ -42,7 +42,7 @@ class Cut:
         return len(self.axes) == 2 and not self.is_flat
 
 
-def cut(shape: Shape, boxes: Sequence[Box]) -> Cut:
+def cut_boxes(shape: Shape, boxes: Sequence[Box]) -> Cut:
     """Return the rectangles of boxes that tile a tensor: along one axis, by byte order, or along two axes.
 
     Boxes cut along more than two axes are side by side, with widths in proportion to their sizes.
@@ -129,7 +129,7 @@ class Row:
     @cached_property
     def cut(self) -> Cut:
         """Return the rectangles of the shards."""
-        return cut(self.spec.shape, [shard.box for shard in self.shards])
+        return cut_boxes(self.spec.shape, [shard.box for shard in self.shards])
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +160,10 @@ class ShardMap:
 
 def map_shards(layout: Layout) -> ShardMap:
     """Return the shard map of a layout."""
-    files = files_of(layout)
+    files = data_files(layout)
     ranks = {path: get_format(layout.format).rank_of(PurePath(path).name) for path in files}
     by_rank = bool(files) and None not in ranks.values()
-    numbers = {path: rank for path, rank in ranks.items() if rank is not None} if by_rank else number(files)
+    numbers = {path: rank for path, rank in ranks.items() if rank is not None} if by_rank else number_files(files)
     sizes = bytes_by(layout, numbers.__getitem__)
     # show ranks that have no data too
     if by_rank and layout.world_size is not None and len(sizes) < layout.world_size > max(sizes):
@@ -172,16 +172,16 @@ def map_shards(layout: Layout) -> ShardMap:
     owners = [Owner(str(number), names.get(number, f"rank {number}"), sizes[number]) for number in sorted(sizes)]
     positions = {number: position for position, number in enumerate(sorted(sizes))}
     positioned = {path: positions[number] for path, number in numbers.items()}
-    return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold(layout, positioned.__getitem__)))
+    return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold_rows(layout, positioned.__getitem__)))
 
 
-def files_of(layout: Layout) -> list[str]:
+def data_files(layout: Layout) -> list[str]:
     """Return the paths of files with data, sorted."""
     used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.box.numel}
     return sorted(used | {blob.path for blob in layout.blobs.values()})
 
 
-def number(files: Sequence[str]) -> dict[str, int]:
+def number_files(files: Sequence[str]) -> dict[str, int]:
     """Return a number for each file, from 1."""
     return {path: at for at, path in enumerate(files, start=1)}
 
@@ -201,7 +201,7 @@ def bytes_by(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
     return sizes
 
 
-def fold(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
+def fold_rows(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
     """Yield the rows of a layout. Tensors share a row if spec and shards are equal and only numbers in names differ."""
     alike: dict[object, list[str]] = {}
     shards: dict[object, tuple[DrawnShard, ...]] = {}
@@ -235,7 +235,7 @@ def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[
 
 def label(names: Sequence[str]) -> str:
     """Return one label for names with equally many components: `layers.0-31.self_attn.{q_proj,o_proj}.weight`."""
-    return ".".join(map(merge, zip(*(name.split(".") for name in names), strict=True)))
+    return ".".join(map(merge_steps, zip(*(name.split(".") for name in names), strict=True)))
 
 
 def shared_start(labels: Sequence[str]) -> str:
@@ -245,7 +245,7 @@ def shared_start(labels: Sequence[str]) -> str:
     return "".join(f"{step}." for step in shared_words([label.split(".")[:-1] for label in labels]))
 
 
-def merge(steps: Sequence[str]) -> str:
+def merge_steps(steps: Sequence[str]) -> str:
     """Return one component for the same component of several names: ranges of numbers, or up to three words."""
     words = list(dict.fromkeys(steps))
     if len(words) == 1:

@@ -122,7 +122,7 @@ def fill_part(component: Component, filler: FillSource, faults: Faults) -> tuple
         elif filling is not None:
             faults.note_filled(filling.chunks, str(filler.path))
             tensors[name] = replace(filling, spec=tensors[name].spec)
-    for name, blob in list(entries_in(own_names_of_lost(layout, faults.entries), filler)):
+    for name, blob in list(lost_entries(own_names_of_lost(layout, faults.entries), filler)):
         blobs[name] = blob
         faults.filled_entries[name] = str(filler.path)
         del faults.entries[name]
@@ -154,7 +154,7 @@ def own_names_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def entries_in(lost: Mapping[str, str], filler: FillSource) -> Iterator[tuple[str, Blob]]:
+def lost_entries(lost: Mapping[str, str], filler: FillSource) -> Iterator[tuple[str, Blob]]:
     """Yield the lost entries that the other checkpoint has."""
     for name, own in lost.items():
         blob = filler.entry(own)

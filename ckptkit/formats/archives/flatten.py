@@ -134,7 +134,7 @@ def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState
         if children is None and is_module(state):
             raise pickled_module_error(state)
         if children is None:
-            raise Unsupported(f"expected a state dict, found {describe(state)}", hint="save its `state_dict()`")
+            raise Unsupported(f"expected a state dict, found {name_of_type(state)}", hint="save its `state_dict()`")
         flattening.add_all(children, ())
     return flattening.flat
 
@@ -207,7 +207,7 @@ class Flattening:
             raise pickled_module_error(value)
         if contains_tensor(value):
             raise Unsupported(
-                f"ckptkit does not read a tensor inside {describe(value)}",
+                f"ckptkit does not read a tensor inside {name_of_type(value)}",
                 hint="save the tensor in a dict, under a name",
             )
         content = dump(value)
@@ -243,7 +243,7 @@ def is_module(value: Any) -> bool:
 def pickled_module_error(value: Any) -> Unsupported:
     """Return the error for a module that was pickled as an object, which only its own code can load."""
     hint = "load it with `torch.load(..., weights_only=False)`, which runs its code, and save its `state_dict()`"
-    return Unsupported(f"expected a state dict, found a pickled module, {describe(value)}", hint=hint)
+    return Unsupported(f"expected a state dict, found a pickled module, {name_of_type(value)}", hint=hint)
 
 
 def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
@@ -260,7 +260,7 @@ def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def describe(value: Any) -> str:
+def name_of_type(value: Any) -> str:
     """Return a description of a pickled value for messages."""
     if is_tensor(value):
         return "a single tensor"

@@ -35,21 +35,23 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
     keys = {name: next(ranks[rank].key(name) for rank in by_rank) for name, by_rank in by_name.items()}
     sharded = {first_step(keys[name]) for name, by_rank in by_name.items() if any(map(is_sharded, by_rank.values()))}
     for name, by_rank in by_name.items():
-        is_equal = not are_unsharded(by_rank) or len({contents[place_of(entry)] for entry in by_rank.values()}) == 1
+        is_equal = (
+            not are_unsharded(by_rank) or len({contents[byte_range_of(entry)] for entry in by_rank.values()}) == 1
+        )
         is_float = all(
             isinstance(entry, StoredTensor) and entry.spec.dtype.kind == "float" for entry in by_rank.values()
         )
         try:
             if is_equal or (is_float and first_step(keys[name]) in sharded and not name.endswith(STATISTICS)):
                 check_kinds(by_rank)
-                put(joined, name, keys[name], list(by_rank.values()))
+                put_entry(joined, name, keys[name], list(by_rank.values()))
                 continue
         except CkptError as error:
             report(error.blame(path=path, tensor=name))
             continue
         put_per_rank(joined, keys[name], by_rank)
         if name.endswith(STATISTICS):
-            put(joined, name, keys[name], [next(iter(by_rank.values()))])
+            put_entry(joined, name, keys[name], [next(iter(by_rank.values()))])
     return joined
 
 
@@ -89,7 +91,7 @@ def check_kinds(by_rank: _EntryByRank) -> None:
         raise Corrupt(f"the ranks disagree: one rank has {one}, another {other}")
 
 
-def put(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> None:
+def put_entry(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> None:
     """Add an entry that ranks have in shards or as replicas. Further copies of a chunk become spares."""
     for entry in entries:
         if isinstance(entry, Blob):
@@ -108,7 +110,7 @@ def put_per_rank(joined: Reading, key: KeyPath, by_rank: _EntryByRank) -> None:
     """Add a separate entry for each rank, since their values differ."""
     for rank, entry in by_rank.items():
         way = (OWN, f"rank_{rank}", *key)
-        put(joined, ".".join(map(str, way)), way, [entry])
+        put_entry(joined, ".".join(map(str, way)), way, [entry])
 
 
 def read_content_ids(
@@ -122,7 +124,7 @@ def read_content_ids(
             if isinstance(entry, StoredTensor) and entry.chunks[0].wrapper == ENVELOPE:
                 chunks[str(len(chunks))] = entry.chunks[0]
             else:
-                contents[place_of(entry)] = (sum_bytes(files, *place_of(entry)),)
+                contents[byte_range_of(entry)] = (sum_bytes(files, *byte_range_of(entry)),)
         for old, new in zip(chunks.values(), locate_all(path, chunks, report), strict=True):
             crc = new.crc32 if new.crc32 is not None else sum_bytes(files, new.path, new.offset, new.length)
             contents[old.path, old.offset, old.length] = (old.dtype, old.size, new.strides, crc)
@@ -143,6 +145,6 @@ def sum_bytes(files: OpenFiles, path: str, offset: int, length: int) -> int:
     return total
 
 
-def place_of(entry: Entry) -> tuple[str, int, int]:
+def byte_range_of(entry: Entry) -> tuple[str, int, int]:
     stored = entry if isinstance(entry, Blob) else entry.chunks[0]
     return stored.path, stored.offset, stored.length

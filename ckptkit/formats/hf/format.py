@@ -60,7 +60,7 @@ class HuggingFace(FormatWriter):
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report files that the index names and that are missing; raise if the files are ambiguous."""
-        find_files(path, report)
+        find_safetensors(path, report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of a file, or of the files of a directory that belong together.
@@ -69,7 +69,7 @@ class HuggingFace(FormatWriter):
         last ranks may be missing without a trace: nothing records the world size, or the shape of a tensor. The
         layout's `world_size` is the number of ranks found.
         """
-        indexed = find_files(path, report)
+        indexed = find_safetensors(path, report)
         chunks: dict[str, list[Chunk]] = {}
         texts: dict[str, str] = {}
         unread = set(indexed.missing)
@@ -156,7 +156,7 @@ class IndexedFiles:
     described_by: str = ""
 
 
-def find_files(path: Path, report: Report) -> IndexedFiles:
+def find_safetensors(path: Path, report: Report) -> IndexedFiles:
     """Return the files of the checkpoint at `path`; report missing ones. Raises an error if they are ambiguous."""
     if not path.is_dir():
         if _DELTA.fullmatch(path.name):
@@ -348,7 +348,7 @@ def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
     return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
 
 
-def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
+def split_names(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
     """Return the names in each file of at most `limit` bytes, in natural order; a larger tensor has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -365,7 +365,7 @@ def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
 def split_into_files(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, list[str]]:
     """Return the names of the tensors in each file: as `options.places` says, or by size."""
     if options.places is None:
-        shards = split(specs, options.max_shard_size)
+        shards = split_names(specs, options.max_shard_size)
         return dict(zip(shard_names(len(shards), options.stem), shards, strict=True))
     shares: dict[str, list[str]] = {}
     for name in specs:

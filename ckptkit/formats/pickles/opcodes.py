@@ -141,10 +141,10 @@ def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     if replacement is not None:
         return replacement, at + 1
     if opcode == _FRAME:
-        past_end(data, at + 9, number(data, at + 1, 8))
+        past_end(data, at + 9, read_number(data, at + 1, 8))
         return b"", at + 9
     if opcode == _LONG_BINPUT:
-        past_end(data, 0, number(data, at + 1, 4))  # a valid memo never has more entries than the pickle has bytes
+        past_end(data, 0, read_number(data, at + 1, 4))  # a valid memo never has more entries than the pickle has bytes
         return None, at + 5
     if not opcode or opcode in _FIXED:
         raise IndexError(at)
@@ -152,10 +152,10 @@ def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     if width is None:
         raise Unsupported(f"damaged or not torch's: unknown pickle opcode 0x{opcode[0]:02x} at byte {at}")
     start = at + 1 + width
-    return None, past_end(data, start, number(data, at + 1, width))
+    return None, past_end(data, start, read_number(data, at + 1, width))
 
 
-def number(data: bytes, at: int, width: int) -> int:
+def read_number(data: bytes, at: int, width: int) -> int:
     return int.from_bytes(data[at : at + width], "little")
 
 

@@ -143,7 +143,7 @@ def is_tensor(value: object) -> bool:
 
 def as_tensor(value: object) -> TensorRecord:
     """Return the tensor of a pickled value. Raises `Unsupported` for any other kind of object."""
-    call = unwrap(value)
+    call = plain_tensor_call(value)
     if not any(is_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
         what = _REFUSED.get(made_by, f"a tensor that is not a plain one ({made_by or type(call).__name__})")
@@ -155,7 +155,7 @@ def as_tensor(value: object) -> TensorRecord:
     return parse_rebuild(call)
 
 
-def unwrap(value: object) -> Any:
+def plain_tensor_call(value: object) -> Any:
     """Return the call that rebuilds the plain tensor in a parameter, a buffer or a tensor with attributes."""
     while isinstance(value, Record) and isinstance(value.args, tuple):
         if any(is_call(value, name) for name in _PARAMETERS) and value.args:

@@ -60,7 +60,7 @@ class Pt(FormatWriter):
 
     def detect(self, path: Path) -> bool:
         """Return True for a torch.save file of any name, or a directory with one under a usual name."""
-        return bool(find_files(path))
+        return bool(find_state_file(path))
 
     def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - with one file there is one problem
         """Raise `Unsupported` if several files are candidates, `Corrupt` if the file is truncated.
@@ -117,7 +117,7 @@ class Pt(FormatWriter):
         return places_in(made, [MAIN])
 
 
-def find_files(path: Path) -> list[Path]:
+def find_state_file(path: Path) -> list[Path]:
     """Return `path` if it is a torch.save file; of a directory its `state.pt`, or else all candidates for the model."""
     if not path.is_dir():
         return [path] if is_torch_save(path) else []
@@ -130,7 +130,7 @@ def find_files(path: Path) -> list[Path]:
 
 def choose_file(path: Path) -> Path:
     """Return the one file at `path`. Raises `Unsupported` if there are several."""
-    files = find_files(path)
+    files = find_state_file(path)
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files[:8])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.formats.archives.flatten import FlatState, Flattening, describe
+from ckptkit.formats.archives.flatten import FlatState, Flattening, name_of_type
 from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_state_file
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import FormatReader
@@ -66,7 +66,7 @@ class PtShards(FormatReader):
         for name in index.files:
             try:
                 if not is_there(path / name):
-                    raise missing(index, name)
+                    raise missing_entry(index, name)
                 with opened(path / name) as (read, length):
                     entries_of(read, length)
             except CkptError as error:
@@ -83,7 +83,7 @@ class PtShards(FormatReader):
         for file in index.files:
             try:
                 if not is_there(path / file):
-                    raise missing(index, file)
+                    raise missing_entry(index, file)
                 add_all(whole, index, file, report)
             except CkptError as error:
                 report(error)
@@ -132,7 +132,7 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
         flattening = Flattening(state.entries, file)
         children = flattening.children(state.value)
         if children is None:
-            raise Unsupported(f"expected a state dict, found {describe(state.value)}")
+            raise Unsupported(f"expected a state dict, found {name_of_type(state.value)}")
         if file != index.groups:
             compare_names(index, file, children, report)
         flattening.add_all(children, above)
@@ -158,6 +158,6 @@ def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]]
         report(Corrupt(message, path=index.root / file, tensor=name))
 
 
-def missing(index: Index, name: str) -> Incomplete:
+def missing_entry(index: Index, name: str) -> Incomplete:
     hint = "download the missing files again, to this directory"
     return Incomplete(f"the file is missing, but `{index.name}` lists it", path=index.root / name, hint=hint)

@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, IOFailure, Unsupported, ignore
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk
-from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
+from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_model_files
 from ckptkit.formats.shards.dtensors import Placed, is_dtensor
 from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
 from ckptkit.formats.shards.write_dtensors import RankMesh
@@ -55,7 +55,7 @@ class Example:
 
 def example_of(wanted: Layout) -> Example:
     """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
-    rank_files = find_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
+    rank_files = find_model_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
     if rank_files is None:
         return Example()
     if not rank_files.naming.templates:

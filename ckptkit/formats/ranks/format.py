@@ -24,7 +24,7 @@ from ckptkit.formats.ranks.names import (
     OPTIMIZER,
     REST,
     RankFiles,
-    find_files,
+    find_model_files,
     has_label,
     is_there,
     rank_in,
@@ -152,7 +152,7 @@ class FilePerRank(FormatWriter):
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
-        for name in find(path).names:
+        for name in find_rank_files(path).names:
             try:
                 with opened(path / name) as (read, length):
                     entries_of(read, length)
@@ -164,7 +164,7 @@ class FilePerRank(FormatWriter):
 
         Raises an error for a tensor in a file that cannot be read.
         """
-        rank_files = find(path, report)
+        rank_files = find_rank_files(path, report)
         with collector_paused():
             try:
                 flat = join_all(path, rank_files, report)
@@ -178,7 +178,7 @@ class FilePerRank(FormatWriter):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Yield every entry of every rank's file: its storages, its pickle and torch's other entries."""
-        return extents_of(layout, find(layout.root, report).names, report)
+        return extents_of(layout, find_rank_files(layout.root, report).names, report)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, named and sharded like the files of `wanted`, if any."""
@@ -193,7 +193,7 @@ class FilePerRank(FormatWriter):
 
     def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the replicas that several ranks store, and the CRC-32 of each storage."""
-        rank_files = find(made.root)
+        rank_files = find_rank_files(made.root)
         files = [read_files(made.root, rank_files, kind, (kind,), refuse) for kind in rank_files.files]
         return seal_files(made.root, files, checksums)
 
@@ -207,13 +207,13 @@ def has_shards(path: Path) -> bool:
         return False
 
 
-def find(path: Path, report: Report = refuse) -> RankFiles:
+def find_rank_files(path: Path, report: Report = refuse) -> RankFiles:
     """Return the files of ranks in a directory; report missing files.
 
     Raises `Corrupt` if they do not belong to one checkpoint.
     """
     try:
-        rank_files = find_files(names_in(path), lambda problem: report(problem.blame(path=path)))
+        rank_files = find_model_files(names_in(path), lambda problem: report(problem.blame(path=path)))
         if rank_files is None:
             raise Corrupt("no rank's file contains a model")
         check_config(path, rank_files)

@@ -92,7 +92,7 @@ def has_label(name: str) -> bool:
     return any(naming.match(name) for naming in NAMINGS)
 
 
-def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
+def find_model_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
     """Return the files of ranks in a directory, None if none of them has a model.
 
     Reports ranks whose files are missing. Raises `Corrupt` for files of several runs, `Unsupported` for several models.

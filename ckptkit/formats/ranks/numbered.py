@@ -117,7 +117,7 @@ def has_strays(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bo
     return any(key[AT] not in known for key in keys)
 
 
-def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
+def moment_shapes(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
     """Return the shape of each index's states, or the number of elements on all ranks if they are flattened."""
     shapes: dict[int, Shape | int] = {}
     of_moment: dict[tuple[int, Any], int] = {}

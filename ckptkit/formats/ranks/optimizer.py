@@ -162,7 +162,7 @@ def join_optimizer(
         )
     holding = numbered.holders(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
-    shapes = numbered.shapes_of(own, flattened=flattened)
+    shapes = numbered.moment_shapes(own, flattened=flattened)
     parameters = numbered.parameters_of(model[0])
     parameter_of = numbered.match(groups, parameters, shapes, recorded, is_in_order=is_in_order)
     if flattened:
@@ -180,7 +180,7 @@ def join_optimizer(
         joined = FlatState(tensors, rest.blobs, keys)
     else:
         joined = join_files(files, report if parameter_of is None else naming_parameters(files, parameter_of, report))
-    return joined if parameter_of is None else with_names(joined, groups, parameter_of)
+    return joined if parameter_of is None else with_parameter_names(joined, groups, parameter_of)
 
 
 def naming_parameters(files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report) -> Report:
@@ -209,7 +209,9 @@ def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> Flat
     return joined
 
 
-def with_names(joined: FlatState, groups: Sequence[Sequence[int]], parameter_of: Mapping[int, Parameter]) -> FlatState:
+def with_parameter_names(
+    joined: FlatState, groups: Sequence[Sequence[int]], parameter_of: Mapping[int, Parameter]
+) -> FlatState:
     """Return the optimizer with parameter names in place of indices."""
     named = FlatState()
     for old, key in joined.keys.items():

@@ -70,7 +70,7 @@ class Writing:
     def __post_init__(self) -> None:
         """Number the parameters if the naming implies indices."""
         if self.example.naming is WITH_WORLD:
-            object.__setattr__(self, "numbers", number(self.wanted))
+            object.__setattr__(self, "numbers", number_parameters(self.wanted))
 
     def kinds(self) -> dict[str, list[str]]:
         """Return the names of entries by the kind of file that stores them."""
@@ -142,7 +142,7 @@ class Writing:
     @property
     def optimized_names(self) -> frozenset[str]:
         """Return the names of the model's tensors that the optimizer has."""
-        return frozenset(f"{MODEL}.{name}" for name in self.numbers or number(self.wanted))
+        return frozenset(f"{MODEL}.{name}" for name in self.numbers or number_parameters(self.wanted))
 
     def parameter(self, step: str) -> str | None:
         """Return the model's tensor of an optimizer state, None if it is unknown."""
@@ -214,7 +214,7 @@ def owner(key: KeyPath) -> int | None:
     return int(rank) if rank != step and rank.isdecimal() else None
 
 
-def number(wanted: Layout) -> dict[str, int]:
+def number_parameters(wanted: Layout) -> dict[str, int]:
     """Return the index of each parameter by name, as the optimizer's groups list them; {} if they list indices."""
     keys = map(wanted.key, wanted.blobs)
     groups = [key[AT] for key in keys if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] == _PARAMS]

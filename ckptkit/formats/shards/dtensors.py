@@ -63,11 +63,11 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
         raise Unsupported("the pickle describes a mesh in an unknown way") from error
     if not all(type(one) is int for one in ranks) or len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
         raise Corrupt(
-            f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {abridge(ranks)}"
+            f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {few_ranks(ranks)}"
         )
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
-        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {abridge(ranks)}"
+        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {few_ranks(ranks)}"
         raise Corrupt(
             f"expected the mesh of rank {rank} (file name), found {found_text}",
             hint="check whether the file was renamed",
@@ -119,7 +119,7 @@ def unravel(index: int, shape: Shape) -> Shape:
     return tuple(reversed(coordinate))
 
 
-def abridge(ranks: tuple[int, ...]) -> str:
+def few_ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 

@@ -34,7 +34,7 @@ def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str
     for name in names:
         parts = {rank: tensors[name] for rank, _, tensors in by_rank if name in tensors}
         try:
-            joined[name] = join(parts, naming(name, report), may_differ=name.endswith(STATISTICS))
+            joined[name] = join_ranks(parts, naming(name, report), may_differ=name.endswith(STATISTICS))
         except CkptError as error:
             report(error.blame(tensor=name))
     return joined
@@ -55,7 +55,7 @@ def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> 
     return {name: tuple(chunks) for name, chunks in spares.items() if chunks}
 
 
-def join(parts: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False) -> StoredTensor:
+def join_ranks(parts: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False) -> StoredTensor:
     """Return one tensor with the chunks of all ranks.
 
     A plain tensor comes from the first rank if all ranks have the same. Raises `Unsupported` if checksums show that
@@ -64,7 +64,9 @@ def join(parts: Mapping[int, RankTensor], report: Report, *, may_differ: bool = 
     first, tensor = next(iter(parts.items()))
     for rank, other in parts.items():
         if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
-            message = f"expected {describe(tensor)} as on rank {first}, found {describe(other)} on rank {rank}"
+            message = (
+                f"expected {describe_part(tensor)} as on rank {first}, found {describe_part(other)} on rank {rank}"
+            )
             raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
         return StoredTensor(tensor.spec, unique(join_placed(parts, tensor.spread, report)))
@@ -77,7 +79,7 @@ def join(parts: Mapping[int, RankTensor], report: Report, *, may_differ: bool = 
     return StoredTensor(tensor.spec, tensor.chunks)
 
 
-def describe(tensor: RankTensor) -> str:
+def describe_part(tensor: RankTensor) -> str:
     kinds = {Placed: "a DTensor", ShardedTensor: "a ShardedTensor"}
     return f"{kinds.get(type(tensor.spread), 'a plain tensor')} {tensor.spec}"
 

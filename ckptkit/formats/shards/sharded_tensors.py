@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.flatten import FlatState, Flattening, describe, pairs_of
+from ckptkit.formats.archives.flatten import FlatState, Flattening, name_of_type, pairs_of
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, place_tensor
 from ckptkit.formats.pickles.inert_pickle import Global, Record
@@ -88,7 +88,7 @@ def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict:
         if pairs_of(state.value) != []:
             children = holding.children(state.value)
             if children is None and is_dict:
-                raise Unsupported(f"expected a state dict, found {describe(state.value)}")
+                raise Unsupported(f"expected a state dict, found {name_of_type(state.value)}")
             if children is None:
                 holding.add_entry(state.value, above)
             else:

@@ -77,7 +77,7 @@ class XetAccess:
     headers: Mapping[str, str] = field(repr=False)
 
 
-def find(repo_id: str, revision: str) -> HubRepository | None:
+def find_repository(repo_id: str, revision: str) -> HubRepository | None:
     """Return the current state of a repository; None without the repository or revision."""
     try:
         return look_up(repo_id, revision)

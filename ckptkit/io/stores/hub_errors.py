@@ -42,10 +42,10 @@ def translate_hub_errors(repo_id: str, revision: str = MAIN, path: Path | None =
         if isinstance(error, OSError) and error.errno and path is not None:
             with translate_os_errors(path):
                 raise
-        raise translate(error, repo_id, revision) from error
+        raise to_hub_error(error, repo_id, revision) from error
 
 
-def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
+def to_hub_error(error: Exception, repo_id: str, revision: str) -> CkptError:
     """Return ckptkit's error for an exception of the Hub's client, or for its cause."""
     behind: BaseException | None = error
     while behind is not None:

@@ -120,7 +120,7 @@ class S3Destination:
             return
         parts = self._parts.setdefault(piece.name, {})
         stored_part = parts.get(piece.number)
-        if stored_part is not None and stored_part.nbytes == len(data) and is_same(stored_part, data, crc):
+        if stored_part is not None and stored_part.nbytes == len(data) and is_same_part(stored_part, data, crc):
             parts[piece.number] = SentPart(stored_part.etag, len(data), crc)
             self._count(kept=len(data))
             return
@@ -419,7 +419,7 @@ class S3Destination:
         return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}
 
 
-def is_same(part: SentPart, data: memoryview, crc: int) -> bool:
+def is_same_part(part: SentPart, data: memoryview, crc: int) -> bool:
     """Return whether the store's part has these bytes, by its CRC-32, or else by the MD5 in its ETag."""
     if part.crc32 is not None:
         return part.crc32 == crc

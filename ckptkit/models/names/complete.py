@@ -36,15 +36,15 @@ def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
             layers.setdefault(int(layer[1]), set()).add(layer[2])
         if expert:
             experts.setdefault((expert[1], expert[3]), set()).add(int(expert[2]))
-    find_shapes = cache(lambda: shapes_of(names, sizes))
+    find_shapes = cache(lambda: expected_shapes(names, sizes))
     count, wanted = sizes.find("layers"), sizes.find("experts")
     if layers and count is not None:
-        check_numbers(layers, count, further(sizes, _MTP_LAYERS), "model.layers.{}", path)
+        check_layer_numbers(layers, count, further(sizes, _MTP_LAYERS), "model.layers.{}", path)
     if wanted is not None:
         if layers and not has_experts and should_have_experts(find_shapes()):
             raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
-            check_numbers(numbers, wanted, further(sizes, _ZERO_EXPERTS), f"{above}.{{}}.{below}", path)
+            check_layer_numbers(numbers, wanted, further(sizes, _ZERO_EXPERTS), f"{above}.{{}}.{below}", path)
     if layers and count is not None:
         check_alike({number: layers[number] for number in range(count)}, find_shapes, path)
 
@@ -55,7 +55,7 @@ def further(sizes: Sizes, key: str) -> int:
     return number if type(number) is int else 0
 
 
-def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
+def check_layer_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
     """Raise `Mismatch` unless the numbers are 0 to `wanted` - 1, optionally followed by up to `more` others."""
     numbers = set(found)
     missing = next((number for number in range(wanted) if number not in numbers), None)
@@ -92,7 +92,7 @@ def should_have_experts(shapes: Shapes | None) -> bool:
     return shapes is None or any(map(_OF_EXPERTS.search, shapes))
 
 
-def shapes_of(names: Collection[str], sizes: Sizes) -> Shapes | None:
+def expected_shapes(names: Collection[str], sizes: Sizes) -> Shapes | None:
     """Return the tensors that config.json describes; None if the model is unknown."""
     form = form_or_reason(names, sizes.config, sizes.ask_base)
     return form.shapes if isinstance(form, Form) else None

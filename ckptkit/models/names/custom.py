@@ -94,8 +94,8 @@ def rule_in(entry: object) -> Rule:
     if flat and flat not in SYMBOLS:
         raise Usage(f"`flat`: unknown symbol {flat!r}", hint=f"use one of {', '.join(SYMBOLS)}")
     step = step_in(entry.get("step", "same"))
-    check_numbers("own", own)
-    check_numbers("hub", hub)
+    check_placeholders("own", own)
+    check_placeholders("hub", hub)
     check_counts(step, len(own), len(hub))
     return Rule(own, hub, step, flat)
 
@@ -117,7 +117,7 @@ def texts_in(table: Mapping[str, Any], key: str, default: tuple[str, ...] | None
     return texts
 
 
-def check_numbers(key: str, texts: tuple[str, ...]) -> None:
+def check_placeholders(key: str, texts: tuple[str, ...]) -> None:
     """Raise `Usage` unless all names of one side have the same placeholders, each once."""
     first, *others = (next(patterns_of(text)).captures for text in texts)
     other = next((captures for captures in others if set(captures) != set(first)), None)
@@ -161,7 +161,7 @@ def step_in(value: object) -> TensorStep:
     return make(argument, more)
 
 
-def number_in(value: object, what: str, least: int = 0) -> int:
+def read_count(value: object, what: str, least: int = 0) -> int:
     """Return an integer from `least` to 64. Raises `Usage` for anything else."""
     if type(value) is not int or not least <= value <= _MAX_COUNT:
         raise Usage(
@@ -173,7 +173,7 @@ def number_in(value: object, what: str, least: int = 0) -> int:
 
 def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
     """Return the step for tensors that are concatenated along an axis."""
-    count, axis = number_in(argument, "joined", 1), number_in(more.get("axis", 0), "axis")
+    count, axis = read_count(argument, "joined", 1), read_count(more.get("axis", 0), "axis")
     parts = more.get("parts", [])
     if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
         raise Usage(
@@ -183,7 +183,7 @@ def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
 
 
 def alternating(argument: object, more: Mapping[str, Any]) -> TensorStep:
-    return Alternating(number_in(argument, "alternating", 1), number_in(more.get("axis", 0), "axis"))
+    return Alternating(read_count(argument, "alternating", 1), read_count(more.get("axis", 0), "axis"))
 
 
 def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
@@ -194,7 +194,7 @@ def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
             f"`step`: transposed: expected two axes, found {argument!r}",
             hint="use the numbers of two axes, like [0, 1]",
         )
-    one, other = (number_in(axis, "transposed") for axis in axes)
+    one, other = (read_count(axis, "transposed") for axis in axes)
     return SwappedAxes((one, other))
 
 
@@ -209,7 +209,7 @@ def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, 
     return of
 
 
-def plain(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
+def plain_step(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
     """Return the parser for a step without arguments."""
 
     def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
@@ -221,9 +221,9 @@ def plain(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], 
 
 
 _STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], TensorStep], tuple[str, ...]]] = {
-    "same": (plain(Same(), "same"), ()),
+    "same": (plain_step(Same(), "same"), ()),
     "rotary": (symbolic(Rotary, "rotary"), ()),
-    "grouped": (plain(Grouped(), "grouped"), ()),
+    "grouped": (plain_step(Grouped(), "grouped"), ()),
     "joined": (joined, ("axis", "parts")),
     "alternating": (alternating, ("axis",)),
     "transposed": (transposed, ()),

@@ -76,7 +76,7 @@ def unbind(tensor: StoredTensor, dim: int = 0) -> list[StoredTensor]:
     return axes.unstack(move_axis(tensor, axis_of(tensor, dim), 0))
 
 
-def split(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor]:
+def split_axis(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor]:
     """Return chunks of length `size` along an axis; the last may be shorter."""
     extent = tensor.spec.shape[axis_of(tensor, dim)]
     return split_with_sizes(tensor, [min(size, extent - start) for start in range(0, extent, size)], dim)
@@ -165,7 +165,7 @@ _MOVES: Mapping[str, Callable[..., Any]] = {
     "permute": permute,
     "select": select,
     "slice": slice_of,
-    "split": split,
+    "split": split_axis,
     "split_with_sizes": split_with_sizes,
     "squeeze": squeeze,
     "stack": stack,

@@ -243,10 +243,10 @@ def remarks(
                 check_rows(translated.tensors, config)
     except CkptError as error:
         raise error.blame(path=before.root) from None
-    return [*notes, *(describe(change, translated) if change else [])]
+    return [*notes, *(describe_translation(change, translated) if change else [])]
 
 
-def describe(change: FamilyChange, named: Translated) -> list[str]:
+def describe_translation(change: FamilyChange, named: Translated) -> list[str]:
     """Return notes on the translation of names."""
     before = len({old for olds in named.came_from.values() for old in olds})
     source, target = (family.name if family else "the Hub" for family in (change.here, change.there))

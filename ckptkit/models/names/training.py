@@ -120,7 +120,7 @@ def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
     if entry or key[-3:-2] != (GROUP_MAP,):
         return [entry] if entry else []
     place = EntryPlace(key[:-2], "{}", key[-1:])
-    return [half for end in HALVES if (half := choose(place, f"{key[-2]}{end}", own))]
+    return [half for end in HALVES if (half := choose_entry(place, f"{key[-2]}{end}", own))]
 
 
 def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
@@ -135,10 +135,10 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
     if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
         raise Unsupported("expected parameter names in the optimizer, found numbers", tensor=dotted(key), hint=hint)
-    return choose(place, parameter, own)
+    return choose_entry(place, parameter, own)
 
 
-def choose(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
+def choose_entry(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
     name = clean(parameter, own)
     return None if name is None else (place, name)
 
@@ -188,7 +188,7 @@ def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -
     """
     pairs = {name: (one.spec.shape, weights.tensors[name].spec.shape) for name, one in entries.tensors.items()}
     shaped = {name: one for name, one in entries.tensors.items() if pairs[name][0] == pairs[name][1]}
-    if kind_of(place).rpartition(".")[2] in ELEMENTWISE:
+    if state_kind(place).rpartition(".")[2] in ELEMENTWISE:
         return shaped
     others = [
         state_shape for state_shape, own_shape in pairs.values() if state_shape != own_shape and prod(state_shape) != 1
@@ -198,7 +198,7 @@ def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -
     return {} if others or not is_shown else shaped
 
 
-def kind_of(place: EntryPlace) -> str:
+def state_kind(place: EntryPlace) -> str:
     """Return the name of a kind of entries: `exp_avg`, `GG.0`."""
     flattened = place.text.partition("{}.")[2]
     return flattened or ".".join(map(str, place.after or place.before[-1:]))

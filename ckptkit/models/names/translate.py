@@ -95,7 +95,7 @@ def translate(
             by_place[slot.place] = name, one
     translated = Translated(unplaced=tuple(unplaced))
     for rule, members in groups.items():
-        fold(rule, members, sizes, side, translated)
+        fold_rule(rule, members, sizes, side, translated)
     return translated
 
 
@@ -148,7 +148,9 @@ def index_front_axes(tensor: StoredTensor, count: int) -> list[tuple[Numbers, St
     return indexed
 
 
-def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direction, translated: Translated) -> None:
+def fold_rule(
+    rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direction, translated: Translated
+) -> None:
     """Add to `translated` the tensors that a rule makes of its members."""
     captures, targets = captures_of(rule, side), side.targets(rule)
     folded = [i for i, capture in enumerate(captures) if capture not in targets[0].captures]

@@ -97,7 +97,7 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
         return None
     if files.layers or len(files.parts) > 1:
         raise Unsupported("experts in a model with pipeline or tensor parallelism", path=root / model.path)
-    check_numbers(root, files, counts)
+    check_expert_files(root, files, counts)
     config = pairs_of(model.saved.get("ds_config"))
     is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
     if model.auto_layers:
@@ -134,7 +134,7 @@ def check_auto_layers(root: Path, model: ModelStates, counts: Sequence[int]) -> 
         raise Unsupported(message, path=root / model.path, hint=hint)
 
 
-def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:
+def check_expert_files(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:
     """Raise `Incomplete` if an expert file is missing, `Corrupt` if a file has an unknown layer or expert index."""
     by_layer: dict[int, set[int]] = {}
     for layer, expert in files.experts:

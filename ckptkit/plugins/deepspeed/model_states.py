@@ -15,7 +15,7 @@ from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, read_slice_map
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, shapes_in
+from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, shapes_in_dict
 
 DEGREES = "checkpoint_parallel_dimensions"
 _USED = frozenset(
@@ -70,8 +70,8 @@ def read_model_states(file: StateFile) -> ModelStates:
         path=file.name,
         flattening=Flattening(file.entries, file.name),
         module=None if module is None else as_dict(module, "module"),
-        shapes=None if lists is None else tuple(shapes_in(group, "param_shapes") for group in lists),
-        frozen=shapes_in(saved.get("frozen_param_shapes"), "frozen_param_shapes"),
+        shapes=None if lists is None else tuple(shapes_in_dict(group, "param_shapes") for group in lists),
+        frozen=shapes_in_dict(saved.get("frozen_param_shapes"), "frozen_param_shapes"),
         fragments=dict_or_none(saved.get("frozen_param_fragments"), "frozen_param_fragments"),
         aliases=aliases,
         buffers=frozenset(as_kind(name, str, "buffer_names") for name in as_kind(buffers, list, "buffer_names")),

@@ -18,7 +18,7 @@ from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.parts import PartOfModel
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
-from ckptkit.plugins.deepspeed.zero import ZeroParameter, join, runs_of_each, share_of
+from ckptkit.plugins.deepspeed.zero import ZeroParameter, join_runs, runs_of_each, share_of
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
@@ -151,4 +151,4 @@ def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
             message = f"expected [{needed}] of a frozen parameter in `{model.path}`, found {list(fragment.spec.shape)}"
             raise Corrupt(message, tensor=name)
         buffers.append(chunk)
-    return join(shape, runs_of_each(0, prod(shape), len(buffers)), buffers)
+    return join_runs(shape, runs_of_each(0, prod(shape), len(buffers)), buffers)

@@ -57,15 +57,15 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     described = {model.path for model in models}
     trained: dict[str, StoredTensor] = {}
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        files_by_state = dict(files_of(root, tag, name))
+        files_by_state = dict(parameter_files(root, tag, name))
         described |= set(files_by_state.values())
-        for state_name, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **files_by_state}.items():
+        for state_name, path in {MASTER: path_from_root(tag, ZERO, name, f"{MASTER}.pt"), **files_by_state}.items():
             put_file(gathering, root, path, name, state_name, shape, report)
         trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
     for model in models[:1] if models[0].slices is not None else models:
         put_rest(gathering, model, trained)
     described |= set(put_untrained(gathering, root, tag, trained, report))
-    path = join(tag, ZERO, OPTIMIZER)
+    path = path_from_root(tag, ZERO, OPTIMIZER)
     try:
         put_optimizer(gathering, read_state_file(root, path), root, shapes)
     except CkptError as error:
@@ -85,7 +85,7 @@ def full_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
     return model.auto_layers[name].whole(shape) if name in model.auto_layers else shape
 
 
-def join(*names: str) -> str:
+def path_from_root(*names: str) -> str:
     """Return a path relative to the root."""
     return str(PurePosixPath(*names))
 
@@ -95,10 +95,14 @@ def model_files(root: Path, tag: str) -> list[str]:
     files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
     if not files.models:
         raise Incomplete("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
-    return [join(tag, next(iter(files.model_files(part).values()))) for part in files.parts if files.model_files(part)]
+    return [
+        path_from_root(tag, next(iter(files.model_files(part).values())))
+        for part in files.parts
+        if files.model_files(part)
+    ]
 
 
-def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
+def parameter_files(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
     """Yield the state name (`fp32`, `exp_avg`, ...) and the path of each file of a parameter.
 
     Raises `Unsafe` if the name leads outside of the checkpoint.
@@ -108,7 +112,7 @@ def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
         raise Unsafe(f"`{name!a}` points outside of the checkpoint's directory", path=root / tag)
     for file in sorted(names_in(folder)) if folder.is_dir() else ():
         if file.endswith(".pt"):
-            yield file.removesuffix(".pt"), join(tag, ZERO, name, file)
+            yield file.removesuffix(".pt"), path_from_root(tag, ZERO, name, file)
 
 
 def missing_file(path: Path) -> Incomplete:
@@ -182,7 +186,7 @@ def put_untrained(
     for folder in folders(root / tag / ZERO):
         if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
             continue
-        for state_name, path in files_of(root, tag, folder.name):
+        for state_name, path in parameter_files(root, tag, folder.name):
             if state_name != MASTER:
                 continue
             try:
@@ -230,7 +234,7 @@ def check_files(root: Path, tag: str, report: Report) -> None:
         for group in blame(root, path, read_model_states).shapes or ():
             for name in group:
                 try:
-                    if MASTER not in dict(files_of(root, tag, name)):
+                    if MASTER not in dict(parameter_files(root, tag, name)):
                         report(missing_file(root / tag / ZERO / name / f"{MASTER}.pt"))
                 except CkptError as error:
                     report(error)

@@ -34,7 +34,7 @@ from ckptkit.plugins.deepspeed.read_universal import (
     STEP,
     ZERO,
     check_files,
-    join,
+    path_from_root,
     read_universal,
 )
 from ckptkit.plugins.deepspeed.unpartitioned import GROUPS, MODEL, STATE
@@ -125,20 +125,20 @@ def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
             raise Unsafe("a directory cannot have this name", path=wanted.root, tensor=parameter)
         for state_name, entry in {MASTER: entries.weights[parameter], **states}.items():
             yield parameter_file(
-                wanted, join(tag, ZERO, parameter, f"{state_name}.pt"), entry, is_bare=state_name == STEP
+                wanted, path_from_root(tag, ZERO, parameter, f"{state_name}.pt"), entry, is_bare=state_name == STEP
             )
-    yield model_states(wanted, entries, join(tag, _MODEL_STATES), options.world_size, with_module=True)
-    yield model_states(wanted, entries, join(tag, _MODEL_STATES_3), options.world_size, with_module=False)
-    yield optimizer_states(wanted, entries, join(tag, ZERO, OPTIMIZER))
+    yield model_states(wanted, entries, path_from_root(tag, _MODEL_STATES), options.world_size, with_module=True)
+    yield model_states(wanted, entries, path_from_root(tag, _MODEL_STATES_3), options.world_size, with_module=False)
+    yield optimizer_states(wanted, entries, path_from_root(tag, ZERO, OPTIMIZER))
     yield NewFile(POINTER, len(tag), [(0, tag.encode())])
 
 
 def tag_for(wanted: Layout) -> str:
-    steps = number_in(wanted, "global_steps")
+    steps = layer_number(wanted, "global_steps")
     return "universal" if steps is None else f"global_step{steps}"
 
 
-def number_in(wanted: Layout, name: str) -> int | None:
+def layer_number(wanted: Layout, name: str) -> int | None:
     value = Storages(wanted).value(name) if name in wanted.blobs else None
     return value if type(value) is int and value >= 0 else None
 
@@ -175,7 +175,7 @@ def model_states(
         "module": {name: storages.value(entries.weights[name]) for name in kept} if with_module else {},
         "buffer_names": kept,
         "optimizer": None,
-        "param_shapes": [shapes_of(wanted, entries, names) for names in groups_of(wanted, entries)[1]],
+        "param_shapes": [weight_shapes(wanted, entries, names) for names in groups_of(wanted, entries)[1]],
         "frozen_param_shapes": {},
         "frozen_param_fragments": {},
         "shared_params": tied,
@@ -185,7 +185,7 @@ def model_states(
     return torch_save_file(path, value, storages)
 
 
-def shapes_of(wanted: Layout, entries: UniversalEntries, names: Iterable[str]) -> dict[str, Record]:
+def weight_shapes(wanted: Layout, entries: UniversalEntries, names: Iterable[str]) -> dict[str, Record]:
     return {name: Record(_SIZE, (wanted.tensors[entries.weights[name]].spec.shape,)) for name in names}
 
 

@@ -194,7 +194,7 @@ def names_in_order(
     The order comes from recorded names, from shapes that allow only one assignment, or from `parameters` if
     `is_in_order`. The shapes of all optimizer states and master weights must agree with it.
     """
-    moments = dict(shapes_in(optimizer.states))
+    moments = dict(shapes_of_moments(optimizer.states))
     masters = {number: shape_of(value) for number, value in enumerate(optimizer.masters)}
     try:
         recorded = read_recorded(optimizer.numbers, [group.get(PARAM_NAMES) for group in optimizer.groups])
@@ -228,7 +228,7 @@ def trained(model: ModelStates) -> dict[str, Shape]:
     return shapes
 
 
-def shapes_in(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:
+def shapes_of_moments(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:
     """Yield the parameter index and the shape of the optimizer states of each parameter that has states."""
     for number, state in states.items():
         shapes = {shape_of(value) for value in as_dict(state, "state").values() if is_tensor(value)} - {()}

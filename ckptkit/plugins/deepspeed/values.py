@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ckptkit.errors import Corrupt
-from ckptkit.formats.archives.flatten import describe, pairs_of
+from ckptkit.formats.archives.flatten import name_of_type, pairs_of
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.tensor_calls import as_shape, is_tensor
 from ckptkit.layout.box import Shape
@@ -19,7 +19,7 @@ def as_dict(value: Any, what: str) -> dict[str | int, Any]:
     """Return the items of a dict with keys that are strings or integers. Raises `Corrupt` for anything else."""
     pairs = pairs_of(value)
     if pairs is None or not all(isinstance(key, (str, int)) for key, _ in pairs):
-        raise Corrupt(f"`{what}`: expected a dict by name or number, found {describe(value)}")
+        raise Corrupt(f"`{what}`: expected a dict by name or number, found {name_of_type(value)}")
     return dict(pairs)
 
 
@@ -31,7 +31,7 @@ def dict_or_none(value: Any, what: str) -> dict[str | int, Any]:
 def as_kind(value: Any, kind: type[Kind], what: str) -> Kind:
     """Return a value of exactly this type. Raises `Corrupt` for another type, subclasses included."""
     if type(value) is not kind:
-        raise Corrupt(f"`{what}`: expected `{kind.__name__}`, found {describe(value)}")
+        raise Corrupt(f"`{what}`: expected `{kind.__name__}`, found {name_of_type(value)}")
     return value
 
 
@@ -42,7 +42,7 @@ def as_count(value: Any, what: str) -> int:
     return int(value)
 
 
-def shapes_in(value: Any, what: str) -> dict[str, Shape]:
+def shapes_in_dict(value: Any, what: str) -> dict[str, Shape]:
     """Return the shapes in a dict of `torch.Size`, by name and in order."""
     shapes: dict[str, Shape] = {}
     for name, shape in dict_or_none(value, what).items():
@@ -51,7 +51,7 @@ def shapes_in(value: Any, what: str) -> dict[str, Shape]:
             if len(checked) > _MOST_AXES:
                 raise ValueError("shape")
         except ValueError as error:
-            raise Corrupt(f"`{what}`: expected a shape, found {describe(shape)}", tensor=str(name)) from error
+            raise Corrupt(f"`{what}`: expected a shape, found {name_of_type(shape)}", tensor=str(name)) from error
     return shapes
 
 

@@ -68,7 +68,7 @@ def share_of(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
 
 
-def join(shape: Shape, runs: Iterable[RankRun], buffers: Sequence[Chunk]) -> StoredTensor:
+def join_runs(shape: Shape, runs: Iterable[RankRun], buffers: Sequence[Chunk]) -> StoredTensor:
     """Return the tensor of `shape` that consists of runs in the flat buffers of the ranks."""
     chunks = (boxes_of_run(buffers[run.rank], run.start, shape, run.at, run.at + run.numel) for run in runs)
     return StoredTensor(Spec(buffers[0].dtype, shape), tuple(chain.from_iterable(chunks)))
@@ -222,6 +222,6 @@ def buffers_of(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
 def parameter(name: str, shape: Shape, groups: Sequence[PartitionedGroup], runs: Sequence[RankRun]) -> ZeroParameter:
     """Return the parameter that consists of runs in the buffers of the ranks."""
     first = groups[0]
-    masters, *moments = (join(shape, runs, buffers) for buffers in buffers_of(groups))
+    masters, *moments = (join_runs(shape, runs, buffers) for buffers in buffers_of(groups))
     by_name = dict(zip(first.moments, moments, strict=True))
     return ZeroParameter(name, masters, by_name, first.flattening, first.values, first.settings)

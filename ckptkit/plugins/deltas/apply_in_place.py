@@ -75,14 +75,14 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
         in_place.clear(path)
         is_completed = in_place.has_journal(path)
         if is_completed:
-            in_place.complete(path)
+            in_place.complete_journal(path)
         model = open_plain(path)
         sums = sums_of(model)
         update = find_update(model, sums, source)
         if not update.deltas:
             return ChangedInPlace(path, (), is_completed=is_completed, unfinished=update.unfinished)
         record = in_place.change(path, model, sums, update.successor)
-        in_place.complete(path)
+        in_place.complete_journal(path)
     return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed, update.unfinished)
 
 

@@ -24,7 +24,7 @@ from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.progress import Told
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.box import whole
-from ckptkit.layout.plan import Plan, Target, join
+from ckptkit.layout.plan import Plan, Target, targets_for
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, Delta
 
 
@@ -154,4 +154,4 @@ def targets_of(before: Layout, after: Layout) -> Iterator[Target]:
     """Yield each tensor as a contiguous row-major target."""
     for name, spec in before.specs.items():
         chunk = Chunk(whole(spec.shape), name, 0, spec.nbytes, spec.dtype)
-        yield from join(name, StoredTensor(spec, (chunk,)), (before, after))
+        yield from targets_for(name, StoredTensor(spec, (chunk,)), (before, after))

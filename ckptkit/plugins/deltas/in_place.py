@@ -120,7 +120,7 @@ def change(local: Path, base: Layout, sums: Mapping[str, int], successor: Succes
     return record
 
 
-def complete(local: Path) -> Delta:
+def complete_journal(local: Path) -> Delta:
     """Apply the journal to the model, remove the journal, and return the applied delta.
 
     Raises `Corrupt` and keeps the journal if the model does not match the journal afterwards.

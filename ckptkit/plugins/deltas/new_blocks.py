@@ -10,7 +10,7 @@ from ckptkit.engine.read import read
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.box import cut, whole
+from ckptkit.layout.box import cut_box, whole
 from ckptkit.plugins.deltas.chain import WRITE_AGAIN, DeltaChain, put_into
 from ckptkit.plugins.deltas.open_delta import WHOLE
 
@@ -38,7 +38,7 @@ def blocks_of(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
     """Yield the blocks of a tensor in row-major order, each with the index of its first element."""
     spec = layout.tensors[name].spec
     first = 0
-    for box in cut(whole(spec.shape), BLOCK_BYTES // spec.dtype.itemsize):
+    for box in cut_box(whole(spec.shape), BLOCK_BYTES // spec.dtype.itemsize):
         yield first, read(layout, name, box, jobs=1)
         first += box.numel
 

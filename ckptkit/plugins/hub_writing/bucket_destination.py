@@ -29,7 +29,7 @@ from ckptkit.io.stores.hub_calls import (
     change_bucket,
     create_bucket,
     describe_paths,
-    find,
+    find_repository,
     is_private_bucket,
     list_bucket,
     require_token,
@@ -72,8 +72,8 @@ def examine_repository(path: RemotePath) -> TargetRepository:
     if _COMMIT.fullmatch(revision):
         raise Usage("a commit cannot be written to", path=path, hint="name a branch, or drop @")
     try:
-        head = find(repo_id, revision)
-        basis = find(repo_id, MAIN) if head is None and revision != MAIN else head
+        head = find_repository(repo_id, revision)
+        basis = find_repository(repo_id, MAIN) if head is None and revision != MAIN else head
     except CkptError as error:
         raise error.blame(path=path) from error.__cause__
     return TargetRepository(repo_id, revision, head, basis)

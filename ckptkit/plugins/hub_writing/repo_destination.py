@@ -31,7 +31,7 @@ from ckptkit.io.stores.hub_calls import (
     create_repository,
     data_line,
     deletion_line,
-    find,
+    find_repository,
     inline_line,
     is_kept_as_data,
     look_up,
@@ -194,7 +194,7 @@ class HubRepoDestination(XetDestination):
             message = f"somebody else pushed to {prospect.revision} of `{prospect.repo_id}` since {basis.commit[:8]}"
             raise Occupied(message, path=self.path, hint="run the same command again") from error
         except IOFailure:
-            head = find(prospect.repo_id, prospect.revision)
+            head = find_repository(prospect.repo_id, prospect.revision)
             if head is None or head.commit == basis.commit or self._differences(head):
                 raise
             return head.commit
@@ -213,7 +213,7 @@ class HubRepoDestination(XetDestination):
             is_same = is_same_data(sent, listed) if sent else is_same_text(self._inline[name], listed)
             if not is_same:
                 expected = f"{sent.nbytes} bytes, SHA-256 {sent.sha256}" if sent else describe_text(self._inline[name])
-                differences[name] = f"expected {expected}; found {describe(listed)}"
+                differences[name] = f"expected {expected}; found {describe_file(listed)}"
         return differences
 
     def _key(self, name: str) -> str:
@@ -234,7 +234,7 @@ def describe_text(data: bytes) -> str:
     return f"{len(data)} bytes, {git_id(data)} in git"
 
 
-def describe(listed: HubFile | None) -> str:
+def describe_file(listed: HubFile | None) -> str:
     if listed is None:
         return "no such file"
     kind = f"SHA-256 {listed.sha256}" if listed.sha256 else f"{listed.oid} in git"

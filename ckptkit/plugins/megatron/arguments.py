@@ -52,7 +52,7 @@ _SWITCHES = {
 }
 
 
-def check(checkpoint: Layout, sizes: Sizes) -> None:
+def check_arguments(checkpoint: Layout, sizes: Sizes) -> None:
     """Check the arguments against the config.
 
     Raises `Mismatch` if they contradict the config, `Unsupported` if translating the names is not enough.
@@ -79,7 +79,7 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
     check_norms(args.get(LAYERNORM_1P), sizes.model_type)
 
 
-def describe(checkpoint: Layout) -> dict[str, Any]:
+def computation_of(checkpoint: Layout) -> dict[str, Any]:
     """Return the arguments that affect the computation, in keys of config.json; {} without saved arguments.
 
     Source: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.

@@ -191,7 +191,7 @@ class Megatron(FormatReader):
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report each missing rank, each rank directory without a file, and each truncated file."""
-        root, files = find_files(path, report)
+        root, files = find_mp_ranks(path, report)
         numbers = [found.numbers for found in find_directories(files)]
         if len({len(one) for one in numbers}) == 1 and len(numbers) > 1:
             directory_names_by_rank(root, find_directories(files), None, has_stages=True, report=report)
@@ -209,7 +209,7 @@ class Megatron(FormatReader):
         stage. Raises `Corrupt` if a stage has no readable rank, or a file comes from another job, `Unsupported` for a
         tensor without a known splitting rule.
         """
-        root, files = find_files(path, report)
+        root, files = find_mp_ranks(path, report)
         saved = read_files(root, files, report)
         job = SavedJob(root, assign_ranks(root, files, saved, report))
         check_same_job(job)
@@ -225,7 +225,7 @@ class Megatron(FormatReader):
         return extents_of(layout, layout.paths | set(layout.descriptions), report)
 
 
-def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
+def find_mp_ranks(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
     """Return the directory of a checkpoint, and the file of each rank relative to it, by rank directory.
 
     Reports rank directories without a file. A single rank directory, or its file, is accepted only if there are no

@@ -19,7 +19,7 @@ from ckptkit.models.names.rule import Rule, outline_of, with_bias
 from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, experts_of, has_experts
 from ckptkit.models.names.steps import Concatenated, Cropped, Grouped
 from ckptkit.plugins.megatron import hybrid_names as hybrid
-from ckptkit.plugins.megatron.arguments import LAYERNORM_1P, ZERO_CENTERED, check, describe
+from ckptkit.plugins.megatron.arguments import LAYERNORM_1P, ZERO_CENTERED, check_arguments, computation_of
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
@@ -139,8 +139,8 @@ MEGATRON = Family(
     rules=rules,
     written_as=written_as,
     types=_TYPES,
-    check=check,
-    describe=describe,
+    check=check_arguments,
+    describe=computation_of,
     files=files,
     told_by_files=ZERO_CENTERED,
 )

@@ -98,7 +98,7 @@ def count_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> i
     return wide // rows if rows and (params or wide % rows == 0) else 0
 
 
-def join(name: str, parts: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
+def join_parts_of_ranks(name: str, parts: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
     """Return a full tensor from the shards of all ranks.
 
     Raises `Unsupported` without a splitting rule, `Corrupt` if the shards do not add up to the shape in params.json.
@@ -181,7 +181,7 @@ class Consolidated(FormatReader):
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report each file that is truncated or missing."""
-        root, files = find_files(path, report)
+        root, files = find_consolidated(path, report)
         for name in filter(lambda name: is_there(root / name), files):
             try:
                 with opened(root / name) as (read, length):
@@ -195,7 +195,7 @@ class Consolidated(FormatReader):
         `world_size` is None if it is unknown whether the only file contains the full model. Raises `Corrupt` if the
         ranks do not add up to the model in params.json, `Unsupported` for a tensor without a splitting rule.
         """
-        root, files = find_files(path, report)
+        root, files = find_consolidated(path, report)
         saved, params = read_ranks(root, files, report), read_params(root)
         first = next(iter(saved.values()))
         count = count_ranks(first.tensors, params)
@@ -206,7 +206,7 @@ class Consolidated(FormatReader):
         for name in first.tensors:
             parts = [rank.tensors[name] for rank in ranks]
             try:
-                tensors[name] = join(name, parts, params)
+                tensors[name] = join_parts_of_ranks(name, parts, params)
             except CkptError as error:
                 raise error.blame(path=root) from None
             spares |= {name: copies} if (copies := spares_of(tensors[name], parts)) else {}
@@ -249,7 +249,7 @@ def read_rank(root: Path, name: str) -> FlatState:
         raise error.blame(path=root / name) from None
 
 
-def find_files(path: Path, report: Report) -> tuple[Path, list[str]]:
+def find_consolidated(path: Path, report: Report) -> tuple[Path, list[str]]:
     """Return the directory of a model, and the file names of all ranks in order.
 
     `path` may be the directory, or the only file in it. Reports missing files before the highest rank. Raises
@@ -260,24 +260,24 @@ def find_files(path: Path, report: Report) -> tuple[Path, list[str]]:
     if path != root and len(by_rank) > 1:
         message = f"this is the file of one of {len(by_rank)} ranks; each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory {root}")
-    files = [name_of(rank) for rank in range(1 + max(by_rank))]
-    for name in (name_of(rank) for rank in range(max(by_rank)) if rank not in by_rank):
-        report(missing(root / name))
+    files = [rank_file_name(rank) for rank in range(1 + max(by_rank))]
+    for name in (rank_file_name(rank) for rank in range(max(by_rank)) if rank not in by_rank):
+        report(missing_consolidated(root / name))
     return root, files
 
 
 def with_last(root: Path, files: list[str], count: int, report: Report) -> list[str]:
     """Return the file names of `count` ranks, and report missing files after the highest existing rank."""
-    missing_names = [name_of(rank) for rank in range(len(files), count)] if count <= _MOST else []
+    missing_names = [rank_file_name(rank) for rank in range(len(files), count)] if count <= _MOST else []
     for name in missing_names:
-        report(missing(root / name))
+        report(missing_consolidated(root / name))
     return [*files, *missing_names]
 
 
-def name_of(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     return f"consolidated.{rank:02d}.pth"
 
 
-def missing(path: Path) -> Incomplete:
+def missing_consolidated(path: Path) -> Incomplete:
     hint = "download the missing files again: every rank has a part of every tensor"
     return Incomplete("the file is missing", path=path, hint=hint)

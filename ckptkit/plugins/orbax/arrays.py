@@ -123,7 +123,7 @@ def description_range(name: str, driver: str, values: Mapping[str, Value]) -> li
     return [value.range] if value is not None and value.content is None else []
 
 
-def describe(root: Path, name: str, driver: str, values: Mapping[str, Value], files: OpenFiles) -> StoredTensor:
+def tensor_of_array(root: Path, name: str, driver: str, values: Mapping[str, Value], files: OpenFiles) -> StoredTensor:
     """Return the tensor of an array, with one chunk per cell.
 
     `values` are the values of the tree. Raises `Corrupt` if the array cannot be opened, `Incomplete` if a cell is

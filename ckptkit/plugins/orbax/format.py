@@ -18,7 +18,7 @@ from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import OpenFiles, check_name, children, file_size, is_there, names_in, read_small
 from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
-from ckptkit.plugins.orbax.arrays import describe, description_range
+from ckptkit.plugins.orbax.arrays import description_range, tensor_of_array
 from ckptkit.plugins.orbax.values import MANIFEST, list_files, require_tensorstore, values_in_files, values_in_ocdbt
 
 # Read `_METADATA`, the JSON in which orbax lists the arrays of a tree.
@@ -132,7 +132,7 @@ class Orbax(FormatReader):
         with OpenFiles(path, in_order=False) as files:
             for name in read_ahead(path, tree.arrays, lambda name: description_range(name, tree.driver, values)):
                 try:
-                    tensors[name] = describe(path, name, tree.driver, values, files)
+                    tensors[name] = tensor_of_array(path, name, tree.driver, values, files)
                 except CkptError as error:
                     report(error)
                     absent[name] = NAME

@@ -58,7 +58,7 @@ class LayerPosition(NamedTuple):
     is_scanned: bool
 
 
-def place_of(name: str, sizes: Sizes) -> LayerPosition | None:
+def layers_of(name: str, sizes: Sizes) -> LayerPosition | None:
     """Return the layers of a tensor; None for a tensor outside the layers."""
     match = _PLACE.fullmatch(name)
     if match is None:
@@ -80,7 +80,7 @@ def place_of(name: str, sizes: Sizes) -> LayerPosition | None:
 def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a tensor per layer, under a name that does not depend on the model type or on scanning."""
     name = name.removesuffix(".value")  # flax's NNX adds this suffix to every name
-    layers = place_of(name, sizes)
+    layers = layers_of(name, sizes)
     if layers is None:
         yield name, tensor
         return

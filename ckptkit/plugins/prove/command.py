@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs, Map
-from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, progress_bar, reserve_stdout, say
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, progress_bar, reserve_stdout, say, to_plain
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import and_more
 from ckptkit.io.path import to_path
@@ -79,7 +79,7 @@ def prove(
             | {"equal": diff.is_equal, "different": [one.name for one in diff.different]}
             for diff in proved.tensors
         ]
-        logits = {"ok": proved.logits.is_ok, **plain(proved.logits)}
+        logits = {"ok": proved.logits.is_ok, **to_plain(proved.logits)}
         configs = [pick(one, "key", "here", "there") for one in proved.configs]
         result = {"ok": proved.is_ok, **pick(proved, "out", "source", "notes", "unreached"), "configs": configs}
         result |= {"tensors": tensors, "logits": logits}
@@ -102,12 +102,12 @@ def report(proved: Proved) -> None:
         names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
         say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}")
         note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
-    say(describe(proved.logits))
+    say(describe_logits(proved.logits))
     for line in proved.summary():
         say(line)
 
 
-def describe(logits: Logits) -> str:
+def describe_logits(logits: Logits) -> str:
     """Return a line that summarizes the comparison of logits."""
     tokens = count(logits.tokens, "token")
     if logits.max_abs == 0:

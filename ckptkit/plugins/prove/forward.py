@@ -57,7 +57,9 @@ def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
     a, b = (logits.double().log_softmax(-1) for logits in (ours.logits, theirs.logits))
     # rounding can make a KL slightly negative; NaN counts as an infinite difference
     divergence = (b.exp() * (b - a)).nan_to_num(nan=torch.inf).sum(-1).clamp(min=0)
-    first = next((name for name, output in alike.outputs.items() if not is_same(ours.outputs.get(name), output)), None)
+    first = next(
+        (name for name, output in alike.outputs.items() if not is_same_tensor(ours.outputs.get(name), output)), None
+    )
     return Logits(
         tokens=divergence.numel(),
         kl=float(divergence.mean()),
@@ -75,7 +77,7 @@ def largest_difference(one: Outputs, two: Outputs) -> float:
     return float((one.logits - two.logits).abs().nan_to_num(nan=torch.inf).max())
 
 
-def is_same(one: Tensor | None, two: Tensor) -> bool:
+def is_same_tensor(one: Tensor | None, two: Tensor) -> bool:
     return one is not None and one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
 
 

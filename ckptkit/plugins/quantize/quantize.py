@@ -59,7 +59,7 @@ class ChosenWeights:
         return {reason: list(names) for reason, names in groupby(ordered, self.left.__getitem__)}
 
 
-def choose(
+def choose_weights(
     specs: Mapping[str, Spec], linear: Iterable[str], kept: Iterable[str], scheme: Scheme, globs: Sequence[str]
 ) -> ChosenWeights:
     """Choose among the weights of `linear` layers; loaders expect the weights in `kept` unquantized.
@@ -88,12 +88,12 @@ def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs:
         return HEADS
     if parts[-2] in _ROUTERS or not set(parts).isdisjoint(_TOWERS):
         return HEADS
-    if any(matches(name, glob) for glob in globs):
+    if any(matches_tensor(name, glob) for glob in globs):
         return ASKED
     return None if scheme.scales(spec.shape) else RAGGED
 
 
-def matches(name: str, glob: str) -> bool:
+def matches_tensor(name: str, glob: str) -> bool:
     """Return whether a tensor or its module matches a glob."""
     return fnmatchcase(name, glob) or fnmatchcase(name.removesuffix(".weight"), glob)
 
@@ -124,7 +124,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     which layers are linear, or if no weight can be quantized.
     """
     assert options.quantize is not None
-    form, scheme = form_of(model), SCHEMES[options.quantize]
+    form, scheme = expected_form(model), SCHEMES[options.quantize]
     linear = expected(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.tensors]
     made_of = {name: model.weights.origins_of([name]) for name in names}
@@ -134,9 +134,9 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         for matched in [*map(escape, output_names_for(glob, made_of))] or [glob]
     ]
     options.edits.check_matched(
-        "--exclude-quantize", globs, names, model.part.path, is_match=matches, what="weight of a linear layer"
+        "--exclude-quantize", globs, names, model.part.path, is_match=matches_tensor, what="weight of a linear layer"
     )
-    chosen = choose(model.layout.specs, linear.names, linear.kept, scheme, globs)
+    chosen = choose_weights(model.layout.specs, linear.names, linear.kept, scheme, globs)
     if not chosen.names:
         why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.reasons.items())
         hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.reasons else None
@@ -156,7 +156,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     return model.say(*remarks(source, chosen, scheme))
 
 
-def form_of(model: Model) -> Form:
+def expected_form(model: Model) -> Form:
     """Return the model that config.json describes. Raises `Unsupported` if that is unknown."""
     if isinstance(model.expected, Form):
         return model.expected

@@ -54,7 +54,7 @@ def draw_timeline(stops: Sequence[Stop], last_step: float | None = None, *, is_n
 def draw_legend(shown: Sequence[Stop], width: int) -> Iterator[Markup]:
     """Draw a sample of each kind of checkpoint that the timeline shows."""
     kinds = [("saved", "complete"), ("model", "weights only"), ("unfinished", "not complete")]
-    kinds_shown = {kind_of(stop) for stop in shown}
+    kinds_shown = {css_class(stop) for stop in shown}
     x = float(_LEFT)
     for kind, word in kinds:
         if kind in kinds_shown:
@@ -68,7 +68,7 @@ def draw_legend(shown: Sequence[Stop], width: int) -> Iterator[Markup]:
         yield element("text", "height: bytes on disk", x=width - _LEFT, y=11, text_anchor="end")
 
 
-def kind_of(stop: Stop) -> str:
+def css_class(stop: Stop) -> str:
     """Return the kind of a checkpoint, which is its CSS class."""
     if not stop.is_complete:
         return "unfinished"
@@ -84,7 +84,7 @@ def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
     return element(
         "g",
         element("title", f"{stop.name}: {format_bytes(stop.nbytes)}{stop.told}"),
-        element("rect", x=at - 4, y=top, width=8, height=height, rx=2, class_=kind_of(stop)),
+        element("rect", x=at - 4, y=top, width=8, height=height, rx=2, class_=css_class(stop)),
         element("circle", cx=at, cy=top - 6, r=3.5, class_="dot b") if stop.is_pinned else None,
         element("text", "latest", x=at, y=top - 12, text_anchor=anchor, class_="strong") if stop.is_latest else None,
     )

@@ -170,7 +170,7 @@ def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
     x_positions = [x.place((s.first + s.last) / 2) for s in chosen]
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(x_positions)), _RIGHT]
     for stretch, at, (left, right) in zip(chosen, x_positions, pairwise(edges), strict=True):
-        label = describe(drawn, stretch)
+        label = describe_segment(drawn, stretch)
         label_width = 5.9 * len(label) + 12
         start = min(max(at - label_width / 2, _LEFT), _RIGHT - label_width)
         yield element(
@@ -184,7 +184,7 @@ def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
         )
 
 
-def describe(drawn: Sequence[Series], stretch: Segment) -> str:
+def describe_segment(drawn: Sequence[Series], stretch: Segment) -> str:
     """Return the values of a segment as text."""
     first = f"{stretch.first:,.0f}"
     where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"

@@ -148,7 +148,7 @@ class History:
 
     def add(self, entry: object) -> None:
         """Add the metrics of one step. An entry without a step counts as skipped."""
-        step = number(entry.get("step")) if isinstance(entry, dict) else None
+        step = to_float(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None or not math.isfinite(step):
             self.skipped += 1
             return
@@ -156,7 +156,7 @@ class History:
             self.resumed = [*[at for at in self.resumed if at < step][-_MOST_RESUMED:], step]
         self.last_step = step
         for name, value in entry.items():
-            converted = number(value)
+            converted = to_float(value)
             if converted is not None and name != "step":
                 self._of(str(_ALSO_CALLED.get(name, name))).add(step, converted)
 
@@ -170,7 +170,7 @@ class History:
         return [self.series[name] for name in names if name in self.series and self.series[name].stretches]
 
 
-def number(value: object) -> float | None:
+def to_float(value: object) -> float | None:
     """Return a JSON number as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

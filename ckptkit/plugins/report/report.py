@@ -105,7 +105,7 @@ def report(
     absolute = root.absolute()
     content = {
         "title": absolute.name or str(absolute),
-        "lines": [str(absolute), summarize(settings), describe(latest) if latest else ""],
+        "lines": [str(absolute), summarize(settings), describe_latest(latest) if latest else ""],
         "facts": facts_of(listing, history, latest, settings),
         "training": chapters.training(history),
         "checkpoints": chapters.checkpoints(listing, history.last_step),
@@ -158,7 +158,7 @@ def is_report(path: Path) -> bool:
         return f'content="{GENERATOR}"'.encode() in read_at(file, min(file.size, _HEAD), 0)
 
 
-def describe(latest: Inspected) -> str:
+def describe_latest(latest: Inspected) -> str:
     """Return a line about the latest checkpoint."""
     ranks = latest.world_size
     written = f", written by {ranks} rank{'s' * (ranks > 1)}" if ranks else ""

@@ -52,7 +52,7 @@ def read_item_files(root: Path, name: str, item: CheckpointItem, report: Report)
     return rank_files
 
 
-def missing(path: Path) -> Incomplete:
+def missing_rank_file(path: Path) -> Incomplete:
     """Return the error for a missing file of a rank."""
     return Incomplete("the file is missing", path=path, hint=ELSEWHERE)
 
@@ -60,7 +60,7 @@ def missing(path: Path) -> Incomplete:
 def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: CheckpointItem) -> RankFile:
     """Return the content of an item on one rank. Every error names the file."""
     if not is_there(root / file):
-        raise missing(root / file)
+        raise missing_rank_file(root / file)
     try:
         if kind == TORCH:
             return with_shards_placed(read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread)
@@ -105,10 +105,10 @@ def as_shard(plain: RankTensor, placement: TensorSharding, rank: int) -> RankTen
     shape, strides = plain.spec.shape, chunk.strides or row_major(plain.spec.shape)
     record = TensorRecord("", chunk.dtype, 0, shape, strides)
     placed = Placed(Spec(chunk.dtype, placement.shape), placement.seen_by(rank), placement.placements, None, record)
-    return RankTensor(placed.spec, tuple(cut(chunk, placed)), spread=placed)
+    return RankTensor(placed.spec, tuple(cut_chunk(chunk, placed)), spread=placed)
 
 
-def cut(chunk: Chunk, placed: Placed) -> list[Chunk]:
+def cut_chunk(chunk: Chunk, placed: Placed) -> list[Chunk]:
     return [part_of(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.pieces]
 
 
@@ -144,9 +144,9 @@ class TorchCheckpointing(FormatReader):
     def check_names(self, path: Path, report: Report) -> None:
         """Report each file in the metadata that is missing."""
         items, _ = find_items(path)
-        for file in files_of(items.values()):
+        for file in files_of_items(items.values()):
             if not is_there(path / file):
-                report(missing(path / file))
+                report(missing_rank_file(path / file))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; each item is a top-level key."""
@@ -158,7 +158,7 @@ class TorchCheckpointing(FormatReader):
                     joined.update(join_item(path, name, item, report))
                 except CkptError as error:
                     raise error.blame(path=path) from None
-            descriptions = (*named_in(path), *sorted(f for f in files_of(items.values()) if is_there(path / f)))
+            descriptions = (*named_in(path), *sorted(f for f in files_of_items(items.values()) if is_there(path / f)))
             layout = Layout(path, self.name, joined.tensors, joined.blobs, joined.keys, world, descriptions)
             layout = replace(layout, spares=joined.spares)
             check_cover(layout, report)
@@ -212,7 +212,7 @@ def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
     """
     has_metadata = bool(named_in(path))
     items, world = read_items(path) if has_metadata else ({}, 0)
-    listed = set(files_of(items.values()))
+    listed = set(files_of_items(items.values()))
     matches = [match for name in sorted(set(names_in(path)) - listed) if (match := _OF_RANK.fullmatch(name))]
     if not has_metadata:
         world = max(int(match["rank"]) for match in matches) + 1
@@ -232,7 +232,7 @@ def named_in(path: Path) -> tuple[str, ...]:
 
 def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
     """Yield the name of every torch.save file. Reports each that cannot be opened."""
-    for file in files_of(find_items(path)[0].values()):
+    for file in files_of_items(find_items(path)[0].values()):
         try:
             if is_torch_save(path / file):
                 yield file
@@ -240,5 +240,5 @@ def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
             report(error.blame(path=path / file))
 
 
-def files_of(items: Iterable[CheckpointItem]) -> Iterator[str]:
+def files_of_items(items: Iterable[CheckpointItem]) -> Iterator[str]:
     return (file for item in items for file, _ in item.files.values())

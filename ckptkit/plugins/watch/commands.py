@@ -93,7 +93,7 @@ class WatchCommand:
                 start_new_session=True,  # so that Ctrl-C reaches only this process, which then terminates the command
             )
         except OSError:
-            return Final(describe(_NOT_FOUND))
+            return Final(describe_exit(_NOT_FOUND))
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -103,8 +103,8 @@ class WatchCommand:
             terminate(process)
             raise
         if code == _NOT_FOUND or (self.is_ours and code in _FINAL):
-            return Final(describe(code))
-        return describe(code) if code else None
+            return Final(describe_exit(code))
+        return describe_exit(code) if code else None
 
 
 def terminate(process: subprocess.Popen[bytes]) -> None:
@@ -133,7 +133,7 @@ def is_running(group: int) -> bool:
     return not states or any(state not in _ENDED for state in states)  # none are found on a system without /proc
 
 
-def describe(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return a description of an exit code."""
     if code < 0:
         known = {number.value: number.name for number in signal.Signals}

@@ -141,7 +141,7 @@ def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype
     """
     number = len(model.others) + 1
     source = edits.select(quantized.layout, quantized.members.__contains__)
-    weights = unpack(model.weights, quantized, chosen, dtype)
+    weights = unpack_weights(model.weights, quantized, chosen, dtype)
     dequantized = {new: old for new, old in weights.came_from.items() if old in chosen}
     recipes = {new: always(recipe_of(quantized, old, number)) for new, old in dequantized.items()}
     stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in dequantized.items()}
@@ -153,7 +153,7 @@ def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype
     return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).say(note)
 
 
-def unpack(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
+def unpack_weights(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
     """Return the weights of a checkpoint with plain ones for the chosen weights; these have no bytes yet."""
     names = {new: plain_name(new) if old in chosen else new for new, old in weights.came_from.items()}
     kept = [new for new, old in weights.came_from.items() if old in chosen or old not in quantized.members]

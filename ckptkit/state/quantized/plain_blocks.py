@@ -14,7 +14,7 @@ import numpy as np
 from ckptkit.engine.rearrange import view_of
 from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
-from ckptkit.layout.box import Box, Shape, cut, whole
+from ckptkit.layout.box import Box, Shape, cut_box, whole
 from ckptkit.layout.casting import cast
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand, Region, same
@@ -54,7 +54,7 @@ class Scaled:
             factors = factors.reshape(scale_box.size)
         converted = np.empty(box.numel, f"u{dtype.itemsize}")
         stop = 0
-        for block in cut(box, _BLOCK_ELEMENTS):
+        for block in cut_box(box, _BLOCK_ELEMENTS):
             start, stop = stop, stop + block.numel
             block_factors = (
                 self._spread(view_of(factors, self._boxes(block), scale_box), block) if factors.ndim > 1 else factors

@@ -27,7 +27,7 @@ from ckptkit.training.data.tokenizer import Tokenizer
 
 TOKENS, ABOUT = "tokens.bin", "tokens.json"
 BATCH_BYTES = 4 * 2**20  # bytes of text in one call of a tokenizer
-BLOCK_TOKENS = 2**20  # tokens that `check` compares at once; bounds its memory
+BLOCK_TOKENS = 2**20  # tokens that `check_ids` compares at once; bounds its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
         return known
     with translate_os_errors(room):
         (room / ABOUT).unlink(missing_ok=True)  # first, because it does not describe the file written next
-    tokens = describe(path, tokenizer) if is_token_file else write(files, tokenizer, path)
-    tokens = check(tokens, data, tokenizer.name)
+    tokens = describe_token_file(path, tokenizer) if is_token_file else write(files, tokenizer, path)
+    tokens = check_ids(tokens, data, tokenizer.name)
     write_token_file(room / ABOUT, made_of, tokens)
     return tokens
 
@@ -109,7 +109,7 @@ def write_token_file(about: Path, made_of: str, tokens: TokenFile) -> None:
     publish(about, json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n", overwrite=True)
 
 
-def describe(path: Path, tokenizer: Tokenizer) -> TokenFile:
+def describe_token_file(path: Path, tokenizer: Tokenizer) -> TokenFile:
     """Return the description of another tool's token file, from its name, header and size.
 
     Raises `Corrupt` for a damaged file, and `Unsupported` for an array that is not one-dimensional integers.
@@ -193,7 +193,7 @@ def given_ids(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
     return np.array(document.content, dtype=np.int64)
 
 
-def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
+def check_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
     """Return `tokens` with its checksum, after a check of every id.
 
     Raises `Usage` for an id outside the vocabulary, and if no document has two tokens.

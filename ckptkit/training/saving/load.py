@@ -19,9 +19,9 @@ from ckptkit.checks.verify import verify_part
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
 from ckptkit.layout import Spec
 from ckptkit.storage import Reader
-from ckptkit.storage.ranks import Ranks, translate
+from ckptkit.storage.ranks import Ranks, cause_of
 from ckptkit.trainers.ckptkit import TRAINING
-from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
+from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrapped
 from ckptkit.training.saving.state import Tree, flatten, map_tensors, to_meta, unflatten
 
 FILE = "state.pt"
@@ -49,7 +49,7 @@ class Stored:
 
     def _outline(self) -> tuple[Tree, Tree]:
         # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
-        state = {name: unwrap(entry) for name, entry in read_file(self._file).items()} if self._file else {}
+        state = {name: unwrapped(entry) for name, entry in read_file(self._file).items()} if self._file else {}
         outline = {
             name: to_meta(entry) if name in IN_PARTS else map_tensors(clone, entry) for name, entry in state.items()
         }
@@ -66,8 +66,8 @@ class Stored:
         try:
             state_dict_loader.load(every, storage_reader=self._reader, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
-            raise translate(error, self.path, "load") from error
-        wanted |= {name: unwrap(every[name]) for name in state}
+            raise cause_of(error, self.path, "load") from error
+        wanted |= {name: unwrapped(every[name]) for name in state}
 
 
 def find_form(path: Path) -> tuple[bool, Path | None]:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
-from ckptkit.storage.ranks import Ranks, translate
+from ckptkit.storage.ranks import Ranks, cause_of
 from ckptkit.storage.terms import identify, local_part, local_parts
 from ckptkit.training.saving.state import Tree, map_tensors
 
@@ -88,7 +88,7 @@ class Saver:
                 pending.state, storage_writer=writer, planner=planner, process_group=self._ranks.group
             )
         except CheckpointException as error:
-            raise translate(error, path, "save") from error
+            raise cause_of(error, path, "save") from error
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ class PlainPlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name for it
         """Return an entry without the tuple of `wrap`."""
-        return super().transform_object(write_item, unwrap(object))
+        return super().transform_object(write_item, unwrapped(object))
 
 
 def wrap(entry: Any) -> Any:
@@ -133,7 +133,7 @@ def wrap(entry: Any) -> Any:
     return (entry,) if isinstance(entry, dict) else entry
 
 
-def unwrap(entry: Any) -> Any:
+def unwrapped(entry: Any) -> Any:
     """Undo `wrap`. Returns a dict without a tuple, as in a converted checkpoint, unchanged."""
     return entry[0] if isinstance(entry, tuple) and len(entry) == 1 and isinstance(entry[0], dict) else entry
 

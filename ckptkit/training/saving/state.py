@@ -248,7 +248,7 @@ def require_state(name: str, thing: object) -> None:
 def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:
     """Return a copy of the state of one object. Raises `Usage` unless it has only plain values and full tensors."""
     state = thing if isinstance(thing, dict) else thing.state_dict()
-    map_tensors(lambda tensor: require_whole(name, tensor), state)
+    map_tensors(lambda tensor: require_unsharded(name, tensor), state)
     return copy_by_saving(name, state)
 
 
@@ -267,7 +267,7 @@ def copy_by_saving(name: str, state: Any) -> Any:
         raise Usage(f"the state of `{name}` cannot be saved: {error}", hint=hint) from error
 
 
-def require_whole(name: str, tensor: Tensor) -> None:
+def require_unsharded(name: str, tensor: Tensor) -> None:
     """Raise `Usage` for a sharded tensor: only model and optimizer may have them."""
     if isinstance(tensor, (DTensor, ShardedTensor)):
         raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")

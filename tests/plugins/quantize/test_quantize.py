@@ -19,7 +19,7 @@ from ckptkit.checks.moved import Moved
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.quantize.quantize import ALONE, ASKED, HEADS, RAGGED, choose, modules_of
+from ckptkit.plugins.quantize.quantize import ALONE, ASKED, HEADS, RAGGED, choose_weights, modules_of
 from ckptkit.plugins.quantize.quantized_blocks import next_powers
 from ckptkit.plugins.quantize.schemes import SCHEMES
 from tests.formats.contract import assert_same
@@ -225,7 +225,7 @@ def test_globs_leave_a_module_and_what_is_joined_with_it(tmp_path: Path) -> None
 def test_experts_are_left_together() -> None:
     specs = {f"layers.0.experts.{i}.{m}.weight": Spec(DTYPES["bfloat16"], (128, 128)) for i in (0, 1) for m in "ab"}
     specs["layers.0.visual.a.weight"] = Spec(DTYPES["bfloat16"], (128, 128))
-    found = choose(specs, specs, (), SCHEMES["fp8-block"], ["*.1.b"])
+    found = choose_weights(specs, specs, (), SCHEMES["fp8-block"], ["*.1.b"])
     assert found.names == ()
     assert {reason: len(names) for reason, names in found.reasons.items()} == {HEADS: 1, ASKED: 1, ALONE: 3}
     assert modules_of(specs) == ["layers.0.experts", "layers.0.visual.a"]

@@ -17,7 +17,7 @@ import torch
 
 from ckptkit.checks.manifest import make_manifest
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
-from ckptkit.plugins.watch.commands import describe
+from ckptkit.plugins.watch.commands import describe_exit
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.watch import Event, watch
 from ckptkit.runs.prune import prune
@@ -241,7 +241,7 @@ def test_rest_is_told_by_the_clock_that_the_files_are_dated_by(run: Path, tmp_pa
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "ended by SIGKILL"), (-40, "ended by signal 40"), (3, "exit code 3")])
 def test_how_a_command_ended(code: int, words: str) -> None:
-    assert describe(code) == words
+    assert describe_exit(code) == words
 
 
 def test_whoever_deletes_just_now_is_waited_for(run: Path, tmp_path: Path) -> None:

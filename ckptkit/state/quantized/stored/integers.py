@@ -99,7 +99,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
         message = f"{stored} with {list(scales.shape)} scales may be numbers of {several}"
         raise Unsupported(message, tensor=name)
     if not fits:
-        wanted = " or ".join(describe(way) for way in ways)
+        wanted = " or ".join(describe_integers(way) for way in ways)
         raise mismatch(scale, f"scales for {stored} of {wanted}", list(scales.shape))
     (fit, *_) = fits
     if fit.way.bits not in _BITS or fit.way.is_ordered:
@@ -128,7 +128,7 @@ def fitting(stored: Spec, scales: Spec, encoding: Integers) -> Fit | None:
     return None
 
 
-def describe(encoding: Integers) -> str:
+def describe_integers(encoding: Integers) -> str:
     """Return a description of an encoding."""
     scales = "a scale per row" if encoding.group is None else f"a scale for {encoding.group}"
     return f"{encoding.bits} bits with {scales}"
