@@ -1,0 +1,223 @@
+"""Check that every group of state in a checkpoint is restored, and name the cause if a resumed run is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from ckptkit.checks.open import LazyCheckpoint
+from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer
+from ckptkit.plugins.resume_proof.checks import first_losses
+from ckptkit.plugins.resume_proof.compare import differences, measure_tensors
+from ckptkit.plugins.resume_proof.find import checkpoints_of
+from ckptkit.plugins.resume_proof.groups import (
+    DATA,
+    EMA,
+    IMPERATIVES,
+    MOMENTS,
+    OPTIMIZER_STEP,
+    OPTIONS,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    STEP,
+    WEIGHTS,
+)  # fmt: skip
+from ckptkit.plugins.resume_proof.runs import Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
+from ckptkit.words import count
+
+_SAME = 1e-6  # relative: moments that were decayed by a beta of almost 1, in float32
+
+Look = Callable[[Runs], str]
+
+
+def restored_checks(runs: Runs) -> dict[str, Look]:
+    """Return a check for each group of state that the checkpoint contains, and the verdict on the resumed run."""
+    groups = [group for group in runs.middle.groups if group in CHANGES]
+    checks: dict[str, Look] = {f"restored: {group}": partial(is_restored, group=group) for group in groups}
+    return {**checks, "loaded into its place": is_loaded_in_place, "resume continues the run": continues}
+
+
+def is_restored(runs: Runs, group: str) -> str:
+    """Check that a change of one group in the checkpoint reaches the resumed training."""
+    number, execution, found = runs.changed(group)
+    what = f"{count(number, 'entry')} {CHANGES[group]}"
+    if found is None:
+        return f"{what}: the script read the change and stopped ({execution.describe_failure()})"
+    if found:
+        return f"{what}: {', '.join(one.group for one in found)} at step {runs.script.steps} changed"
+    if not may_accuse(runs, group):
+        runs.unread.append(group)
+        raise Skipped(f"{what}: not read, and the resumed run has the same {group} without it")
+    runs.lost.append(group)
+    name = runs.middle_path.name
+    raise Failed(f"{group}: a change in {name} ({what}) does not reach the training: {IMPERATIVES[group]}")
+
+
+def may_accuse(runs: Runs, group: str) -> bool:
+    """Return whether a group that is not read makes the resumed run another one.
+
+    A script may compute a state anew, such as a learning rate from the step: it is then the same at the end.
+    """
+    differing = {gap.group for gap in runs.gaps}
+    if group == STEP:
+        return bool(differing & {STEP, OPTIMIZER_STEP}) or has_other_steps(runs)
+    return group in differing
+
+
+def has_other_steps(runs: Runs) -> bool:
+    """Return whether the resumed run printed the losses of more or fewer steps than it should have taken."""
+    script = runs.script
+    each, rest = divmod(len(runs.whole.losses), script.steps)
+    if not each or rest:
+        return False
+    return len(runs.resumed.execution.losses) != each * (script.steps - script.save_every)
+
+
+def is_loaded_in_place(runs: Runs) -> str:
+    """Resume with a learning rate of 0 and betas of 1: the weights and moments at the end are those that were loaded.
+
+    Skipped where the script takes its learning rate or betas from elsewhere: the steps then change all tensors.
+    """
+    if OPTIONS not in runs.middle.groups:
+        raise Skipped("the checkpoint has no learning rate to set to 0")
+    with runs.room_of("frozen"):
+        resumed = runs.resume("frozen", change=freeze_optimizer)
+        if resumed.state is None:
+            raise Skipped(f"with a learning rate of 0: {resumed.execution.describe_failure()}")
+        weights = unlike(runs, resumed.state, WEIGHTS, 0.0)
+        if weights is None:
+            raise Skipped("the script does not take its learning rate from the checkpoint")
+        moments = unlike(runs, resumed.state, MOMENTS, _SAME)
+        found = [f"the weight `{name}` is not the one in the checkpoint" for name in weights]
+        found += list(exchanged(runs, resumed.state, moments))
+        if found:
+            runs.misloaded += found
+            group = WEIGHTS if weights else MOMENTS
+            raise Failed(f"{found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {IMPERATIVES[group]}")
+    total = len(names_of(runs.middle, WEIGHTS))
+    proved = f" and {count(len(names_of(runs.middle, MOMENTS)), 'moment')}" if moments == [] else ""
+    return f"{count(total, 'weight')}{proved} after steps with a learning rate of 0 are those of the checkpoint"
+
+
+def names_of(state: SavedState, group: str) -> list[str]:
+    return [name for name, tensor in state.tensors.items() if tensor.group == group]
+
+
+def unlike(runs: Runs, frozen: SavedState, group: str, tolerance: float) -> list[str] | None:
+    """Return the tensors of a group that are not as in the middle checkpoint after steps that should change none.
+
+    None if no tensor that a normal step changes stayed as it was: the steps did change them.
+    """
+    names = names_of(runs.middle, group)
+    moving = measure_tensors(runs.middle, runs.last)
+    apart = {
+        name for name, distance in measure_tensors(runs.middle, frozen).items() if not distance.rel_l2 <= tolerance
+    }
+    if all(name in apart for name in names if name in moving):
+        return [] if not names else None
+    return [name for name in names if name in apart]
+
+
+def exchanged(runs: Runs, frozen: SavedState, unlike_moments: list[str] | None) -> Iterator[str]:
+    """Return a phrase for each moment that is in the place of another one."""
+    names = names_of(runs.middle, MOMENTS)
+    suspects = names if unlike_moments is None else unlike_moments
+    saved = {name: read(runs.middle, name) for name in names} if suspects else {}
+    for name in suspects:
+        found = read(frozen, name) if name in frozen.tensors else None
+        origin = next((other for other in names if other != name and is_near(saved[other], found)), None)
+        if origin is not None and np.any(found):
+            yield f"the optimizer's `{name}` is `{origin}` of the checkpoint"
+        elif unlike_moments is not None:
+            yield f"the optimizer's `{name}` is not the one in the checkpoint"
+
+
+def is_near(one: np.ndarray, two: np.ndarray | None) -> bool:
+    return two is not None and one.shape == two.shape and bool(np.allclose(one, two, rtol=_SAME, atol=0))
+
+
+def read(state: SavedState, name: str) -> np.ndarray:
+    tensor = state.tensors[name]
+    return LazyCheckpoint(tensor.layout)[tensor.name].numpy()
+
+
+def continues(runs: Runs) -> str:
+    """Check that the resumed run ends as the uninterrupted one, or say what differs and why."""
+    outputs = differing_outputs(runs)
+    if not runs.gaps and not outputs and not runs.lost:
+        close = "bit for bit" if runs.tolerance.is_exact else f"within {4 * runs.tolerance.largest:.2g}"
+        tensors, entries = len(runs.last.tensors), len(runs.last.values)
+        return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
+    seen = "; ".join(gap.describe() for gap in runs.gaps[:3]) or ", ".join(outputs[:3])
+    group, why = find_cause(runs, outputs)
+    raise Failed(f"at step {runs.script.steps} differ {seen}; cause: {why}; hint: {IMPERATIVES[group]}")
+
+
+def differing_outputs(runs: Runs) -> list[str]:
+    """Return the first tensors that differ in files which both runs wrote beside their checkpoints."""
+    whole, resumed = (execution.run for execution in (runs.whole, runs.resumed.execution))
+    ours = read_outputs(whole, runs.paths.values())
+    theirs = read_outputs(resumed, (path.path for path in checkpoints_of(resumed).values()))
+    return [gap.first for gap in differences(ours, theirs, runs.tolerance)]
+
+
+def find_cause(runs: Runs, outputs: list[str]) -> tuple[str, str]:
+    """Return the group of state that makes the resumed run another one, and how that shows."""
+    return next(chain(causes_proved(runs), causes_in_entries(runs), causes_left(runs, outputs)))
+
+
+def causes_proved(runs: Runs) -> Iterator[tuple[str, str]]:
+    """Return causes that a changed copy or the number of steps has shown."""
+    if runs.lost:
+        yield runs.lost[0], f"{' and '.join(runs.lost)} in the checkpoint not restored"
+    if runs.misloaded:
+        yield (WEIGHTS if "weight" in runs.misloaded[0] else MOMENTS), runs.misloaded[0]
+    if has_other_steps(runs):
+        yield STEP, "step: the resumed run took another number of steps"
+
+
+def causes_in_entries(runs: Runs) -> Iterator[tuple[str, str]]:
+    """Return causes that show in entries which no other state changes, such as a count of steps."""
+    groups, gaps = runs.middle.groups, {gap.group: gap for gap in runs.gaps}
+    if OPTIMIZER_STEP in gaps and SCALER not in groups and not is_counted_otherwise(runs):
+        yield SCALER, "a step was skipped in one run only, and no gradient scaler is in the checkpoint"
+    if OPTIMIZER_STEP in gaps:
+        yield STEP, "step: the optimizer took another number of steps"
+    for group in (SCHEDULER, SCALER, DATA, RANDOM):
+        if group in gaps:
+            yield group, f"{group}: it reaches the training, and is another at the end"
+    if OPTIONS in gaps:
+        absent = "" if SCHEDULER in groups else "; no scheduler is in the checkpoint"
+        yield (OPTIONS if SCHEDULER in groups else SCHEDULER), f"{OPTIONS}: another learning rate{absent}"
+
+
+def causes_left(runs: Runs, outputs: list[str]) -> Iterator[tuple[str, str]]:
+    """Return the causes that are left where every entry that nothing else changes is right; the last is certain."""
+    groups, gaps = runs.middle.groups, {gap.group for gap in runs.gaps}
+    if has_other_first_loss(runs) and RANDOM in groups:
+        yield DATA, "data position: every state is restored and the first loss differs, so its batch does"
+    if has_other_first_loss(runs):
+        yield RANDOM, "random state or data position: the first loss differs, and no random state is in the checkpoint"
+    if OPTIONS in runs.unread and gaps:
+        yield OPTIONS, f"{OPTIONS}: not taken from the checkpoint, and only the first learning rate shows it"
+    if outputs and gaps <= {EMA}:
+        yield EMA, f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
+    yield (EMA if gaps == {EMA} else MOMENTS), "the first loss is equal, and the first step is not"
+
+
+def is_counted_otherwise(runs: Runs) -> bool:
+    """Return whether the resumed run counts its steps otherwise, by its own entries."""
+    return any(gap.group == STEP for gap in runs.gaps) or not runs.script.loss or has_other_steps(runs)
+
+
+def has_other_first_loss(runs: Runs) -> bool:
+    try:
+        expected, found = first_losses(runs)
+    except (Failed, Skipped):
+        return False
+    return expected != found
