@@ -87,8 +87,7 @@ def changed(group: str, name: str, value: Any) -> Any:
         return changed_array(group, value)
     words = name.split(".")
     if group == OPTIONS:
-        is_rate = any(word in _RATES for word in words) and isinstance(value, float)
-        return value * 0.5 if is_rate else value
+        return value * 0.5 if words[-1] == "lr" and type(value) is float else value
     if group == RANDOM:
         return moved_random(value)
     if type(value) is float:

@@ -8,11 +8,12 @@ from math import isfinite
 from pathlib import Path
 
 from ckptkit.plugins.resume_proof.find import files_of, size_of
-from ckptkit.plugins.resume_proof.groups import OTHER, SCHEDULER
+from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
 from ckptkit.plugins.resume_proof.runs import Failed, Runs, Skipped
 from ckptkit.plugins.resume_proof.states import SavedState, find_damage
 from ckptkit.words import count, format_bytes
 
+_LONGEST = 60  # characters of a name that are shown; names of callbacks may have hundreds
 _COPIES = 3  # of all checkpoints of a run: the uninterrupted run, the resumed one, and a third beside them
 
 
@@ -97,7 +98,11 @@ def has_finite_losses(runs: Runs) -> str:
 def is_deterministic(runs: Runs) -> str:
     """Measure how far a second run of the same command is from the first."""
     tolerance = runs.tolerance
-    volatile = f"; volatile: {', '.join(sorted(tolerance.volatile)[:3])}" if tolerance.volatile else ""
+    volatile = (
+        f"; volatile: {', '.join(name[-_LONGEST:] for name in sorted(tolerance.volatile)[:3])}"
+        if tolerance.volatile
+        else ""
+    )
     if tolerance.is_exact:
         return f"a second run is equal, bit for bit{volatile}"
     return (
@@ -108,10 +113,25 @@ def is_deterministic(runs: Runs) -> str:
 def resumes(runs: Runs) -> str:
     """Check that a fresh process resumes from a copy of the middle checkpoint, and ends at the last step."""
     execution, state = runs.resumed
+    if not execution.is_done and has_other_steps(runs):
+        steps = f"{len(execution.losses)} losses, expected {runs.script.steps - runs.script.save_every}"
+        raise Failed(
+            f"{STEP}: the resumed run printed {steps}, and failed: {IMPERATIVES[STEP]}; output: {execution.log}"
+        )
     runs.require_done(execution, f"the script does not resume from {runs.middle_path.name}")
     if state is None:
         raise Failed(f"the resumed run saved no checkpoint at step {runs.script.steps}; output: {execution.log}")
     return f"from a copy of {runs.middle_path.name} to step {runs.script.steps}"
+
+
+def has_other_steps(runs: Runs) -> bool:
+    """Return whether the resumed run printed the losses of more or fewer steps than it should have taken."""
+    script = runs.script
+    each, rest = divmod(len(runs.whole.losses), script.steps)
+    if not each or rest:
+        return False
+    found, expected = len(runs.resumed.execution.losses), each * (script.steps - script.save_every)
+    return found != expected if runs.resumed.execution.is_done else found > expected
 
 
 def has_same_first_loss(runs: Runs) -> str:
@@ -119,7 +139,7 @@ def has_same_first_loss(runs: Runs) -> str:
     expected, found = first_losses(runs)
     if expected == found:
         return f"step {runs.script.save_every + 1}: {show(found)} in both runs"
-    if not runs.tolerance.is_exact and is_near(expected, found):
+    if is_same_loss(runs, expected, found):
         return f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: close"
     hint = "the weights, the data or the random state are not those of the checkpoint (see the checks below)"
     raise Failed(f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: {hint}")
@@ -138,9 +158,10 @@ def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return whole[script.save_every], tuple(sorted(found))
 
 
-def is_near(expected: tuple[float, ...], found: tuple[float, ...]) -> bool:
-    """Return whether two losses differ by less than a hundredth, as those of equal weights on equal data do."""
-    return all(abs(one - two) <= 0.01 * abs(one) for one, two in zip(expected, found, strict=True))
+def is_same_loss(runs: Runs, expected: tuple[float, ...], found: tuple[float, ...]) -> bool:
+    """Return whether two losses are equal; if two runs of the command are not, whether they are within a hundredth."""
+    pairs = list(zip(expected, found, strict=True))
+    return expected == found or (not runs.tolerance.is_exact and all(abs(a - b) <= 0.01 * abs(a) for a, b in pairs))
 
 
 def show(losses: tuple[float, ...]) -> str:

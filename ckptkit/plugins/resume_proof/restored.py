@@ -9,8 +9,9 @@ from itertools import chain
 import numpy as np
 
 from ckptkit.checks.open import LazyCheckpoint
+from ckptkit.errors import and_more
 from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer
-from ckptkit.plugins.resume_proof.checks import first_losses
+from ckptkit.plugins.resume_proof.checks import first_losses, has_other_steps, is_same_loss
 from ckptkit.plugins.resume_proof.compare import differences, measure_tensors
 from ckptkit.plugins.resume_proof.find import checkpoints_of
 from ckptkit.plugins.resume_proof.groups import (
@@ -20,13 +21,14 @@ from ckptkit.plugins.resume_proof.groups import (
     MOMENTS,
     OPTIMIZER_STEP,
     OPTIONS,
+    OTHER,
     RANDOM,
     SCALER,
     SCHEDULER,
     STEP,
     WEIGHTS,
 )  # fmt: skip
-from ckptkit.plugins.resume_proof.runs import Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.runs import Cause, Failed, Runs, Skipped
 from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
 from ckptkit.words import count
 
@@ -69,15 +71,6 @@ def may_accuse(runs: Runs, group: str) -> bool:
     return group in differing
 
 
-def has_other_steps(runs: Runs) -> bool:
-    """Return whether the resumed run printed the losses of more or fewer steps than it should have taken."""
-    script = runs.script
-    each, rest = divmod(len(runs.whole.losses), script.steps)
-    if not each or rest:
-        return False
-    return len(runs.resumed.execution.losses) != each * (script.steps - script.save_every)
-
-
 def is_loaded_in_place(runs: Runs) -> str:
     """Resume with a learning rate of 0 and betas of 1: the weights and moments at the end are those that were loaded.
 
@@ -93,12 +86,11 @@ def is_loaded_in_place(runs: Runs) -> str:
         if weights is None:
             raise Skipped("the script does not take its learning rate from the checkpoint")
         moments = unlike(runs, resumed.state, MOMENTS, _SAME)
-        found = [f"the weight `{name}` is not the one in the checkpoint" for name in weights]
-        found += list(exchanged(runs, resumed.state, moments))
+        found = [Cause(WEIGHTS, f"the weight `{name}` is not the one in the checkpoint") for name in weights]
+        found += [Cause(MOMENTS, phrase) for phrase in exchanged(runs, resumed.state, moments)]
         if found:
             runs.misloaded += found
-            group = WEIGHTS if weights else MOMENTS
-            raise Failed(f"{found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {IMPERATIVES[group]}")
+            raise Failed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
     total = len(names_of(runs.middle, WEIGHTS))
     proved = f" and {count(len(names_of(runs.middle, MOMENTS)), 'moment')}" if moments == [] else ""
     return f"{count(total, 'weight')}{proved} after steps with a learning rate of 0 are those of the checkpoint"
@@ -166,48 +158,55 @@ def differing_outputs(runs: Runs) -> list[str]:
     return [gap.first for gap in differences(ours, theirs, runs.tolerance)]
 
 
-def find_cause(runs: Runs, outputs: list[str]) -> tuple[str, str]:
+def find_cause(runs: Runs, outputs: list[str]) -> Cause:
     """Return the group of state that makes the resumed run another one, and how that shows."""
     return next(chain(causes_proved(runs), causes_in_entries(runs), causes_left(runs, outputs)))
 
 
-def causes_proved(runs: Runs) -> Iterator[tuple[str, str]]:
+def causes_proved(runs: Runs) -> Iterator[Cause]:
     """Return causes that a changed copy or the number of steps has shown."""
     if runs.lost:
-        yield runs.lost[0], f"{' and '.join(runs.lost)} in the checkpoint not restored"
-    if runs.misloaded:
-        yield (WEIGHTS if "weight" in runs.misloaded[0] else MOMENTS), runs.misloaded[0]
+        yield Cause(runs.lost[0], f"{' and '.join(runs.lost)} in the checkpoint not restored")
+    yield from runs.misloaded
     if has_other_steps(runs):
-        yield STEP, "step: the resumed run took another number of steps"
+        yield Cause(STEP, "step: the resumed run took another number of steps")
 
 
-def causes_in_entries(runs: Runs) -> Iterator[tuple[str, str]]:
+def causes_in_entries(runs: Runs) -> Iterator[Cause]:
     """Return causes that show in entries which no other state changes, such as a count of steps."""
     groups, gaps = runs.middle.groups, {gap.group: gap for gap in runs.gaps}
     if OPTIMIZER_STEP in gaps and SCALER not in groups and not is_counted_otherwise(runs):
-        yield SCALER, "a step was skipped in one run only, and no gradient scaler is in the checkpoint"
+        yield Cause(SCALER, "a step was skipped in one run only, and no gradient scaler is in the checkpoint")
     if OPTIMIZER_STEP in gaps:
-        yield STEP, "step: the optimizer took another number of steps"
+        yield Cause(STEP, "step: the optimizer took another number of steps")
     for group in (SCHEDULER, SCALER, DATA, RANDOM):
         if group in gaps:
-            yield group, f"{group}: it reaches the training, and is another at the end"
+            yield Cause(group, f"{group}: it reaches the training, and is another at the end")
     if OPTIONS in gaps:
         absent = "" if SCHEDULER in groups else "; no scheduler is in the checkpoint"
-        yield (OPTIONS if SCHEDULER in groups else SCHEDULER), f"{OPTIONS}: another learning rate{absent}"
+        yield Cause((OPTIONS if SCHEDULER in groups else SCHEDULER), f"{OPTIONS}: another learning rate{absent}")
 
 
-def causes_left(runs: Runs, outputs: list[str]) -> Iterator[tuple[str, str]]:
+def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
     """Return the causes that are left where every entry that nothing else changes is right; the last is certain."""
     groups, gaps = runs.middle.groups, {gap.group for gap in runs.gaps}
     if has_other_first_loss(runs) and RANDOM in groups:
-        yield DATA, "data position: every state is restored and the first loss differs, so its batch does"
+        yield Cause(DATA, "data position: every state is restored and the first loss differs, so its batch does")
     if has_other_first_loss(runs):
-        yield RANDOM, "random state or data position: the first loss differs, and no random state is in the checkpoint"
+        yield Cause(
+            RANDOM, "random state or data position: the first loss differs, and no random state is in the checkpoint"
+        )
     if OPTIONS in runs.unread and gaps:
-        yield OPTIONS, f"{OPTIONS}: not taken from the checkpoint, and only the first learning rate shows it"
+        yield Cause(OPTIONS, f"{OPTIONS}: not taken from the checkpoint, and only the first learning rate shows it")
     if outputs and gaps <= {EMA}:
-        yield EMA, f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
-    yield (EMA if gaps == {EMA} else MOMENTS), "the first loss is equal, and the first step is not"
+        yield Cause(
+            EMA, f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
+        )
+    if gaps == {EMA}:
+        yield Cause(EMA, "EMA: only the averaged weights differ")
+    if runs.script.loss is None:
+        yield Cause(OTHER, "not found without the losses: pass --loss")
+    yield Cause(MOMENTS, f"{MOMENTS}: the first loss is equal, and the first step is not")
 
 
 def is_counted_otherwise(runs: Runs) -> bool:
@@ -220,4 +219,4 @@ def has_other_first_loss(runs: Runs) -> bool:
         expected, found = first_losses(runs)
     except (Failed, Skipped):
         return False
-    return expected != found
+    return not is_same_loss(runs, expected, found)

@@ -28,6 +28,13 @@ class Skipped(Exception):
     """Why a check cannot be made, or cannot decide."""
 
 
+class Cause(NamedTuple):
+    """The group of state that makes a resumed run another one, and how that shows."""
+
+    group: str
+    why: str
+
+
 class Resumed(NamedTuple):
     """A resumed execution, and the state that it saved at the last step; None if it saved none."""
 
@@ -45,7 +52,7 @@ class Runs:
     nproc: int
     lost: list[str] = field(default_factory=list)  # groups of state that do not reach the training
     unread: list[str] = field(default_factory=list)  # groups that are not read, and at the end as they should be
-    misloaded: list[str] = field(default_factory=list)  # what was loaded into another place, a phrase each
+    misloaded: list[Cause] = field(default_factory=list)  # what was not loaded into its place
 
     # the uninterrupted run
 
