@@ -67,10 +67,11 @@ def freeze_optimizer(path: Path) -> None:
     """Set the learning rates in the checkpoint to 0 and its betas to 1: steps then change no weight and no moment."""
     state = read_state(path)
     names = [name for name in (*state.names_in(OPTIONS), *state.names_in(SCHEDULER)) if name in state.values]
-    change(state, names, frozen)
+    change(state, names, freeze)
 
 
-def frozen(name: str, value: Any) -> Any:
+def freeze(name: str, value: Any) -> Any:
+    """Return what an option of an optimizer or a scheduler is set to, so that steps change nothing."""
     words = name.split(".")
     if type(value) not in (int, float):
         return value
@@ -78,7 +79,7 @@ def frozen(name: str, value: Any) -> Any:
         return 0.0
     if "betas" in words:
         return _NEARLY_ONE
-    return 1.0 if words[-1] in ("momentum", "dampening") and value else value
+    return 1.0 if words[-1] == "dampening" or (words[-1] == "momentum" and value) else value
 
 
 def changed(group: str, name: str, value: Any) -> Any:

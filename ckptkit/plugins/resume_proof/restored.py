@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 
 import numpy as np
 
-from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.errors import and_more
-from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer
+from ckptkit.plugins.resume_proof.change import CHANGES, freeze, freeze_optimizer
 from ckptkit.plugins.resume_proof.checks import first_losses, has_other_steps, is_same_loss
 from ckptkit.plugins.resume_proof.compare import differences, measure_tensors
 from ckptkit.plugins.resume_proof.find import checkpoints_of
@@ -32,6 +32,8 @@ from ckptkit.plugins.resume_proof.runs import Cause, Failed, Runs, Skipped
 from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
 from ckptkit.words import count
 
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # that betas or momentum decay
+_COUNTED = re.compile(r"running_(mean|var)|num_batches_tracked")  # buffers that a forward pass changes
 _SAME = 1e-6  # relative: moments that were decayed by a beta of almost 1, in float32
 
 Look = Callable[[Runs], str]
@@ -52,6 +54,8 @@ def is_restored(runs: Runs, group: str) -> str:
         return f"{what}: the script read the change and stopped ({execution.describe_failure()})"
     if found:
         return f"{what}: {', '.join(one.group for one in found)} at step {runs.script.steps} changed"
+    if not runs.is_finite:
+        raise Skipped(f"{what}: the resumed run ends with NaN or infinite weights, which hide the change")
     if not may_accuse(runs, group):
         runs.unread.append(group)
         raise Skipped(f"{what}: not read, and the resumed run has the same {group} without it")
@@ -76,66 +80,48 @@ def is_loaded_in_place(runs: Runs) -> str:
 
     Skipped where the script takes its learning rate or betas from elsewhere: the steps then change all tensors.
     """
-    if OPTIONS not in runs.middle.groups:
-        raise Skipped("the checkpoint has no learning rate to set to 0")
+    if OPTIONS not in runs.middle.groups or {OPTIONS, SCHEDULER}.intersection(runs.lost + runs.unread):
+        raise Skipped("the script does not take its learning rate from the checkpoint")
     with runs.room_of("frozen"):
         resumed = runs.resume("frozen", change=freeze_optimizer)
         if resumed.state is None:
             raise Skipped(f"with a learning rate of 0: {resumed.execution.describe_failure()}")
-        weights = unlike(runs, resumed.state, WEIGHTS, 0.0)
-        if weights is None:
-            raise Skipped("the script does not take its learning rate from the checkpoint")
-        moments = unlike(runs, resumed.state, MOMENTS, _SAME)
-        found = [Cause(WEIGHTS, f"the weight `{name}` is not the one in the checkpoint") for name in weights]
-        found += [Cause(MOMENTS, phrase) for phrase in exchanged(runs, resumed.state, moments)]
-        if found:
-            runs.misloaded += found
-            raise Failed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
-    total = len(names_of(runs.middle, WEIGHTS))
-    proved = f" and {count(len(names_of(runs.middle, MOMENTS)), 'moment')}" if moments == [] else ""
-    return f"{count(total, 'weight')}{proved} after steps with a learning rate of 0 are those of the checkpoint"
+        if not stayed_frozen(runs.middle, resumed.state):
+            raise Skipped("the script does not take its learning rate and betas from the checkpoint")
+        found = list(misplaced(runs, resumed.state))
+    if found and not runs.gaps:
+        raise Skipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
+    if found:
+        runs.misloaded += found
+        raise Failed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
+    weights, moments = (len(runs.middle.names_in(group)) for group in (WEIGHTS, MOMENTS))
+    what = f"{count(weights, 'weight')} and {count(moments, 'moment')}"
+    return f"{what} after steps with a learning rate of 0 are those of the checkpoint"
 
 
-def names_of(state: SavedState, group: str) -> list[str]:
-    return [name for name, tensor in state.tensors.items() if tensor.group == group]
+def stayed_frozen(middle: SavedState, frozen: SavedState) -> bool:
+    """Return whether the last checkpoint of a run has the learning rate and the betas that its first one was given."""
+    given = {name: freeze(name, middle.values[name].value) for name in middle.names_in(OPTIONS)}
+    return all(name in frozen.values and frozen.values[name].value == value for name, value in given.items())
 
 
-def unlike(runs: Runs, frozen: SavedState, group: str, tolerance: float) -> list[str] | None:
-    """Return the tensors of a group that are not as in the middle checkpoint after steps that should change none.
-
-    None if no tensor that a normal step changes stayed as it was: the steps did change them.
-    """
-    names = names_of(runs.middle, group)
-    moving = measure_tensors(runs.middle, runs.last)
-    apart = {
-        name for name, distance in measure_tensors(runs.middle, frozen).items() if not distance.rel_l2 <= tolerance
-    }
-    if all(name in apart for name in names if name in moving):
-        return [] if not names else None
-    return [name for name in names if name in apart]
-
-
-def exchanged(runs: Runs, frozen: SavedState, unlike_moments: list[str] | None) -> Iterator[str]:
-    """Return a phrase for each moment that is in the place of another one."""
-    names = names_of(runs.middle, MOMENTS)
-    suspects = names if unlike_moments is None else unlike_moments
-    saved = {name: read(runs.middle, name) for name in names} if suspects else {}
-    for name in suspects:
-        found = read(frozen, name) if name in frozen.tensors else None
-        origin = next((other for other in names if other != name and is_near(saved[other], found)), None)
-        if origin is not None and np.any(found):
-            yield f"the optimizer's `{name}` is `{origin}` of the checkpoint"
-        elif unlike_moments is not None:
-            yield f"the optimizer's `{name}` is not the one in the checkpoint"
+def misplaced(runs: Runs, frozen: SavedState) -> Iterator[Cause]:
+    """Return each weight and moment that steps should not have changed, and that is not as in the checkpoint."""
+    distances = measure_tensors(runs.middle, frozen)
+    for name in runs.middle.names_in(WEIGHTS):
+        if name in distances and not _COUNTED.search(name):
+            yield Cause(WEIGHTS, f"the weight `{name}` is not the one in the checkpoint")
+    moments = [name for name in runs.middle.names_in(MOMENTS) if name.rpartition(".")[2] in _MOMENTS]
+    changed = [name for name in moments if name in distances and not distances[name].rel_l2 <= _SAME]
+    saved = {name: runs.middle.read(name) for name in moments} if changed else {}
+    for name in changed:
+        origin = next((one for one in moments if is_near(saved[one], frozen.read(name))), None)
+        where = f"`{origin}` of the checkpoint" if origin else "not the one in the checkpoint"
+        yield Cause(MOMENTS, f"the optimizer's `{name}` is {where}")
 
 
-def is_near(one: np.ndarray, two: np.ndarray | None) -> bool:
-    return two is not None and one.shape == two.shape and bool(np.allclose(one, two, rtol=_SAME, atol=0))
-
-
-def read(state: SavedState, name: str) -> np.ndarray:
-    tensor = state.tensors[name]
-    return LazyCheckpoint(tensor.layout)[tensor.name].numpy()
+def is_near(one: np.ndarray, two: np.ndarray) -> bool:
+    return one.shape == two.shape and bool(np.allclose(one, two, rtol=_SAME, atol=0))
 
 
 def continues(runs: Runs) -> str:

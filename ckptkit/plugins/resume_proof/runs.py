@@ -10,10 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from ckptkit.plugins.resume_proof.change import change_group
 from ckptkit.plugins.resume_proof.compare import GroupDifference, Tolerance, control_tolerance, differences
 from ckptkit.plugins.resume_proof.execute import Execution, execute
 from ckptkit.plugins.resume_proof.find import checkpoints_of, copy_checkpoint, copy_run_files
+from ckptkit.plugins.resume_proof.groups import WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.states import SavedState, read_state
 
@@ -102,6 +105,12 @@ class Runs:
         if state is None:
             raise Failed(f"the resumed run saved no checkpoint at step {self.script.steps}")
         return state
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Return whether all weights at the last step of the resumed run are finite numbers."""
+        names = self.resumed_state.names_in(WEIGHTS)
+        return all(bool(np.isfinite(self.resumed_state.read(name)).all()) for name in names)
 
     @cached_property
     def gaps(self) -> list[GroupDifference]:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.checks.verify import verify
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.formats import detect_format
@@ -63,6 +66,11 @@ class SavedState:
         """Return the names of the entries in a group, tensors first."""
         entries: dict[str, SavedTensor | SavedValue] = {**self.tensors, **self.values}
         return [name for name, entry in entries.items() if entry.group == group]
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """Return the elements of a tensor."""
+        tensor = self.tensors[name]
+        return LazyCheckpoint(tensor.layout)[tensor.name].numpy()
 
 
 def read_state(path: Path) -> SavedState:

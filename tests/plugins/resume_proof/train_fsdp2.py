@@ -56,7 +56,7 @@ class Scaler:
     """A loss scale that doubles after two good steps, and halves after gradients that do not fit 16 bits."""
 
     def __init__(self) -> None:
-        self.scale, self.good = 2.0**15, 0
+        self.scale, self.good = 2.0**17, 0  # too large at step 7, where a step is left out
 
     def update(self, largest: float) -> bool:
         if largest * self.scale > 65504:
