@@ -90,7 +90,7 @@ def changed(group: str, name: str, value: Any) -> Any:
     if group == OPTIONS:
         return value * 0.5 if words[-1] == "lr" and type(value) is float else value
     if group == RANDOM:
-        return moved_random(value)
+        return moved_random(value) if words[-1] != "seed" or type(value) is not int else value + 1
     if type(value) is float:
         return value * 0.5 if value else 1.0
     return value + 1 if type(value) is int and value >= 0 else value

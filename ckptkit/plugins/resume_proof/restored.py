@@ -51,7 +51,7 @@ def is_restored(runs: Runs, group: str) -> str:
     number, execution, found = runs.changed(group)
     what = f"{count(number, 'entry')} {CHANGES[group]}"
     if found is None:
-        return f"{what}: the script read the change and stopped ({execution.describe_failure()})"
+        raise Skipped(f"{what}: the script stopped, so it was not seen to restore it: {execution.describe_failure()}")
     if found:
         return f"{what}: {', '.join(one.group for one in found)} at step {runs.script.steps} changed"
     if not runs.is_finite:
@@ -94,6 +94,7 @@ def is_loaded_in_place(runs: Runs) -> str:
     if found:
         runs.misloaded += found
         raise Failed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
+    runs.is_in_place = True
     weights, moments = (len(runs.middle.names_in(group)) for group in (WEIGHTS, MOMENTS))
     what = f"{count(weights, 'weight')} and {count(moments, 'moment')}"
     return f"{what} after steps with a learning rate of 0 are those of the checkpoint"
@@ -161,16 +162,31 @@ def causes_proved(runs: Runs) -> Iterator[Cause]:
 def causes_in_entries(runs: Runs) -> Iterator[Cause]:
     """Return causes that show in entries which no other state changes, such as a count of steps."""
     groups, gaps = runs.middle.groups, {gap.group: gap for gap in runs.gaps}
-    if OPTIMIZER_STEP in gaps and SCALER not in groups and not is_counted_otherwise(runs):
-        yield Cause(SCALER, "a step was skipped in one run only, and no gradient scaler is in the checkpoint")
     if OPTIMIZER_STEP in gaps:
-        yield Cause(STEP, "step: the optimizer took another number of steps")
+        yield cause_of_other_count(runs, gaps[OPTIMIZER_STEP].first)
     for group in (SCHEDULER, SCALER, DATA, RANDOM):
         if group in gaps:
             yield Cause(group, f"{group}: it reaches the training, and is another at the end")
+    if OPTIONS in gaps and SCHEDULER not in groups:
+        yield Cause(SCHEDULER, f"{gaps[OPTIONS].describe()}; no scheduler is in the checkpoint")
     if OPTIONS in gaps:
-        absent = "" if SCHEDULER in groups else "; no scheduler is in the checkpoint"
-        yield Cause((OPTIONS if SCHEDULER in groups else SCHEDULER), f"{OPTIONS}: another learning rate{absent}")
+        yield Cause(OPTIONS, gaps[OPTIONS].describe())
+
+
+def cause_of_other_count(runs: Runs, name: str) -> Cause:
+    """Return why the optimizer counted another number of steps; `name` is its count.
+
+    Where the uninterrupted run left steps out, its script scales the loss.
+    """
+    before, expected, found = (count_in(state, name) for state in (runs.middle, runs.last, runs.resumed_state))
+    if expected - before < runs.script.steps - runs.script.save_every and SCALER not in runs.middle.groups:
+        return Cause(SCALER, "the script leaves out steps, and no gradient scaler is in the checkpoint")
+    group = OPTIMIZER_STEP if runs.script.loss else STEP
+    return Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
+
+
+def count_in(state: SavedState, name: str) -> float:
+    return float(state.values[name].value) if name in state.values else float(state.read(name))
 
 
 def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
@@ -192,12 +208,11 @@ def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
         yield Cause(EMA, "EMA: only the averaged weights differ")
     if runs.script.loss is None:
         yield Cause(OTHER, "not found without the losses: pass --loss")
+    if runs.is_in_place:
+        yield Cause(
+            OPTIONS, f"{OPTIONS}: weights and moments are those of the checkpoint, and the first step is another"
+        )
     yield Cause(MOMENTS, f"{MOMENTS}: the first loss is equal, and the first step is not")
-
-
-def is_counted_otherwise(runs: Runs) -> bool:
-    """Return whether the resumed run counts its steps otherwise, by its own entries."""
-    return any(gap.group == STEP for gap in runs.gaps) or not runs.script.loss or has_other_steps(runs)
 
 
 def has_other_first_loss(runs: Runs) -> bool:

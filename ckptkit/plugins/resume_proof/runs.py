@@ -55,6 +55,7 @@ class Runs:
     nproc: int
     lost: list[str] = field(default_factory=list)  # groups of state that do not reach the training
     unread: list[str] = field(default_factory=list)  # groups that are not read, and at the end as they should be
+    is_in_place: bool = False  # whether weights and moments were proved to be those of the checkpoint
     misloaded: list[Cause] = field(default_factory=list)  # what was not loaded into its place
 
     # the uninterrupted run
