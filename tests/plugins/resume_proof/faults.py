@@ -60,7 +60,7 @@ FAULTS = {
         'scheduler.load_state_dict(state["scheduler"])',
     ),
     "scheduler saved and not loaded": Fault('scheduler.load_state_dict(state["scheduler"])', "pass", "scheduler"),
-    "step off by one": Fault('step = state["step"]', 'step = state["step"] - 1', "step"),
+    "step off by one": Fault('step = state["step"]', 'step = state["step"] - 1', "step: the resumed run took another"),
     "random state not restored": Fault('torch.set_rng_state(state["rng"])', "pass", "random state"),
     "data from the beginning": Fault('data.load(state["data"])', "pass", "data position"),
     "set_epoch forgotten after a resume": Fault(
@@ -88,6 +88,6 @@ IN_NUMPY = {
     "optimizer step not loaded": in_numpy('taken = state["optimizer"]["state"]["step"]', "pass", "optimizer step"),
     "options not loaded": in_numpy('group = state["optimizer"]["param_groups"][0]', "pass", "optimizer options"),
     "data position not loaded": in_numpy('position = state["data"]', "pass", "data position"),
-    "step not loaded": in_numpy('step = state["step"]', "pass", "step"),
+    "step not loaded": in_numpy('step = state["step"]', "pass", "step in the checkpoint not restored"),
     "random state not loaded": in_numpy('rng.bit_generator.state = state["rng"]', "pass", "random state"),
 }

@@ -68,6 +68,18 @@ def test_a_learning_rate_that_is_computed_anew_is_not_accused(tmp_path: Path) ->
     assert not [name for name, (ok, _) in found.items() if ok is False]
 
 
+def test_a_save_in_place_does_not_survive_a_kill(tmp_path: Path) -> None:
+    in_place = ('hidden_place = run / f".saving-{step}"', 'hidden_place = run / f"step_{step}"')
+    at_once = ('hidden_place.rename(run / f"step_{step}")', "pass")
+    kept = ('shutil.rmtree(run / f"step_{step}", ignore_errors=True)', "pass")
+    slow = ("            save_file(moments", "            import time; time.sleep(0.5)\n            save_file(moments")
+    found = prove(tmp_path, in_place, at_once, kept, slow)
+    assert found["resume continues the run"][0]
+    ok, detail = found["killed while saving 1"]
+    assert ok is False
+    assert "killed at 1 of 4 files: the script does not resume from step_8" in detail
+
+
 def test_the_command_prints_a_table_and_a_card(tmp_path: Path) -> None:
     line = f"{sys.executable} {NUMPY} {{run}} {{steps}} {{save_every}}"
     done = command(tmp_path, "smoke", "--command", line, "--nproc", "1")

@@ -4,6 +4,7 @@ It resumes by itself from the highest step in its run directory, and writes its 
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def main(run: Path, steps: int, save_every: int) -> None:
             save_file(moments, hidden_place / "optimizer.safetensors")
             save_file(ema, hidden_place / "ema.safetensors")
             (hidden_place / "state.json").write_text(json.dumps(state))
+            shutil.rmtree(run / f"step_{step}", ignore_errors=True)
             hidden_place.rename(run / f"step_{step}")
 
 
