@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptkit.errors import Usage
-from ckptkit.settings import About
+from ckptkit.settings import Help
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{(\w+)\}")  # not the shell's ${NAME}
 _KNOWN = ("run", "steps", "save_every", "nproc", "checkpoint")
@@ -21,23 +21,23 @@ class ScriptOptions:
 
     command: Annotated[
         str,
-        About(
+        Help(
             "Prove this training script instead. Placeholders: {run} {steps} {save_every} {nproc} {checkpoint}.", "CMD"
         ),
     ]
-    resume_with: Annotated[str | None, About("What to append to the command to resume from {checkpoint}.", "ARGS")] = (
+    resume_with: Annotated[str | None, Help("What to append to the command to resume from {checkpoint}.", "ARGS")] = (
         None
     )
-    steps: Annotated[int, About("Step after which the script stops.", least=2)] = 8
-    save_every: Annotated[int, About("Steps between two checkpoints.", least=1)] = 4
-    resume_nproc: Annotated[int | None, About("Resume on this number of ranks, too.", least=1)] = None
+    steps: Annotated[int, Help("Step after which the script stops.", least=2)] = 8
+    save_every: Annotated[int, Help("Steps between two checkpoints.", least=1)] = 4
+    resume_nproc: Annotated[int | None, Help("Resume on this number of ranks, too.", least=1)] = None
     loss: Annotated[
         str | None,
-        About(
+        Help(
             "Where the losses are: a regular expression with one group, or FILE:KEY of JSON lines in {run}.", "PATTERN"
         ),
     ] = None
-    time_limit: Annotated[int, About("Stop each run of the script after this number of seconds.", least=1)] = 600
+    time_limit: Annotated[int, Help("Stop each run of the script after this number of seconds.", least=1)] = 600
     keep: Annotated[bool, "Keep the runs and the changed checkpoints."] = False
 
     def __post_init__(self) -> None:
