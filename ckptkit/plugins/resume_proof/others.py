@@ -26,6 +26,7 @@ from ckptkit.words import count
 _SUMS = 1e-3  # relative: how far sums in another order may drive the tensors of two equal runs apart in some steps
 _MOMENTS_OF_SAVING = 3  # at the first file of a checkpoint, at half of its files, and at the last
 _CONFIG = "config.json"
+_RENAME = "save to a directory with another name, and rename it at the end"
 
 
 def resumes_at_another_size(runs: Runs) -> str:
@@ -147,12 +148,15 @@ def survives_a_kill(runs: Runs, part: int) -> str:
         step, path = found.checkpoint.step, found.checkpoint.path
         damage = find_damage(path)
         if damage:
-            hint = "write to a directory with another name and rename it at the end"
-            raise Failed(f"killed at {seen} of {count(total, 'file')}: {path.name} looks complete: {damage[0]}: {hint}")
+            raise Failed(
+                f"killed at {seen} of {count(total, 'file')}: {path.name} looks complete: {damage[0]}: {_RENAME}"
+            )
         again = execute(runs.script, killed.run, runs.log(f"{label}-resumed"), runs.nproc, checkpoint=path)
-        runs.require_done(
-            again, f"killed at {seen} of {count(total, 'file')}: the script does not resume from {path.name}"
-        )
+        if not again.is_done:
+            what = f"{path.name} looks complete, and the script does not resume from it"
+            raise Failed(
+                f"killed at {seen} of {count(total, 'file')}: {what}: {_RENAME}; seen: {again.describe_failure()}"
+            )
         final = checkpoints_of(killed.run).get(runs.script.steps)
         gaps = differences(runs.resumed_state, read_state(final.path), runs.tolerance) if final else None
         if gaps is None or gaps:

@@ -77,7 +77,7 @@ def test_a_save_in_place_does_not_survive_a_kill(tmp_path: Path) -> None:
     assert found["resume continues the run"][0]
     ok, detail = found["killed while saving 1"]
     assert ok is False
-    assert "killed at 1 of 4 files: the script does not resume from step_8" in detail
+    assert "killed at 1 of 4 files: step_8 looks complete, and the script does not resume from it: save to a" in detail
 
 
 def test_the_command_prints_a_table_and_a_card(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A training with Accelerate, saved by `save_state`, as its documentation shows it."""
 
 import argparse
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -55,7 +56,11 @@ def main() -> None:
             progress.step += 1
             accelerator.print(f"step {progress.step} loss {loss.item():.8f}", flush=True)
             if progress.step % given.save_every == 0:
-                accelerator.save_state(f"{given.run}/step_{progress.step}")
+                name = f"step_{progress.step}"
+                accelerator.save_state(f"{given.run}/.{name}")  # not atomic: a kill leaves some of its files
+                accelerator.wait_for_everyone()
+                if accelerator.is_main_process:
+                    Path(given.run, f".{name}").rename(Path(given.run, name))
             if progress.step == given.steps:
                 break
 
