@@ -45,7 +45,7 @@ _BY_WORD = (
     (SCALER, re.compile(r"scaler")),
     (SCHEDULER, re.compile(r"sched")),
     (RANDOM, re.compile(r"(^|_)rngs?(_|$)|random|generator|(^|_)seed$")),
-    (DATA, re.compile(r"loader|sampler|dataset|(^|_)data(_|$)|(^|_)loops?$|(^|_)batch(es)?(_|$)")),
+    (DATA, re.compile(r"loader|sampler|dataset|(^|_)data(_|$)|(^|_)loops?$|(^|_)batch(es)?(?!_size)(_|$)")),
     ("optimizer", re.compile(r"^optim|optimizer|^opt$")),
 )
 
