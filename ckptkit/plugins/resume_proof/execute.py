@@ -24,7 +24,9 @@ _TAIL = 1 << 16  # bytes at the end of a log in which its last error is looked f
 _OF_GPU = re.compile(
     r"no NVIDIA driver|No CUDA GPUs|not compiled with CUDA|CUDA (is|was) not available|no ROCm", re.IGNORECASE
 )
-_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*|error: .*)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, old: str, new: str, check: str, m
     assert message in detail
 
 
+@pytest.mark.nightly
 def test_a_random_script_is_measured_and_not_accused(tmp_path: Path) -> None:
     noise = ("rng = np.random.default_rng(0)", "rng = np.random.default_rng(0)\n    noise = np.random.default_rng()")
     noisy = ("gradients = [", "hidden = hidden * (1 + 1e-6 * noise.standard_normal())\n        gradients = [")
@@ -59,6 +60,7 @@ def test_a_random_script_is_measured_and_not_accused(tmp_path: Path) -> None:
     assert not [name for name, (ok, _) in found.items() if ok is False]
 
 
+@pytest.mark.nightly
 def test_a_learning_rate_that_is_computed_anew_is_not_accused(tmp_path: Path) -> None:
     anew = ("taken, step = taken + 1", 'group["lr"] = LR / (1 + 0.3 * step)\n        taken, step = taken + 1')
     found = prove(tmp_path, anew)
@@ -68,6 +70,7 @@ def test_a_learning_rate_that_is_computed_anew_is_not_accused(tmp_path: Path) ->
     assert not [name for name, (ok, _) in found.items() if ok is False]
 
 
+@pytest.mark.nightly
 def test_a_save_in_place_does_not_survive_a_kill(tmp_path: Path) -> None:
     in_place = ('hidden_place = run / f".saving-{step}"', 'hidden_place = run / f"step_{step}"')
     at_once = ('hidden_place.rename(run / f"step_{step}")', "pass")
