@@ -13,7 +13,7 @@ from ckptkit.plugins.resume_proof.checks import CHECKS, NEEDED
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.others import LAST_CHECKS
 from ckptkit.plugins.resume_proof.restored import restored_checks
-from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Failed, Runs, Skipped
 from ckptkit.training.smoke.smoke import Check
 
 
@@ -24,6 +24,7 @@ def prove(
 
     `run` gets the logs and the card `resume.md`, `out` the export.
     """
+    remove(run, RUNS, COPIES, LOGS)  # what an earlier proof has kept would be taken for new checkpoints
     runs = Runs(script, run, out, nproc)
     checks: list[Check] = []
 
@@ -38,10 +39,14 @@ def prove(
                 make(name, look)
     finally:
         if not script.keep:
-            for name in (RUNS, COPIES):
-                shutil.rmtree(run / name, ignore_errors=True)
+            remove(run, RUNS, COPIES)
     write_card(run / "resume.md", runs, checks)
     return checks
+
+
+def remove(room: Path, *names: str) -> None:
+    for name in names:
+        shutil.rmtree(room / name, ignore_errors=True)
 
 
 def judge(name: str, look: Callable[[], str]) -> Check:

@@ -95,3 +95,12 @@ def test_the_command_prints_a_table_and_a_card(tmp_path: Path) -> None:
     again = command(tmp_path, "smoke", "--command", line)
     assert again.returncode == 5
     assert "exists" in again.stderr
+
+
+@pytest.mark.nightly
+def test_what_an_earlier_proof_kept_is_replaced(tmp_path: Path) -> None:
+    assert prove(tmp_path, keep=True)["run"][0]
+    assert (tmp_path / "run" / "runs" / "whole" / "step_8").is_dir()
+    ok, detail = prove(tmp_path, (_MAIN, "pass"), overwrite=True)["run"]
+    assert ok is False
+    assert "the script saved nothing" in detail
