@@ -13,12 +13,15 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, reserve_stdout, say
 from ckptkit.cli.settings import given, with_options
+from ckptkit.entry_points import load
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local, to_path
+from ckptkit.settings import Setting, settings_of
 from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, settings, settings_in
 from ckptkit.training.data.documents import find_files
 from ckptkit.training.models.config import require_known
 from ckptkit.training.resume import find_resume
+from ckptkit.training.smoke.smoke import SCRIPTS
 from ckptkit.words import format_bytes
 
 if TYPE_CHECKING:
@@ -155,6 +158,12 @@ def exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
+def script_settings() -> dict[str, Setting]:
+    """Return the options of every plugin that `smoke` can check a script with."""
+    return {name: setting for known in SCRIPTS.values() for name, setting in settings_of(load(known.options)).items()}
+
+
+@with_options(script_settings(), over_a_file=True)
 def smoke(
     run: Annotated[
         Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run; it is kept.")
@@ -168,19 +177,25 @@ def smoke(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace output of an earlier smoke test.")] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
+    **script: Any,
 ) -> None:
-    """Train a tiny model and check everything that it saves.
+    """Check a short training run, or prove that a script resumes.
 
-    Trains for a few steps, then resumes, reshards and exports.
+    Trains a tiny model for a few steps, then resumes, reshards and exports, and checks everything that it saves.
 
     Example: ckptkit smoke --run run --out out
+
+    With --command, runs your script instead: it must stop at {steps} and save every {save_every} steps to {run}.
+
+    Example: ckptkit smoke --command 'torchrun --nproc-per-node {nproc} train.py --out {run} --steps {steps}'
 
     Exit codes: 0 all checks passed; 1 a check failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
     """
     from ckptkit.training.smoke.smoke import smoke as make_checks
 
     show = note_check if json else show_check
-    checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=show)
+    options = {"nproc": nproc, "tied": not untied, "device": device, "overwrite": overwrite, **given(script)}
+    checks = make_checks(run, out, report=show, **options)
     ok = all(check.ok is not False for check in checks)
     if json:
         print_json({"ok": ok, "checks": checks})

@@ -9,17 +9,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ckptkit.checkpoints.checkpoint import named_in
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import CkptError, Occupied, translate_os_errors
+from ckptkit.entry_points import PluginTable, load
+from ckptkit.errors import CkptError, Occupied, Usage, translate_os_errors
 from ckptkit.io.path import to_local
 from ckptkit.io.staging import check_destination
+from ckptkit.settings import settings_of
 from ckptkit.training.config import SETTINGS, Device, TrainConfig
 
 MARK = ".smoke"  # marks a run of the smoke test, which a later smoke test may replace
 _MOST_NAMED = 5  # checkpoints listed in an error
+
+
+class KnownScript(NamedTuple):
+    """A line of `SCRIPTS`, by the option that asks for it: what checks a script in the place of our own training.
+
+    `options` is the `module:class` of a frozen dataclass with the options, and `where` the `module:function` that takes
+    them with run, out, nproc and report, and returns the checks.
+    """
+
+    options: str
+    where: str
+
+
+SCRIPTS = PluginTable(
+    "ckptkit.smoke_scripts",
+    KnownScript,
+    {
+        "command": KnownScript(
+            "ckptkit.plugins.resume_proof.options:ScriptOptions", "ckptkit.plugins.resume_proof.prove:prove"
+        )
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +66,22 @@ def smoke(
     device: Device = "auto",
     overwrite: bool = False,
     report: Callable[[Check], None] = lambda _: None,
+    **script: Any,
 ) -> list[Check]:
     """Train a tiny model into `run`, resume it, export it to `out`, and check the results.
+
+    With `command`, check a training script instead: `command`, `resume_with`, `steps`, `save_every`, `resume_nproc`,
+    `loss`, `time_limit` and `keep` are the options of `ckptkit smoke`.
 
     Returns the checks, and calls `report` with each as soon as it is done. A failed check has `ok` False and does not
     raise. Raises `Occupied` if `run` or `out` exists; `overwrite` replaces the output of an earlier smoke test.
     """
     run, out = to_local(run), to_local(out)
+    prove = find_script(script) if script else None
     check_free(run, out, overwrite=overwrite)
+    if prove:
+        make_room(run)
+        return prove(run, out, nproc, report)
     from ckptkit.training.smoke.checks import CHECKS  # imports torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS, SmokeRuns
 
@@ -64,6 +97,22 @@ def smoke(
             checks.append(run_check(name, partial(check, runs)))
             report(checks[-1])
     return checks
+
+
+def find_script(options: dict[str, Any]) -> Callable[..., list[Check]]:
+    """Return what checks the script that options describe. Raises `Usage` for options that do not go together."""
+    name = next((name for name in SCRIPTS if name in options), None)
+    if name is None:
+        raise Usage(f"{spell(next(iter(options)))} needs one of {', '.join(map(spell, SCRIPTS))}")
+    holder = load(SCRIPTS[name].options)
+    unknown = [option for option in options if option not in settings_of(holder)]
+    if unknown:
+        raise Usage(f"{spell(unknown[0])} does not go with {spell(name)}")
+    return partial(load(SCRIPTS[name].where), holder(**options))
+
+
+def spell(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def run_check(name: str, check: Callable[[], str]) -> Check:

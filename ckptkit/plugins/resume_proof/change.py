@@ -1,0 +1,213 @@
+"""Change one group of state in a copy of a checkpoint, in place, with the checksums made right."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checks.manifest import make_manifest
+from ckptkit.errors import Unsupported
+from ckptkit.formats import locate
+from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.layout import Chunk
+from ckptkit.plugins.resume_proof.containers import Container
+from ckptkit.plugins.resume_proof.groups import (
+    DATA,
+    EMA,
+    MOMENTS,
+    OPTIMIZER_STEP,
+    OPTIONS,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    STEP,
+    WEIGHTS,
+)  # fmt: skip
+from ckptkit.plugins.resume_proof.states import SavedState, SavedTensor, SavedValue, read_state
+from ckptkit.plugins.resume_proof.values import copy_with
+
+Array = np.ndarray[Any, Any]
+Change = Callable[[str, Any], Any]  # (name, array or scalar) -> another
+
+# The groups that are changed, and the words for the change.
+CHANGES = {
+    WEIGHTS: "scaled by 1.25",
+    MOMENTS: "scaled by 4",
+    OPTIMIZER_STEP: "+ 1",
+    OPTIONS: "learning rate halved",
+    SCHEDULER: "moved",
+    RANDOM: "moved",
+    DATA: "moved",
+    SCALER: "halved",
+    EMA: "scaled by 1.25",
+    STEP: "+ 1",
+}
+_FACTORS = {WEIGHTS: 1.25, MOMENTS: 4.0, EMA: 1.25, SCALER: 0.5}
+_RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr", "learning_rate", "eta_min")
+_BIG = 1 << 10  # a random state has words of 32 bits, and small numbers that say where it is: these must stay valid
+_MT19937 = 5056  # bytes of torch's random state on the CPU: a header, 624 words of 8 bytes, a tail
+_HEADER, _WORDS = 24, 624
+_NEARLY_ONE = 1 - 2**-53  # a beta with which moments stay as they are, in float32, and no division is by zero
+
+
+def change_group(path: Path, group: str) -> int:
+    """Change a group of state in the checkpoint at a path; return how many entries that were."""
+    state = read_state(path)
+    return change(state, state.names_in(group), lambda name, value: changed(group, name, value))
+
+
+def freeze_optimizer(path: Path) -> None:
+    """Set the learning rates in the checkpoint to 0 and its betas to 1: steps then change no weight and no moment."""
+    state = read_state(path)
+    names = [name for name in (*state.names_in(OPTIONS), *state.names_in(SCHEDULER)) if name in state.values]
+    change(state, names, freeze)
+
+
+def freeze(name: str, value: Any) -> Any:
+    """Return what an option of an optimizer or a scheduler is set to, so that steps change nothing."""
+    words = name.split(".")
+    if type(value) not in (int, float):
+        return value
+    if any(word in _RATES for word in words) or words[-1] == "weight_decay":
+        return 0.0
+    if "betas" in words:
+        return _NEARLY_ONE
+    return 1.0 if words[-1] == "dampening" or (words[-1] == "momentum" and value) else value
+
+
+def changed(group: str, name: str, value: Any) -> Any:
+    """Return what an entry of a group is changed to."""
+    if isinstance(value, np.ndarray):
+        return changed_array(group, value)
+    words = name.split(".")
+    if group == OPTIONS:
+        return value * 0.5 if words[-1] == "lr" and type(value) is float else value
+    if group == RANDOM:
+        return moved_random(value) if words[-1] != "seed" or type(value) is not int else value + 1
+    if type(value) is float:
+        return value * 0.5 if value else 1.0
+    return value + 1 if type(value) is int and value >= 0 else value
+
+
+def moved_random(value: Any) -> Any:
+    """Return another number or text of a random state; those that say where it is stay."""
+    if type(value) is int and value >= _BIG:
+        return value ^ 1
+    return bytes([value[0] ^ 1]) + value[1:] if isinstance(value, bytes) and value else value
+
+
+def changed_array(group: str, array: Array) -> Array:
+    """Change the elements of a tensor of a group, and return it."""
+    if group == RANDOM and array.dtype == np.uint8:
+        is_torch = array.size == _MT19937
+        array[slice(_HEADER, _HEADER + 8 * _WORDS, 8) if is_torch else slice(0, 1)] ^= 1
+        return array
+    if array.dtype == np.bool_:
+        return array
+    if group in _FACTORS and array.dtype.kind == "f":
+        array *= np.asarray(_FACTORS[group], array.dtype)
+    else:
+        array += np.asarray(1, array.dtype)
+    return array
+
+
+def change(state: SavedState, names: Iterable[str], to: Change) -> int:
+    """Change entries of a checkpoint, and make its checksums and its manifest right. Return how many changed."""
+    names = list(names)
+    count = change_tensors({name: state.tensors[name] for name in names if name in state.tensors}, to)
+    count += change_values({name: state.values[name] for name in names if name in state.values}, to)
+    if count:
+        renew_manifests(state.path)
+    return count
+
+
+def change_tensors(tensors: Mapping[str, SavedTensor], to: Change) -> int:
+    """Change the elements of tensors where they lie."""
+    touched: dict[tuple[Path, int, int], list[int]] = defaultdict(list)  # archives, and where in them
+    done: set[tuple[Path, int]] = set()
+    for name, tensor in tensors.items():
+        layout = replace(
+            tensor.layout,
+            tensors={tensor.name: tensor.layout.tensors[tensor.name]},
+            blobs={},
+            keys={},
+            twins={},
+            spares={},
+        )
+        wrapped, located = (found.tensors[tensor.name].chunks for found in (layout, locate(layout)))
+        for envelope, chunk in zip(wrapped, located, strict=True):
+            file = layout.root / chunk.path
+            if not chunk.is_in_file or not chunk.length or (file, chunk.offset) in done:
+                continue
+            done.add((file, chunk.offset))
+            change_chunk(file, chunk, lambda array, name=name: to(name, array))  # type: ignore[misc]
+            archive = (envelope.offset, envelope.length) if envelope.wrapper else (0, file.stat().st_size)
+            touched[file, *archive].append(chunk.offset)
+    for (file, start, length), offsets in touched.items():
+        renew_crcs(file, start, length, offsets)
+    return len(tensors)
+
+
+def change_chunk(file: Path, chunk: Chunk, to: Callable[[Array], Array]) -> None:
+    """Change the elements of a chunk in its file."""
+    dtype = chunk.dtype.name
+    with file.open("r+b") as opened:
+        opened.seek(chunk.offset)
+        data = opened.read(chunk.length)
+        if dtype == "bfloat16":
+            floats = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+            made = (to(floats).view(np.uint32) >> 16).astype(np.uint16)
+        elif chunk.dtype.kind in ("float", "int", "bool"):
+            made = to(np.frombuffer(data, np.dtype(dtype)).copy())
+        else:
+            raise Unsupported(f"ckptkit does not change elements of {dtype}", path=file)
+        opened.seek(chunk.offset)
+        opened.write(made.tobytes())
+
+
+def renew_crcs(file: Path, start: int, length: int, offsets: Iterable[int]) -> None:
+    """Write the CRC-32 of the entries of an archive of torch.save in which bytes have changed."""
+    with file.open("r+b") as opened:
+
+        def read(offset: int, nbytes: int) -> bytes:
+            opened.seek(start + offset)
+            return opened.read(nbytes)
+
+        if read(0, 2) != b"PK":
+            return  # safetensors, or raw bytes: they have no checksums
+        for entry in read_directory(read, length).values():
+            if not any(entry.offset <= offset - start < entry.offset + entry.length for offset in offsets):
+                continue
+            crc = crc32(read(entry.offset, entry.length)).to_bytes(4, "little")
+            if entry.crc32:  # 0 if torch was told not to compute any
+                for place in entry.crc_at:
+                    opened.seek(start + place)
+                    opened.write(crc)
+
+
+def change_values(values: Mapping[str, SavedValue], to: Change) -> int:
+    """Change scalars in the containers that they lie in."""
+    by_container: dict[Container, dict[tuple[str | int, ...], tuple[str, SavedValue]]] = defaultdict(dict)
+    for name, value in values.items():
+        by_container[value.container][value.path] = name, value
+    count = 0
+    for container, chosen in by_container.items():
+        made = {path: to(name, value.value) for path, (name, value) in chosen.items()}
+        differing = {path: new for path, new in made.items() if new != chosen[path][1].value}
+        if differing:
+            container.store(copy_with(container.load(), lambda path, old, new=differing: new.get(path, old)))  # type: ignore[misc]
+            count += len(differing)
+    return count
+
+
+def renew_manifests(path: Path) -> None:
+    """Make the manifest of a changed checkpoint anew, if it has one."""
+    if path.is_dir() and any(path.rglob(MANIFEST)):
+        make_manifest(path, overwrite=True)

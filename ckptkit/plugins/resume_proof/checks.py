@@ -1,0 +1,180 @@
+"""The first checks of a script: it runs, saves what ckptkit recognizes, and resumes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+
+from ckptkit.plugins.resume_proof.find import files_of, size_of
+from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
+from ckptkit.plugins.resume_proof.runs import Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.states import SavedState, find_damage
+from ckptkit.words import count, format_bytes
+
+_LONGEST = 60  # characters of a name that are shown; names of callbacks may have hundreds
+_COPIES = 3  # of all checkpoints of a run: the uninterrupted run, the resumed one, and a third beside them
+
+
+def runs_and_saves(runs: Runs) -> str:
+    """Check that the script ends, stops at the last step, and saves a checkpoint in the middle and at the end."""
+    script, done = runs.script, runs.whole
+    runs.require_done(done, "the script did not end")
+    steps = sorted(runs.paths)
+    if not steps:
+        raise Failed(describe_no_checkpoints(done.run))
+    if max(steps) > script.steps:
+        hint = "pass {steps} to the option that ends the training"
+        raise Failed(f"expected a last checkpoint at step {script.steps}, found one at {max(steps)}: {hint}")
+    missing = [step for step in (script.save_every, script.steps) if step not in steps]
+    if missing:
+        expected, found = (", ".join(map(str, some)) for some in ((script.save_every, script.steps), steps))
+        hint = "pass {save_every} to the option that sets how often it saves"
+        raise Failed(f"expected checkpoints at steps {expected}, found {found}: {hint}")
+    names = ", ".join(runs.paths[step].name for step in steps)
+    return f"{script.steps} steps on {count(runs.nproc, 'rank')}, saved {names}"
+
+
+def describe_no_checkpoints(run: Path) -> str:
+    """Return what a run has in the place of checkpoints that are named by their step."""
+    names = sorted(str(file.relative_to(run)) for file in files_of(run))
+    if not names:
+        return "the script saved nothing in {run}: pass {run} to the option that sets its output directory"
+    return (
+        f"no checkpoint is named by its step, as `step_4` is; found {', '.join(names[:3])}: put the step into the name"
+    )
+
+
+def recognizes(runs: Runs) -> str:
+    """Check that both checkpoints can be read and are undamaged, and say what they contain."""
+    for step in (runs.script.save_every, runs.script.steps):
+        damage = find_damage(runs.paths[step])
+        if damage:
+            raise Failed(f"ckptkit verify found a problem: {damage[0]}")
+    require_room(runs)
+    state = runs.middle
+    if not state.tensors:
+        raise Failed(f"{state.path.name} contains no tensors")
+    known = [group for group in state.groups if group != OTHER]
+    who = f" by {state.trainer}" if state.trainer else ""
+    unread = f"; not read: {state.unread[0]}" if state.unread else ""
+    return f"{' and '.join(state.formats)}{who}: {', '.join(known)}{describe_missing(state)}{unread}"
+
+
+def describe_missing(state: SavedState) -> str:
+    return "" if SCHEDULER in state.groups else "; no scheduler state"
+
+
+def require_room(runs: Runs) -> None:
+    """Raise `Failed` if the disk has no room for the copies that the checks need."""
+    needed = _COPIES * sum(size_of(path) for path in runs.paths.values())
+    free = shutil.disk_usage(runs.room).free
+    if free < needed:
+        message = f"the proof needs {format_bytes(needed)} in {runs.room}, and the disk has {format_bytes(free)} free"
+        raise Failed(f"{message}: use a smaller model, or another --run")
+
+
+def has_finite_losses(runs: Runs) -> str:
+    """Check that the uninterrupted run printed a finite loss for each step."""
+    if runs.script.loss is None:
+        raise Skipped("no --loss: only checkpoints are compared")
+    losses = runs.losses_by_step(runs.whole, runs.script.steps)
+    if losses is None:
+        found = len(runs.whole.losses)
+        raise Failed(
+            f"--loss: expected a loss for each of {runs.script.steps} steps, found {found}: correct the pattern"
+        )
+    means = [sum(step) / len(step) for step in losses]
+    if not all(map(isfinite, means)):
+        step = next(i for i, mean in enumerate(means, 1) if not isfinite(mean))
+        raise Failed(f"the loss of step {step} is {means[step - 1]}: lower the learning rate")
+    half = len(means) // 2
+    early, late = sum(means[:half]) / half, sum(means[half:]) / (len(means) - half)
+    falls = "falls" if late < early else "does not fall"
+    return f"{len(means)} losses; the mean {falls}, {early:.4g} then {late:.4g}"
+
+
+def is_deterministic(runs: Runs) -> str:
+    """Measure how far a second run of the same command is from the first."""
+    tolerance = runs.tolerance
+    volatile = (
+        f"; volatile: {', '.join(name[-_LONGEST:] for name in sorted(tolerance.volatile)[:3])}"
+        if tolerance.volatile
+        else ""
+    )
+    if tolerance.is_exact:
+        return f"a second run is equal, bit for bit{volatile}"
+    return (
+        f"a second run differs by {tolerance.largest:.2g} (relative); resumed runs may differ by 4 times that{volatile}"
+    )
+
+
+def resumes(runs: Runs) -> str:
+    """Check that a fresh process resumes from a copy of the middle checkpoint, and ends at the last step."""
+    execution, state = runs.resumed
+    if not execution.is_done and has_other_steps(runs):
+        steps = f"{len(execution.losses)} losses, expected {runs.script.steps - runs.script.save_every}"
+        raise Failed(
+            f"{STEP}: the resumed run printed {steps}, and failed: {IMPERATIVES[STEP]}; output: {execution.log}"
+        )
+    runs.require_done(execution, f"the script does not resume from {runs.middle_path.name}")
+    if state is None:
+        raise Failed(f"the resumed run saved no checkpoint at step {runs.script.steps}; output: {execution.log}")
+    return f"from a copy of {runs.middle_path.name} to step {runs.script.steps}"
+
+
+def has_other_steps(runs: Runs) -> bool:
+    """Return whether the resumed run printed the losses of more or fewer steps than it should have taken."""
+    script = runs.script
+    each, rest = divmod(len(runs.whole.losses), script.steps)
+    if not each or rest:
+        return False
+    found, expected = len(runs.resumed.execution.losses), each * (script.steps - script.save_every)
+    return found != expected if runs.resumed.execution.is_done else found > expected
+
+
+def has_same_first_loss(runs: Runs) -> str:
+    """Check the first loss after the resume against the same step of the uninterrupted run."""
+    expected, found = first_losses(runs)
+    if expected == found:
+        return f"step {runs.script.save_every + 1}: {show(found)} in both runs"
+    if is_same_loss(runs, expected, found):
+        return f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: close"
+    hint = "the weights, the data or the random state are not those of the checkpoint (see the checks below)"
+    raise Failed(f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: {hint}")
+
+
+def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the losses of the first step after the checkpoint, in the uninterrupted and in the resumed run."""
+    script = runs.script
+    whole = runs.losses_by_step(runs.whole, script.steps) if script.loss else None
+    if whole is None:
+        raise Skipped("no losses to compare")
+    each = len(whole[0])
+    found = runs.resumed.execution.losses[:each]
+    if len(found) < each:
+        raise Failed("the resumed run printed no loss")
+    return whole[script.save_every], tuple(sorted(found))
+
+
+def is_same_loss(runs: Runs, expected: tuple[float, ...], found: tuple[float, ...]) -> bool:
+    """Return whether two losses are equal; if two runs of the command are not, whether they are within a hundredth."""
+    pairs = list(zip(expected, found, strict=True))
+    return expected == found or (not runs.tolerance.is_exact and all(abs(a - b) <= 0.01 * abs(a) for a, b in pairs))
+
+
+def show(losses: tuple[float, ...]) -> str:
+    return ", ".join(f"{loss:.6g}" for loss in losses[:2])
+
+
+# In this order. Without one that is `needed`, the others say nothing.
+CHECKS: dict[str, Callable[[Runs], str]] = {
+    "run": runs_and_saves,
+    "checkpoints": recognizes,
+    "losses are finite": has_finite_losses,
+    "deterministic": is_deterministic,
+    "resume": resumes,
+    "first loss": has_same_first_loss,
+}
+NEEDED = frozenset({"run", "checkpoints", "deterministic", "resume"})

@@ -1,0 +1,120 @@
+"""Read and rewrite the values that lie in the files of a checkpoint: archives of torch.save, pickles, JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from zipfile import ZIP_STORED, ZipFile
+
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import ANY_NAME
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.layout import Layout
+
+_PICKLED = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".tar"})
+_PICKLE = "data.pkl"
+_PADDING = ".padding"  # an entry that fills an archive up to the length of the one that it replaces
+_LOCAL, _CENTRAL = 30, 46  # bytes of the two headers of a zip entry, without its name
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A value in `length` bytes at `offset` of a file; `prefix` is the way to it, as seen from the checkpoint.
+
+    It may only be replaced by one of the same length if it `is_inside` a file with others.
+    """
+
+    file: Path
+    offset: int
+    length: int
+    kind: Literal["archive", "pickle", "json"]
+    prefix: tuple[str | int, ...]
+    is_inside: bool = False
+
+    def read(self) -> bytes:
+        """Return its bytes."""
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.length)
+
+    def load(self) -> Any:
+        """Return its value, read inertly."""
+        data = self.read()
+        try:
+            if self.kind == "json":
+                return json.loads(data)
+            return inert_pickle.load(pickle_in(data) if self.kind == "archive" else data, ANY_NAME)[0]
+        except ValueError as error:
+            raise Unsupported(f"not JSON: {error}", path=self.file) from None
+        except CkptError as error:
+            raise error.blame(path=self.file) from None
+
+    def store(self, value: Any) -> None:
+        """Write another value in its place. Raises `Unsupported` if that cannot be pickled here, or is longer."""
+        if self.kind == "json":
+            data = json.dumps(value, indent=2).encode()
+        elif self.kind == "pickle":
+            data = dump(value)
+        else:
+            data = with_pickle(self.read(), dump(value), self.length if self.is_inside else None)
+        if not self.is_inside:
+            self.file.write_bytes(data)
+            return
+        with self.file.open("r+b") as file:
+            file.seek(self.offset)
+            file.write(data)
+
+
+def pickle_in(archive: bytes) -> bytes:
+    """Return the pickle in an archive of torch.save."""
+    with ZipFile(io.BytesIO(archive)) as opened:
+        name = next((name for name in opened.namelist() if name.endswith(f"/{_PICKLE}")), None)
+        if name is None:
+            raise Unsupported(f"expected `{_PICKLE}` in the archive, found none")
+        return opened.read(name)
+
+
+def with_pickle(archive: bytes, pickle: bytes, nbytes: int | None = None) -> bytes:
+    """Return an archive of torch.save with another pickle, padded to `nbytes`; its checksums are right."""
+    made = io.BytesIO()
+    with ZipFile(io.BytesIO(archive)) as old, ZipFile(made, "w", ZIP_STORED) as new:
+        for name in old.namelist():
+            new.writestr(name, pickle if name.endswith(f"/{_PICKLE}") else old.read(name))
+        folder = old.namelist()[0].partition("/")[0]
+    if nbytes is None:
+        return made.getvalue()
+    name = f"{folder}/{_PADDING}"
+    missing = nbytes - made.tell() - _LOCAL - _CENTRAL - 2 * len(name)
+    if missing < 0:
+        raise Unsupported(f"expected an archive of at most {nbytes} bytes, found {nbytes - missing}")
+    with ZipFile(made, "a", ZIP_STORED) as new:
+        new.writestr(name, bytes(missing))
+    return made.getvalue()
+
+
+def containers_of(layout: Layout, prefix: tuple[str | int, ...]) -> Iterator[Container]:
+    """Return the entries of a layout that are archives by themselves, as those of DCP."""
+    for name, blob in layout.blobs.items():
+        if blob.content is None and blob.where is None and blob.length:
+            key = (*prefix, *layout.key(name))
+            yield Container(layout.root / blob.path, blob.offset, blob.length, "archive", key, is_inside=True)
+
+
+def container_of_file(file: Path, prefix: tuple[str | int, ...]) -> Container | None:
+    """Return what lies in a small file of states, None if it is no pickle and no JSON."""
+    size = file.stat().st_size
+    if file.suffix == ".json":
+        return Container(file, 0, size, "json", prefix)
+    if file.suffix not in _PICKLED:
+        return None
+    with file.open("rb") as opened:
+        head = opened.read(2)
+    kind: Literal["archive", "pickle"] | None = {b"PK": "archive", b"\x80\x02": "pickle"}.get(head)  # type: ignore[assignment]
+    if kind is None and head[:1] == b"\x80":
+        kind = "pickle"
+    return Container(file, 0, size, kind, prefix) if kind else None

@@ -1,0 +1,149 @@
+"""Run the script, a shell command with a time limit, and read its losses. All its processes end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+
+from ckptkit.plugins.resume_proof.options import ScriptOptions
+
+_MARK = "CKPTKIT_PROOF"  # an environment variable by which all processes of a command are found
+_POLL = 0.002  # seconds between two looks: a small checkpoint is written in some milliseconds
+_TAIL = 1 << 16  # bytes at the end of a log in which its last error is looked for
+_OF_GPU = re.compile(
+    r"no NVIDIA driver|No CUDA GPUs|not compiled with CUDA|CUDA (is|was) not available|no ROCm", re.IGNORECASE
+)
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*|error: .*)$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One execution of the command: its run directory, the file with its output, its losses in order.
+
+    `exit_code` is None if it was ended by us: because of the time limit, or where a `watch` asked for it.
+    """
+
+    run: Path
+    log: Path
+    exit_code: int | None
+    losses: tuple[float, ...]
+    seconds: float
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the command ended by itself and without an error."""
+        return self.exit_code == 0
+
+    def describe_failure(self) -> str:
+        """Return how it ended, with the last error that it printed and where its output is."""
+        if self.exit_code is None:
+            return f"still running after {self.seconds:.0f} s; output: {self.log}; hint: raise --time-limit"
+        output = self.log.read_bytes().partition(b"\n")[2]  # without the command itself
+        tail = output[-_TAIL:].decode("utf-8", "replace")
+        if _OF_GPU.search(tail):
+            return f"the script needs a GPU, and this machine has none; output: {self.log}"
+        errors = [error for error in _ERROR.findall(tail) if "ChildFailedError" not in error]
+        lines = errors or tail.strip().splitlines() or ["no output"]
+        return f"exit code {self.exit_code}: {lines[-1].strip()[:200]}; output: {self.log}"
+
+
+def execute(
+    script: ScriptOptions,
+    run: Path,
+    log: Path,
+    nproc: int,
+    *,
+    checkpoint: Path | None = None,
+    watch: Callable[[], bool] = lambda: False,
+) -> Execution:
+    """Run the command in its own session until it ends, its time is over, or `watch` returns True.
+
+    No process that it started is left when this returns. `checkpoint` is what it resumes from.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    mark, started = uuid.uuid4().hex, time.monotonic()
+    command = script.command_line(run, nproc, checkpoint)
+    log.write_text(f"$ {command}\n")
+    process = subprocess.Popen(
+        f"exec >>{shlex.quote(str(log))} 2>&1\n{command}",
+        shell=True, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, _MARK: mark},
+    )  # fmt: skip
+    try:
+        exit_code = wait(process, started + script.time_limit, watch)
+    finally:
+        end(process, mark)
+    losses = read_losses(script, run, log)
+    return Execution(run, log, exit_code, losses, time.monotonic() - started)
+
+
+def wait(process: subprocess.Popen[bytes], deadline: float, watch: Callable[[], bool]) -> int | None:
+    """Return the exit code of a process; None once it has to be ended."""
+    while time.monotonic() < deadline and not watch():
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL)
+    return None
+
+
+def end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kill the command and all that it started: also workers that torchrun has put into sessions of their own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    while marked := find_marked(mark):
+        for number in marked:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(_POLL)
+
+
+def find_marked(mark: str) -> list[int]:
+    """Return the living processes that inherited the mark; [] on systems without /proc."""
+    wanted, found = f"{_MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or gone meanwhile
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def read_losses(script: ScriptOptions, run: Path, log: Path) -> tuple[float, ...]:
+    """Return the losses in the order in which they were written; () without a pattern, or if none matches."""
+    if script.loss_file:
+        file, key = script.loss_file
+        path = run / file
+        lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+        return tuple(loss for line in lines if (loss := loss_in(line, key)) is not None)
+    if script.loss is None:
+        return ()
+    text = log.read_text("utf-8", "replace").partition("\n")[2]  # without the command itself
+    return tuple(map(to_float, re.findall(script.loss, text)))
+
+
+def loss_in(line: str, key: str) -> float | None:
+    """Return the loss in a line of JSON, None if there is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return to_float(found[key]) if isinstance(found, dict) and key in found else None
+
+
+def to_float(text: object) -> float:
+    try:
+        return float(str(text).strip().rstrip(".,;"))
+    except ValueError:
+        return nan

@@ -1,0 +1,87 @@
+"""Find the checkpoints that a script saved in its run directory, and give a resume a copy of one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
+from ckptkit.io.file import folders
+from ckptkit.trainers.trackers import trackers_in
+
+_DEEPEST = 4  # levels of directories: `logs/version_0/checkpoints` is three below a run
+_SMALL = 1 << 20  # bytes of a file beside the checkpoints that a resume may need, such as settings
+
+
+def checkpoints_of(run: Path) -> dict[int, Checkpoint]:
+    """Return the checkpoints of a run by step, complete or not: those of the highest directory that has any."""
+    for folder in folders_of(run):
+        named = named_in(folder)
+        steps = {step: checkpoint for checkpoint in named if (step := step_of(checkpoint)) is not None}
+        if steps:
+            return steps
+    return {}
+
+
+def step_of(checkpoint: Checkpoint) -> int | None:
+    """Return the step of a checkpoint, by its name alone where it is not complete."""
+    return checkpoint.step if checkpoint.is_complete else checkpoint.own_step
+
+
+def folders_of(run: Path) -> Iterator[Path]:
+    """Return the run directory and the directories in it, level by level."""
+    level = [run]
+    for _ in range(_DEEPEST):
+        yield from level
+        level = [inner for folder in level for inner in sorted(folders(folder))]
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return all files of a checkpoint, or the one that it is, as far as they are there while others write."""
+    if path.is_file():
+        return [path]
+    return sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of all files of a checkpoint or a run."""
+    return sum(file.stat().st_size for file in files_of(path))
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Copy a checkpoint, a directory or a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True)
+    else:
+        shutil.copy2(source, target)
+
+
+def copy_run_files(source: Path, target: Path, *, latest: tuple[str, str], without: str | None) -> None:
+    """Copy the small files beside the checkpoints of a run, but for the file `without`.
+
+    A latest-checkpoint file names the first of `latest` in the source, and the second in the copy.
+    """
+    last, wanted = latest
+    for folder in (source, *(last_folder.parent for last_folder in source.rglob(last) if last_folder.parent != source)):
+        there = target / folder.relative_to(source)
+        there.mkdir(parents=True, exist_ok=True)
+        trackers = {tracker.name: tracker for tracker in trackers_in(folder)}
+        for file in folder.iterdir():
+            if file.is_symlink():
+                if file.readlink().name == last:
+                    (there / file.name).symlink_to(file.readlink().with_name(wanted))
+            elif file.is_file() and file.stat().st_size <= _SMALL and file.name not in (without, last, wanted):
+                shutil.copy2(file, there / file.name)
+                if file.name in trackers:
+                    point_to(there / file.name, trackers[file.name].target, last, wanted)
+
+
+def point_to(tracker: Path, target: str, last: str, wanted: str) -> None:
+    """Write the name or the step of another checkpoint into a latest-checkpoint file."""
+    text = tracker.read_text("utf-8")
+    steps = {name: "".join(filter(str.isdigit, name)) for name in (last, wanted)}
+    changed = text.replace(last, wanted) if last in text else text.replace(target, steps[wanted])
+    tracker.write_text(changed, "utf-8")

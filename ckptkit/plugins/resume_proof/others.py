@@ -1,0 +1,200 @@
+"""The last checks of a script: another world size, one file and back, killed while saving, an export."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import ckptkit
+from ckptkit.checkpoints.checkpoint import find_latest
+from ckptkit.checks.verify import verify
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import convert
+from ckptkit.conversion.reshard import reshard
+from ckptkit.errors import Unsupported
+from ckptkit.plugins.resume_proof.compare import GroupDifference, differences
+from ckptkit.plugins.resume_proof.execute import execute
+from ckptkit.plugins.resume_proof.find import checkpoints_of, files_of
+from ckptkit.plugins.resume_proof.groups import MOMENTS, WEIGHTS
+from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.states import find_damage, read_state
+from ckptkit.words import count
+
+_SUMS = 1e-3  # relative: how far sums in another order may drive the tensors of two equal runs apart in some steps
+_MOMENTS_OF_SAVING = 3  # at the first file of a checkpoint, at half of its files, and at the last
+_CONFIG = "config.json"
+_RENAME = "save to a directory with another name, and rename it at the end"
+
+
+def resumes_at_another_size(runs: Runs) -> str:
+    """Check that a resharded checkpoint resumes on another number of ranks, and ends near the uninterrupted run.
+
+    That is only so if the global batch does not depend on the number of ranks, which a run from the beginning tells.
+    """
+    size = runs.script.resume_nproc
+    if size is None or size == runs.nproc or "{nproc}" not in runs.script.command:
+        raise Skipped("no other number of ranks: pass --resume-nproc, and {nproc} in --command")
+    require_continuing(runs)
+    with runs.room_of("resharded"), runs.room_of("other-size"):
+        source = copy_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
+        resumed = runs.resume("resharded", source=source, nproc=size)
+        shutil.rmtree(source, ignore_errors=True)
+        runs.require_done(resumed.execution, f"the script does not resume on {count(size, 'rank')}")
+        if resumed.state is None:
+            raise Failed(f"on {count(size, 'rank')} the resumed run saved no checkpoint")
+        control = runs.start("other-size", nproc=size)
+        runs.require_done(control, f"the script does not run on {count(size, 'rank')}")
+        groups = (WEIGHTS, MOMENTS)
+        expected = furthest(differences(runs.last, runs.state_at_end(control), groups=groups))
+        found = furthest(differences(runs.last, resumed.state, groups=groups))
+        if expected > _SUMS:
+            raise Skipped(
+                f"it resumes on {count(size, 'rank')}; the result depends on the number of ranks "
+                f"(from the beginning, too: {expected:.2g} relative), so it was not compared"
+            )
+        allowed = max(4 * expected, 4 * runs.tolerance.largest)
+        if found > allowed:
+            raise Failed(
+                f"on {count(size, 'rank')} weights and moments differ by {found:.2g}, and by {expected:.2g} from the "
+                f"beginning: load every entry by its name and not by its rank"
+            )
+    apart = f"differs by {found:.2g} (relative), from the beginning by {expected:.2g}"
+    return f"{runs.nproc} to {count(size, 'rank')}: {apart}"
+
+
+def furthest(found: list[GroupDifference]) -> float:
+    return max((gap.distance for gap in found), default=0.0)
+
+
+def goes_to_one_file_and_back(runs: Runs) -> str:
+    """Check that the checkpoint, converted to one file and back, resumes as the original does."""
+    formats = runs.middle.formats
+    if formats != ("dcp",) or not (runs.middle_path / ".metadata").exists():
+        raise Skipped(f"made for a directory in DCP's format, found {' and '.join(formats)}")
+    require_continuing(runs)
+
+    def there_and_back(target: Path) -> None:
+        single = target.with_name(f"{target.name}-one-file")
+        convert(runs.middle_path, single, to="pt")
+        convert(single, target, to="dcp", world_size=runs.nproc)
+        shutil.rmtree(single)
+
+    with runs.room_of("one-file"):
+        source = copy_with_files(runs, "one-file-source", there_and_back)
+        resumed = runs.resume("one-file", source=source)
+        shutil.rmtree(source, ignore_errors=True)
+        runs.require_done(resumed.execution, "the script does not resume from the converted checkpoint")
+        gaps = differences(runs.resumed_state, resumed.state, runs.tolerance) if resumed.state else None
+        if gaps is None or gaps:
+            raise Failed(
+                f"after the conversion differ {gaps[0].describe() if gaps else 'all states'}: report this to ckptkit"
+            )
+    return "dcp to pt to dcp: the resumed run ends with the same state"
+
+
+def copy_with_files(runs: Runs, label: str, write: Callable[[Path], object]) -> Path:
+    """Return a converted middle checkpoint: what `write` writes, and the files beside it that no conversion copies."""
+    target = runs.room / COPIES / label / runs.middle_path.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write(target)
+    layouts = {tensor.layout.root / name for tensor in runs.middle.tensors.values() for name in tensor.layout.files}
+    for file in files_of(runs.middle_path) if runs.middle_path.is_dir() else []:
+        there = target / file.relative_to(runs.middle_path)
+        if file not in layouts and not there.exists() and not file.name.startswith("."):
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, there)
+    return target
+
+
+def require_continuing(runs: Runs) -> None:
+    """Raise `Skipped` where an unchanged resume is not right, so that no other can be judged by it."""
+    if runs.gaps:
+        raise Skipped("the resumed run is not the uninterrupted one yet")
+
+
+def survives_a_kill(runs: Runs, part: int) -> str:
+    """Kill the script while it writes the last checkpoint; check that the latest complete one is found and resumes."""
+    require_continuing(runs)
+    last = runs.paths[runs.script.steps]
+    total = len(files_of(last))
+    wanted = max(1, round(total * part / (_MOMENTS_OF_SAVING - 1)))
+    label = f"killed-{part + 1}"
+    folder = runs.room / RUNS / label / last.relative_to(runs.whole.run).parent
+    names = re.compile(rf"(?<!\d){runs.script.steps}(?!\d)")
+    seen = 0
+
+    def is_saving() -> bool:
+        nonlocal seen
+        seen = sum(len(files_of(entry)) for entry in entries_of(folder) if names.search(entry.name))
+        return seen >= wanted
+
+    with runs.room_of(label):
+        killed = runs.start(label, watch=is_saving)
+        if killed.exit_code is not None:
+            raise Skipped(f"the save of {last.name} was over before the kill")
+        found = find_latest(folder)
+        broken = [
+            remark for remark in found.remarks if "which is not complete" in remark or "which does not exist" in remark
+        ]
+        if broken:
+            raise Failed(
+                f"killed at {seen} of {count(total, 'file')} of {last.name}: {broken[0]}: write it after the save"
+            )
+        if found.checkpoint is None:
+            raise Failed(f"killed at {seen} of {count(total, 'file')}: no complete checkpoint: save to a new directory")
+        step, path = found.checkpoint.step, found.checkpoint.path
+        damage = find_damage(path)
+        if damage:
+            raise Failed(
+                f"killed at {seen} of {count(total, 'file')}: {path.name} looks complete: {damage[0]}: {_RENAME}"
+            )
+        again = execute(runs.script, killed.run, runs.log(f"{label}-resumed"), runs.nproc, checkpoint=path)
+        if not again.is_done:
+            what = f"{path.name} looks complete, and the script does not resume from it"
+            raise Failed(
+                f"killed at {seen} of {count(total, 'file')}: {what}: {_RENAME}; seen: {again.describe_failure()}"
+            )
+        final = checkpoints_of(killed.run).get(runs.script.steps)
+        gaps = differences(runs.resumed_state, read_state(final.path), runs.tolerance) if final else None
+        if gaps is None or gaps:
+            what = gaps[0].describe() if gaps else "no checkpoint at the last step"
+            raise Failed(f"killed at {seen} of {count(total, 'file')}, and resumed from {path.name}: {what}")
+    return f"at {seen} of {count(total, 'file')} of {last.name}: {path.name} is complete and resumes (step {step})"
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Return the entries of a directory that another process writes to."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def exports(runs: Runs) -> str:
+    """Check that the last checkpoint consolidates, and that transformers computes the same if it has a config.json."""
+    last = runs.paths[runs.script.steps]
+    if not any((folder / _CONFIG).exists() for folder in (last, *last.parents[:2])):
+        made = consolidate(last, runs.out, overwrite=True, names="keep")
+        problems = [problem.line for part in verify(runs.out, against=last) for problem in part.problems]
+        if problems:
+            raise Failed(problems[0])
+        return f"{count(made.tensors, 'tensor')} in safetensors equal those of {last.name}; no {_CONFIG}, so no logits"
+    consolidate(last, runs.out, overwrite=True)
+    try:
+        proved = ckptkit.prove(runs.out, against=last)
+    except (Unsupported, ImportError) as error:
+        raise Skipped(f"exported, and the logits were not compared: {error}") from None
+    if not proved.is_ok:
+        raise Failed("; ".join(proved.summary()))
+    return f"the export computes the same as {last.name}: {count(proved.logits.tokens, 'token')}"
+
+
+LAST_CHECKS: dict[str, Callable[[Runs], str]] = {
+    "another world size": resumes_at_another_size,
+    "one file and back": goes_to_one_file_and_back,
+    **{f"killed while saving {part + 1}": partial(survives_a_kill, part=part) for part in range(_MOMENTS_OF_SAVING)},
+    "export": exports,
+}

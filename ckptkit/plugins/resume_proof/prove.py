@@ -1,0 +1,64 @@
+"""Prove a training script: make every check in order, and write the card."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptkit.errors import CkptError
+from ckptkit.plugins.resume_proof.card import write_card
+from ckptkit.plugins.resume_proof.checks import CHECKS, NEEDED
+from ckptkit.plugins.resume_proof.options import ScriptOptions
+from ckptkit.plugins.resume_proof.others import LAST_CHECKS
+from ckptkit.plugins.resume_proof.restored import restored_checks
+from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Failed, Runs, Skipped
+from ckptkit.training.smoke.smoke import Check
+
+
+def prove(
+    script: ScriptOptions, run: Path, out: Path, nproc: int, report: Callable[[Check], None] = lambda _: None
+) -> list[Check]:
+    """Return the checks of a script, each reported when it is done.
+
+    `run` gets the logs and the card `resume.md`, `out` the export.
+    """
+    remove(run, RUNS, COPIES, LOGS)  # what an earlier proof has kept would be taken for new checkpoints
+    runs = Runs(script, run, out, nproc)
+    checks: list[Check] = []
+
+    def make(name: str, look: Callable[[Runs], str]) -> bool:
+        checks.append(judge(name, lambda: look(runs)))
+        report(checks[-1])
+        return checks[-1].ok is not False or name not in NEEDED
+
+    try:
+        if all(make(name, look) for name, look in CHECKS.items()):
+            for name, look in {**restored_checks(runs), **LAST_CHECKS}.items():
+                make(name, look)
+    finally:
+        if not script.keep:
+            remove(run, RUNS, COPIES)
+    write_card(run / "resume.md", runs, checks)
+    return checks
+
+
+def remove(room: Path, *names: str) -> None:
+    for name in names:
+        shutil.rmtree(room / name, ignore_errors=True)
+
+
+def judge(name: str, look: Callable[[], str]) -> Check:
+    """Make one check: `look` returns what it compared, or raises."""
+    started = time.perf_counter()
+    ok: bool | None = True
+    try:
+        detail = look()
+    except Skipped as reason:
+        ok, detail = None, str(reason)
+    except Failed as reason:
+        ok, detail = False, str(reason)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the check was not made and the table must say so
+        ok, detail = False, error.line if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+    return Check(name, ok, detail, time.perf_counter() - started)

@@ -1,0 +1,223 @@
+"""Check that every group of state in a checkpoint is restored, and name the cause if a resumed run is another one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from ckptkit.errors import and_more
+from ckptkit.plugins.resume_proof.change import CHANGES, freeze, freeze_optimizer
+from ckptkit.plugins.resume_proof.checks import first_losses, has_other_steps, is_same_loss
+from ckptkit.plugins.resume_proof.compare import differences, measure_tensors
+from ckptkit.plugins.resume_proof.find import checkpoints_of
+from ckptkit.plugins.resume_proof.groups import (
+    DATA,
+    EMA,
+    IMPERATIVES,
+    MOMENTS,
+    OPTIMIZER_STEP,
+    OPTIONS,
+    OTHER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    STEP,
+    WEIGHTS,
+)  # fmt: skip
+from ckptkit.plugins.resume_proof.runs import Cause, Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
+from ckptkit.words import count
+
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # that betas or momentum decay
+_COUNTED = re.compile(r"running_(mean|var)|num_batches_tracked")  # buffers that a forward pass changes
+_SAME = 1e-6  # relative: moments that were decayed by a beta of almost 1, in float32
+
+Look = Callable[[Runs], str]
+
+
+def restored_checks(runs: Runs) -> dict[str, Look]:
+    """Return a check for each group of state that the checkpoint contains, and the verdict on the resumed run."""
+    groups = [group for group in runs.middle.groups if group in CHANGES]
+    checks: dict[str, Look] = {f"restored: {group}": partial(is_restored, group=group) for group in groups}
+    return {**checks, "loaded into its place": is_loaded_in_place, "resume continues the run": continues}
+
+
+def is_restored(runs: Runs, group: str) -> str:
+    """Check that a change of one group in the checkpoint reaches the resumed training."""
+    number, execution, found = runs.changed(group)
+    what = f"{count(number, 'entry')} {CHANGES[group]}"
+    if found is None:
+        raise Skipped(f"{what}: the script stopped, so it was not seen to restore it: {execution.describe_failure()}")
+    if found:
+        return f"{what}: {', '.join(one.group for one in found)} at step {runs.script.steps} changed"
+    if not runs.is_finite:
+        raise Skipped(f"{what}: the resumed run ends with NaN or infinite weights, which hide the change")
+    if not may_accuse(runs, group):
+        runs.unread.append(group)
+        raise Skipped(f"{what}: not read, and the resumed run has the same {group} without it")
+    runs.lost.append(group)
+    name = runs.middle_path.name
+    raise Failed(f"{group}: a change in {name} ({what}) does not reach the training: {IMPERATIVES[group]}")
+
+
+def may_accuse(runs: Runs, group: str) -> bool:
+    """Return whether a group that is not read makes the resumed run another one.
+
+    A script may compute a state anew, such as a learning rate from the step: it is then the same at the end.
+    """
+    differing = {gap.group for gap in runs.gaps}
+    if group == STEP:
+        return bool(differing & {STEP, OPTIMIZER_STEP}) or has_other_steps(runs)
+    return group in differing
+
+
+def is_loaded_in_place(runs: Runs) -> str:
+    """Resume with a learning rate of 0 and betas of 1: the weights and moments at the end are those that were loaded.
+
+    Skipped where the script takes its learning rate or betas from elsewhere: the steps then change all tensors.
+    """
+    if OPTIONS not in runs.middle.groups or {OPTIONS, SCHEDULER}.intersection(runs.lost + runs.unread):
+        raise Skipped("the script does not take its learning rate from the checkpoint")
+    with runs.room_of("frozen"):
+        resumed = runs.resume("frozen", change=freeze_optimizer)
+        if resumed.state is None:
+            raise Skipped(f"with a learning rate of 0: {resumed.execution.describe_failure()}")
+        if not stayed_frozen(runs.middle, resumed.state):
+            raise Skipped("the script does not take its learning rate and betas from the checkpoint")
+        found = list(misplaced(runs, resumed.state))
+    if found and not runs.gaps:
+        raise Skipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
+    if found:
+        runs.misloaded += found
+        raise Failed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
+    runs.is_in_place = True
+    weights, moments = (len(runs.middle.names_in(group)) for group in (WEIGHTS, MOMENTS))
+    what = f"{count(weights, 'weight')} and {count(moments, 'moment')}"
+    return f"{what} after steps with a learning rate of 0 are those of the checkpoint"
+
+
+def stayed_frozen(middle: SavedState, frozen: SavedState) -> bool:
+    """Return whether the last checkpoint of a run has the learning rate and the betas that its first one was given."""
+    given = {name: freeze(name, middle.values[name].value) for name in middle.names_in(OPTIONS)}
+    return all(name in frozen.values and frozen.values[name].value == value for name, value in given.items())
+
+
+def misplaced(runs: Runs, frozen: SavedState) -> Iterator[Cause]:
+    """Return each weight and moment that steps should not have changed, and that is not as in the checkpoint."""
+    distances = measure_tensors(runs.middle, frozen)
+    for name in runs.middle.names_in(WEIGHTS):
+        if name in distances and not _COUNTED.search(name):
+            yield Cause(WEIGHTS, f"the weight `{name}` is not the one in the checkpoint")
+    moments = [name for name in runs.middle.names_in(MOMENTS) if name.rpartition(".")[2] in _MOMENTS]
+    changed = [name for name in moments if name in distances and not distances[name].rel_l2 <= _SAME]
+    saved = {name: runs.middle.read(name) for name in moments} if changed else {}
+    for name in changed:
+        origin = next((one for one in moments if is_near(saved[one], frozen.read(name))), None)
+        where = f"`{origin}` of the checkpoint" if origin else "not the one in the checkpoint"
+        yield Cause(MOMENTS, f"the optimizer's `{name}` is {where}")
+
+
+def is_near(one: np.ndarray, two: np.ndarray) -> bool:
+    return one.shape == two.shape and bool(np.allclose(one, two, rtol=_SAME, atol=0))
+
+
+def continues(runs: Runs) -> str:
+    """Check that the resumed run ends as the uninterrupted one, or say what differs and why."""
+    outputs = differing_outputs(runs)
+    if not runs.gaps and not outputs and not runs.lost:
+        close = "bit for bit" if runs.tolerance.is_exact else f"within {4 * runs.tolerance.largest:.2g}"
+        tensors, entries = len(runs.last.tensors), len(runs.last.values)
+        return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
+    seen = "; ".join(gap.describe() for gap in runs.gaps[:3]) or ", ".join(outputs[:3])
+    group, why = find_cause(runs, outputs)
+    raise Failed(f"at step {runs.script.steps} differ {seen}; cause: {why}; hint: {IMPERATIVES[group]}")
+
+
+def differing_outputs(runs: Runs) -> list[str]:
+    """Return the first tensors that differ in files which both runs wrote beside their checkpoints."""
+    whole, resumed = (execution.run for execution in (runs.whole, runs.resumed.execution))
+    ours = read_outputs(whole, runs.paths.values())
+    theirs = read_outputs(resumed, (path.path for path in checkpoints_of(resumed).values()))
+    return [gap.first for gap in differences(ours, theirs, runs.tolerance)]
+
+
+def find_cause(runs: Runs, outputs: list[str]) -> Cause:
+    """Return the group of state that makes the resumed run another one, and how that shows."""
+    return next(chain(causes_proved(runs), causes_in_entries(runs), causes_left(runs, outputs)))
+
+
+def causes_proved(runs: Runs) -> Iterator[Cause]:
+    """Return causes that a changed copy or the number of steps has shown."""
+    if runs.lost:
+        yield Cause(runs.lost[0], f"{' and '.join(runs.lost)} in the checkpoint not restored")
+    yield from runs.misloaded
+    if has_other_steps(runs):
+        yield Cause(STEP, "step: the resumed run took another number of steps")
+
+
+def causes_in_entries(runs: Runs) -> Iterator[Cause]:
+    """Return causes that show in entries which no other state changes, such as a count of steps."""
+    groups, gaps = runs.middle.groups, {gap.group: gap for gap in runs.gaps}
+    if OPTIMIZER_STEP in gaps:
+        yield cause_of_other_count(runs, gaps[OPTIMIZER_STEP].first)
+    for group in (SCHEDULER, SCALER, DATA, RANDOM):
+        if group in gaps:
+            yield Cause(group, f"{group}: it reaches the training, and is another at the end")
+    if OPTIONS in gaps and SCHEDULER not in groups:
+        yield Cause(SCHEDULER, f"{gaps[OPTIONS].describe()}; no scheduler is in the checkpoint")
+    if OPTIONS in gaps:
+        yield Cause(OPTIONS, gaps[OPTIONS].describe())
+
+
+def cause_of_other_count(runs: Runs, name: str) -> Cause:
+    """Return why the optimizer counted another number of steps; `name` is its count.
+
+    Where the uninterrupted run left steps out, its script scales the loss.
+    """
+    before, expected, found = (count_in(state, name) for state in (runs.middle, runs.last, runs.resumed_state))
+    if expected - before < runs.script.steps - runs.script.save_every and SCALER not in runs.middle.groups:
+        return Cause(SCALER, "the script leaves out steps, and no gradient scaler is in the checkpoint")
+    group = OPTIMIZER_STEP if runs.script.loss else STEP
+    return Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
+
+
+def count_in(state: SavedState, name: str) -> float:
+    return float(state.values[name].value) if name in state.values else float(state.read(name))
+
+
+def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
+    """Return the causes that are left where every entry that nothing else changes is right; the last is certain."""
+    groups, gaps = runs.middle.groups, {gap.group for gap in runs.gaps}
+    if has_other_first_loss(runs) and RANDOM in groups:
+        yield Cause(DATA, "data position: every state is restored and the first loss differs, so its batch does")
+    if has_other_first_loss(runs):
+        yield Cause(
+            RANDOM, "random state or data position: the first loss differs, and no random state is in the checkpoint"
+        )
+    if OPTIONS in runs.unread and gaps:
+        yield Cause(OPTIONS, f"{OPTIONS}: not taken from the checkpoint, and only the first learning rate shows it")
+    if outputs and gaps <= {EMA}:
+        yield Cause(
+            EMA, f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
+        )
+    if gaps == {EMA}:
+        yield Cause(EMA, "EMA: only the averaged weights differ")
+    if runs.script.loss is None:
+        yield Cause(OTHER, "not found without the losses: pass --loss")
+    if runs.is_in_place:
+        yield Cause(
+            OPTIONS, f"{OPTIONS}: weights and moments are those of the checkpoint, and the first step is another"
+        )
+    yield Cause(MOMENTS, f"{MOMENTS}: the first loss is equal, and the first step is not")
+
+
+def has_other_first_loss(runs: Runs) -> bool:
+    try:
+        expected, found = first_losses(runs)
+    except (Failed, Skipped):
+        return False
+    return not is_same_loss(runs, expected, found)

@@ -1,0 +1,204 @@
+"""The runs of the script that the checks compare, each made when it is first needed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ckptkit.plugins.resume_proof.change import change_group
+from ckptkit.plugins.resume_proof.compare import GroupDifference, Tolerance, control_tolerance, differences
+from ckptkit.plugins.resume_proof.execute import Execution, execute
+from ckptkit.plugins.resume_proof.find import checkpoints_of, copy_checkpoint, copy_run_files
+from ckptkit.plugins.resume_proof.groups import WEIGHTS
+from ckptkit.plugins.resume_proof.options import ScriptOptions
+from ckptkit.plugins.resume_proof.states import SavedState, read_state
+
+RUNS, COPIES, LOGS = "runs", "copies", "logs"  # directories below --run
+
+
+class Failed(Exception):
+    """What a check found wrong, with one imperative."""
+
+
+class Skipped(Exception):
+    """Why a check cannot be made, or cannot decide."""
+
+
+class Cause(NamedTuple):
+    """The group of state that makes a resumed run another one, and how that shows."""
+
+    group: str
+    why: str
+
+
+class Resumed(NamedTuple):
+    """A resumed execution, and the state that it saved at the last step; None if it saved none."""
+
+    execution: Execution
+    state: SavedState | None
+
+
+@dataclass
+class Runs:
+    """All executions of one script: `room` has their directories and logs; `nproc` is the number of ranks."""
+
+    script: ScriptOptions
+    room: Path
+    out: Path
+    nproc: int
+    lost: list[str] = field(default_factory=list)  # groups of state that do not reach the training
+    unread: list[str] = field(default_factory=list)  # groups that are not read, and at the end as they should be
+    is_in_place: bool = False  # whether weights and moments were proved to be those of the checkpoint
+    misloaded: list[Cause] = field(default_factory=list)  # what was not loaded into its place
+
+    # the uninterrupted run
+
+    @cached_property
+    def whole(self) -> Execution:
+        """Return the uninterrupted run, from 0 to the last step."""
+        return self.start("whole")
+
+    @cached_property
+    def paths(self) -> dict[int, Path]:
+        """Return the checkpoints of the uninterrupted run by step."""
+        return {step: checkpoint.path for step, checkpoint in checkpoints_of(self.whole.run).items()}
+
+    @property
+    def middle_path(self) -> Path:
+        return self.paths[self.script.save_every]
+
+    @cached_property
+    def middle(self) -> SavedState:
+        """Return the state that the resumed runs start from."""
+        return read_state(self.middle_path)
+
+    @cached_property
+    def last(self) -> SavedState:
+        """Return the state at the last step of the uninterrupted run."""
+        return read_state(self.paths[self.script.steps])
+
+    @cached_property
+    def tolerance(self) -> Tolerance:
+        """Return by how much a second run of the same command differs."""
+        with self.room_of("control"):
+            again = self.start("control")
+            self.require_done(again, "the command was run a second time in another directory")
+            return control_tolerance(self.last, self.state_at_end(again))
+
+    # resumed runs
+
+    @cached_property
+    def resumed(self) -> Resumed:
+        """Return the run that was resumed in the middle, from an unchanged copy."""
+        return self.resume("resumed")
+
+    @cached_property
+    def resumed_state(self) -> SavedState:
+        """Return the state at the last step of the resumed run."""
+        state = self.resumed.state
+        if state is None:
+            raise Failed(f"the resumed run saved no checkpoint at step {self.script.steps}")
+        return state
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Return whether all weights at the last step of the resumed run are finite numbers."""
+        names = self.resumed_state.names_in(WEIGHTS)
+        return all(bool(np.isfinite(self.resumed_state.read(name)).all()) for name in names)
+
+    @cached_property
+    def gaps(self) -> list[GroupDifference]:
+        """Return in which groups the resumed run differs from the uninterrupted one at the last step."""
+        return differences(self.last, self.resumed_state, self.tolerance)
+
+    def changed(self, group: str) -> tuple[int, Execution, list[GroupDifference] | None]:
+        """Resume from a copy with one group of state changed.
+
+        Return the number of changed entries, the execution, and what differs at its end from the unchanged resume; None
+        if it saved no checkpoint.
+        """
+        label = f"changed-{group.replace(' ', '-').lower()}"
+        count = 0
+
+        def change(path: Path) -> None:
+            nonlocal count
+            count = change_group(path, group)
+            if not count:
+                raise Skipped("found nothing in it that can be changed")
+
+        with self.room_of(label):
+            resumed = self.resume(label, change=change)
+            if not resumed.execution.is_done or resumed.state is None:
+                return count, resumed.execution, None
+            return count, resumed.execution, differences(self.resumed_state, resumed.state, self.tolerance)
+
+    # what all of them do
+
+    def start(self, label: str, *, nproc: int | None = None, watch: Callable[[], bool] = lambda: False) -> Execution:
+        """Run the command from the beginning in a fresh directory."""
+        return execute(self.script, self.room / RUNS / label, self.log(label), nproc or self.nproc, watch=watch)
+
+    def resume(
+        self,
+        label: str,
+        *,
+        source: Path | None = None,
+        change: Callable[[Path], object] = lambda _: None,
+        nproc: int | None = None,
+    ) -> Resumed:
+        """Resume from a copy of the middle checkpoint, or of `source` in its place, after a `change` of the copy."""
+        run = self.room / RUNS / label
+        below = self.middle_path.relative_to(self.whole.run)
+        if self.script.resumes_by_itself:
+            copy = run / below
+            latest = (self.paths[self.script.steps].name, self.middle_path.name)
+            without = self.script.loss_file[0] if self.script.loss_file else None
+            copy_run_files(self.whole.run, run, latest=latest, without=without)
+        else:
+            copy = self.room / COPIES / label / below
+        copy_checkpoint(source or self.middle_path, copy)
+        change(copy)
+        execution = execute(self.script, run, self.log(label), nproc or self.nproc, checkpoint=copy)
+        return Resumed(execution, self.state_at_end(execution) if execution.is_done else None)
+
+    def state_at_end(self, execution: Execution) -> SavedState:
+        """Return the state that a finished run saved at the last step."""
+        found = checkpoints_of(execution.run).get(self.script.steps)
+        if found is None:
+            raise Failed(f"no checkpoint at step {self.script.steps} after it; output: {execution.log}")
+        return read_state(found.path)
+
+    def require_done(self, execution: Execution, what: str) -> None:
+        """Raise `Failed` unless a run ended by itself and without an error."""
+        if not execution.is_done:
+            raise Failed(f"{what}: {execution.describe_failure()}")
+
+    def log(self, label: str) -> Path:
+        return self.room / LOGS / f"{label}.txt"
+
+    @contextmanager
+    def room_of(self, label: str) -> Iterator[None]:
+        """Delete the directories of a run at the end, unless they are to be kept: they need as much room as it."""
+        try:
+            yield
+        finally:
+            if not self.script.keep:
+                for place in (RUNS, COPIES):
+                    shutil.rmtree(self.room / place / label, ignore_errors=True)
+
+    def losses_by_step(self, execution: Execution, steps: int) -> list[tuple[float, ...]] | None:
+        """Return the losses of each of so many steps; None if the number of losses is not a multiple of it.
+
+        There are several for each step if every rank prints its own.
+        """
+        each, rest = divmod(len(execution.losses), steps)
+        if not each or rest:
+            return None
+        return [tuple(sorted(execution.losses[i * each : (i + 1) * each])) for i in range(steps)]

@@ -1,0 +1,176 @@
+"""Read what a checkpoint contains: every tensor and every number, each with the group of state that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checks.open import LazyCheckpoint
+from ckptkit.checks.verify import verify
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.formats import detect_format
+from ckptkit.layout import Layout
+from ckptkit.models.companions import FILES
+from ckptkit.models.names.weights import find_weights
+from ckptkit.plugins.resume_proof.containers import Container, container_of_file, containers_of
+from ckptkit.plugins.resume_proof.groups import GROUPS, group_of
+from ckptkit.plugins.resume_proof.values import scalars_in
+
+_OUTPUTS = (".pt", ".pth", ".bin", ".safetensors")
+Prefix = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint: its group, and its name in the layout that says where it lies."""
+
+    group: str
+    layout: Layout
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A number, text or bytes in a checkpoint: its group, and the way to it in the container that it lies in."""
+
+    group: str
+    value: Any
+    container: Container
+    path: Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """All of a checkpoint by dotted names. `unread` has a line for each file that could not be read."""
+
+    path: Path
+    trainer: str | None
+    formats: tuple[str, ...]
+    tensors: Mapping[str, SavedTensor]
+    values: Mapping[str, SavedValue]
+    unread: tuple[str, ...]
+
+    @property
+    def groups(self) -> list[str]:
+        """Return the groups that it contains, in the order of the table."""
+        found = {entry.group for entry in self.tensors.values()} | {entry.group for entry in self.values.values()}
+        return [group for group in GROUPS if group in found]
+
+    def names_in(self, group: str) -> list[str]:
+        """Return the names of the entries in a group, tensors first."""
+        entries: dict[str, SavedTensor | SavedValue] = {**self.tensors, **self.values}
+        return [name for name, entry in entries.items() if entry.group == group]
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """Return the elements of a tensor."""
+        tensor = self.tensors[name]
+        return LazyCheckpoint(tensor.layout)[tensor.name].numpy()
+
+
+def read_state(path: Path) -> SavedState:
+    """Return what the checkpoint at a path contains; runs no code from it.
+
+    Raises `Unsupported` if no format of ckptkit claims it. Files that cannot be read are named in the result.
+    """
+    checkpoint = Checkpoint.at(path)
+    if not checkpoint.components:
+        raise checkpoint.unreadable or Unsupported("ckptkit does not know this format", path=path)
+    tensors: dict[str, SavedTensor] = {}
+    containers: list[Container] = []
+    unread: list[str] = []
+    used: set[Path] = set()
+    for component in checkpoint.components:
+        prefix: Prefix = (component.place,) if component.place and component.under is None else ()
+        try:
+            layout = component.layout
+        except Unsupported as error:  # its files are read one by one below
+            unread.append(error.line)
+            continue
+        used |= {layout.root / name for name in layout.files}
+        weights = weights_in(layout) if component.is_model else set()
+        tensors.update(tensors_in(layout, prefix, weights))
+        containers += containers_of(layout, prefix)
+    for file in files_in(path):
+        prefix = prefix_of(file, path)
+        if file not in used and (loose := loose_layout(file)):
+            tensors.update(tensors_in(loose, prefix, weights_in(loose) if unread else set()))
+        containers += filter(None, [container_of_file(file, prefix)])
+    values: dict[str, SavedValue] = {}
+    for container in containers:
+        values |= values_in(container, unread)
+    formats = tuple(dict.fromkeys(component.reader.name for component in checkpoint.components))
+    return SavedState(
+        path, checkpoint.named_trainer if unread else checkpoint.trainer, formats, tensors, values, tuple(unread)
+    )
+
+
+def read_outputs(run: Path, checkpoints: Iterable[Path]) -> SavedState:
+    """Return what lies in the files of tensors in a run beside its checkpoints, such as weights saved at its end."""
+    tensors: dict[str, SavedTensor] = {}
+    inside = set(checkpoints)
+    for file in files_in(run):
+        if file.suffix in _OUTPUTS and not inside.intersection((file, *file.parents)) and (loose := loose_layout(file)):
+            tensors |= dict(tensors_in(loose, prefix_of(file, run), set()))
+    return SavedState(run, None, (), tensors, {}, ())
+
+
+def weights_in(layout: Layout) -> set[str]:
+    """Return the names of the model's tensors in a layout."""
+    try:
+        found = find_weights(layout)
+    except (Mismatch, Unsupported):
+        return set()
+    return set(found.origins_of(found.layout.tensors))
+
+
+def tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Iterator[tuple[str, SavedTensor]]:
+    """Return the tensors of a layout by their names in the checkpoint."""
+    for name in layout.tensors:
+        key = (*prefix, *layout.key(name))
+        group = group_of(key, is_tensor=True, is_weight=name in weights)
+        yield ".".join(map(str, key)), SavedTensor(group, layout, name)
+
+
+def values_in(container: Container, unread: list[str]) -> dict[str, SavedValue]:
+    """Return the scalars in a container by name; what cannot be read is noted."""
+    try:
+        found = list(scalars_in(container.load()))
+    except (Corrupt, Unsupported) as error:
+        unread.append(error.line)
+        return {}
+    made: dict[str, SavedValue] = {}
+    for path, value in found:
+        key = (*container.prefix, *path)
+        made[".".join(map(str, key))] = SavedValue(group_of(key, is_tensor=False), value, container, path)
+    return made
+
+
+def files_in(path: Path) -> list[Path]:
+    """Return the files of a checkpoint that may contain states, in order; a model's config and tokenizer do not."""
+    there = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return [file for file in there if file.name not in FILES and file.name != MANIFEST and ".index." not in file.name]
+
+
+def prefix_of(file: Path, root: Path) -> Prefix:
+    """Return the way to the contents of a file: the directories below the checkpoint, and its name."""
+    return tuple(file.relative_to(root).with_suffix("").parts) if file != root else ()
+
+
+def loose_layout(file: Path) -> Layout | None:
+    """Return where the tensors in a file beside the model lie, None if it has none that can be read."""
+    reader = detect_format(file)
+    try:
+        return reader.read(file) if reader else None
+    except (Corrupt, Unsupported):
+        return None
+
+
+def find_damage(path: Path) -> list[str]:
+    """Return what `ckptkit verify` finds wrong with a checkpoint, a line each."""
+    return [problem.line for part in verify(path) for problem in part.problems]

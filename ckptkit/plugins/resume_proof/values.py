@@ -1,0 +1,70 @@
+"""Walk through an inertly read value, and copy it with some of its numbers changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.formats.pickles.inert_pickle import SCALARS, Dict, PersistentId, Record
+from ckptkit.formats.pickles.tensor_calls import is_tensor
+
+Path = tuple[str | int, ...]
+Visit = Callable[[Path, Any], Any]  # (where a scalar is, its value) -> its new value
+
+
+@dataclass(slots=True)
+class Copying:
+    """A copy of a value in the making; objects that are shared in the value are shared in the copy."""
+
+    visit: Visit
+    copies: dict[int, Any] = field(default_factory=dict)
+
+    def copy(self, value: Any, path: Path) -> Any:
+        """Return the copy of what is at a path. Tensors stay as they are."""
+        if isinstance(value, SCALARS):
+            return self.visit(path, value)
+        if isinstance(value, PersistentId | type) or is_tensor(value):
+            return value
+        if id(value) not in self.copies:
+            self.copies[id(value)] = self.copy_container(value, path)
+        return self.copies[id(value)]
+
+    def copy_container(self, value: Any, path: Path) -> Any:
+        if isinstance(value, dict):
+            return Dict({key: self.copy(child, (*path, named(key))) for key, child in value.items()})
+        if isinstance(value, list | tuple):
+            return type(value)([self.copy(child, (*path, i)) for i, child in enumerate(value)])
+        if isinstance(value, Record):
+            return self.copy_record(value, path)
+        return value
+
+    def copy_record(self, value: Record, path: Path) -> Record:
+        made = Record(value.of, self.copy(value.args, path), is_new=value.is_new)
+        made.state = self.copy(value.state, path)
+        if value.items is not None:
+            made.items = [(key, self.copy(child, (*path, named(key)))) for key, child in value.items]
+        if value.members is not None:
+            made.members = self.copy(value.members, path)
+        return made
+
+
+def named(key: object) -> str | int:
+    return key if isinstance(key, str | int) else str(key)
+
+
+def copy_with(value: Any, visit: Visit) -> Any:
+    """Return a copy of a value whose scalars are what `visit` returns for them."""
+    return Copying(visit).copy(value, ())
+
+
+def scalars_in(value: Any) -> Iterator[tuple[Path, Any]]:
+    """Return every scalar in a value, with its path."""
+    found: list[tuple[Path, Any]] = []
+
+    def visit(path: Path, scalar: Any) -> Any:
+        found.append((path, scalar))
+        return scalar
+
+    copy_with(value, visit)
+    return iter(found)

@@ -1,0 +1,60 @@
+"""The proof on real loops: what it says of trainers used as their documentation shows them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import accelerate  # noqa: F401 - train_accelerate.py needs it
+import lightning  # noqa: F401 - train_lightning.py needs it
+import pytest
+import transformers  # noqa: F401 - train_trainer.py needs it
+
+import ckptkit
+from ckptkit.training.smoke.smoke import Check
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+
+def prove(tmp_path: Path, name: str, resume_with: str, loss: str, save_every: int) -> dict[str, Check]:
+    """Prove a script beside this file."""
+    script = Path(__file__).with_name(f"train_{name}.py")
+    options = (
+        "--output_dir {run} --max_steps {steps} --save_steps {save_every}"
+        if name == "trainer"
+        else "--run {run} --steps {steps} --save-every {save_every}"
+    )
+    checks = ckptkit.smoke(
+        tmp_path / "run",
+        tmp_path / "out",
+        nproc=1,
+        command=f"{sys.executable} {script} {options}",
+        resume_with=resume_with,
+        loss=loss,
+        steps=2 * save_every,
+        save_every=save_every,
+    )
+    return {check.name: check for check in checks}
+
+
+def test_accelerate_passes_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    checks = prove(tmp_path, "accelerate", "--resume {checkpoint}", "loss ([0-9.]+)", 3)
+    assert not [check for check in checks.values() if check.ok is False]
+    assert checks["resume continues the run"].ok
+
+
+def test_accelerate_draws_another_random_number_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    checks = prove(tmp_path, "accelerate", "--resume {checkpoint}", "loss ([0-9.]+)", 4)
+    assert "cause: random state" in checks["resume continues the run"].detail
+    assert checks["restored: random state"].ok
+
+
+def test_lightning_saves_no_random_state(tmp_path: Path) -> None:
+    checks = prove(tmp_path, "lightning", "--resume {checkpoint}", "loss ([0-9.]+)", 4)
+    assert "no random state is in the checkpoint" in checks["resume continues the run"].detail
+    assert checks["loaded into its place"].ok
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    checks = prove(tmp_path, "trainer", "--resume_from_checkpoint {checkpoint}", "'loss': '?([0-9.]+)", 4)
+    assert checks["resume continues the run"].ok
