@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,8 @@ def test_every_page_is_listed() -> None:
 
 @pytest.mark.parametrize("page", [docs.OPTIONS, docs.PYTHON, docs.LOADS], ids=lambda page: page.name)
 def test_what_comes_from_the_program_is_up_to_date(page: Path) -> None:
+    if page == docs.OPTIONS and f"typer=={version('typer')}\n" not in matrix.CONSTRAINTS.read_text():
+        pytest.skip("other versions of typer print the help in another form")
     assert page.read_text() == docs.pages()[page], "stale: run `scripts/docs --write`"
 
 

@@ -99,8 +99,8 @@ def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str])
 def fit_hint(hint: str, words: Sequence[str]) -> str | None:
     """Return a hint for the command line `words` without the clauses that name options which the command does not have.
 
-    A clause with a command line of its own, such as `ckptkit convert SRC OUT --to pt`, stays. Returns None if no clause
-    is left.
+    A clause with a command line of its own, such as `ckptkit convert SRC OUT --to pt` or `pip install`, stays. Returns
+    None if no clause is left.
     """
     name = next((known for word in words if (known := SYNONYMS.get(word, word)) in COMMANDS), None)
     if name is None or "--" not in hint:
@@ -113,7 +113,7 @@ def fit_hint(hint: str, words: Sequence[str]) -> str | None:
     kept = [
         (joint, clause)
         for joint, clause in pairs
-        if "ckptkit " in clause or options.issuperset(re.findall(r"(?<![\w-])--[a-z][a-z-]+", clause))
+        if re.search(r"\b(ckptkit|pip) ", clause) or options.issuperset(re.findall(r"(?<![\w-])--[a-z][a-z-]+", clause))
     ]
     fitting = "".join(joint * bool(i) + clause for i, (joint, clause) in enumerate(kept))
     return f"pass {fitting}" if fitting.startswith("--") else fitting or None

@@ -145,6 +145,7 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
         ("prove a --against b", "pass --optimizer-order, or --base MODEL", "pass --base MODEL"),
         ("stats a", "run `ckptkit convert SRC OUT --to pt` first", None),
         ("stats a", "use an older checkpoint", None),
+        ("stats a", "pip install --upgrade x, or keep the names with --names keep", "pip install --upgrade x"),
         ("help", "pass --whatever", None),
         (
             "-q stats a",

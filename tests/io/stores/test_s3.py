@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -95,7 +97,13 @@ def test_a_run_is_listed_and_its_latest_checkpoint_taken(produce: Produce, bucke
     (bucket.root / "run/ckpt-15").mkdir()
     shutil.copy(produce(producers.fsdp2).root / "__0_0.distcp", bucket.root / "run/ckpt-15")
     (bucket.root / "run/config.json").write_text('{"model_type": "none"}')
-    bucket.server.fail("GET .*prefix=run/ckpt", first=partial(time.sleep, 0.1), times=6)
+    three = threading.Barrier(3)
+
+    def wait_for_others() -> None:
+        with suppress(threading.BrokenBarrierError):
+            three.wait(timeout=30)
+
+    bucket.server.fail("GET .*prefix=run/ckpt", first=wait_for_others, times=6)
     found = list_run(f"{bucket.url}/run")
     assert bucket.server.most >= 3
     assert [(listed.step, listed.is_complete) for listed in found.checkpoints] == [(5, True), (10, True), (15, False)]
