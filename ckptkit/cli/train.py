@@ -179,7 +179,7 @@ def smoke(
     json: Json = False,
     **script: Any,
 ) -> None:
-    """Check a short training run, or prove that a script resumes.
+    """Check a short training run, or check that your script resumes.
 
     Trains a tiny model for a few steps, then resumes, reshards and exports, and checks everything that it saves.
 
