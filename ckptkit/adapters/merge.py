@@ -31,8 +31,8 @@ from ckptkit.models.transformers_model import NotBuilt
 from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
 from ckptkit.state.model import Model
 from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
-from ckptkit.state.quantized.config import may_hold_quantized
 from ckptkit.state.quantized.plain import make_all_plain
+from ckptkit.state.quantized.signs import may_hold_quantized
 from ckptkit.state.steps import fit_config, give_names, unwrap
 
 _TIE = "tie_word_embeddings"

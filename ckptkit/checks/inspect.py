@@ -23,7 +23,7 @@ from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_config
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.models.names.weights import OF_ONE, find_weights, has_weights
-from ckptkit.state.quantized.config import may_be_quantized
+from ckptkit.state.quantized.signs import may_be_quantized
 from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
 from ckptkit.words import count, format_bytes, format_count

@@ -16,7 +16,7 @@ from ckptkit.layout import Layout
 from ckptkit.models.names import KEEP
 from ckptkit.state.model import Model
 from ckptkit.state.options import MODULE, QUANTIZERS, ConvertOptions
-from ckptkit.state.quantized.config import may_hold_quantized
+from ckptkit.state.quantized.signs import may_hold_quantized
 from ckptkit.state.steps import (
     cast,
     fit_config,

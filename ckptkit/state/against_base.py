@@ -15,9 +15,9 @@ from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import abridge
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.config import is_declared_quantized
 from ckptkit.state.quantized.find import find_quantized
 from ckptkit.state.quantized.packed import plain_name
+from ckptkit.state.quantized.signs import is_declared_quantized
 from ckptkit.words import count
 
 Shapes = Mapping[str, Shape]

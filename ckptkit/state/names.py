@@ -17,8 +17,9 @@ from ckptkit.models.expected import AskBase
 from ckptkit.models.names.custom import read_table
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.naming import AskedNames
+from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.parameters import parameters_in, rename_parameters
-from ckptkit.models.names.rule import outline_of, patterns_of
+from ckptkit.models.names.rule import patterns_of
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import Weights, find_weights, has_weights
 from ckptkit.state.selection import Edits

@@ -28,7 +28,7 @@ from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_
 from ckptkit.state.names import ask_names, names_of_weights
 from ckptkit.state.optimizers import Completed, Rekeying, complete_optimizers, key_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.config import may_be_quantized
+from ckptkit.state.quantized.signs import may_be_quantized
 from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
 from ckptkit.state.steps import WITH_FILES, names_of_base, require_files
 from ckptkit.trainers import say_opaque

@@ -32,7 +32,7 @@ from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.state.model import Model
 from ckptkit.state.names import ask_names
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.config import is_declared_quantized
+from ckptkit.state.quantized.signs import is_declared_quantized
 from ckptkit.words import count
 
 WITH_FILES = "dcp"  # the only format with which ckptkit writes files of a family

@@ -11,11 +11,7 @@ from ckptkit.errors import IOFailure
 # Ranks of one `torchrun` signal rank 0 through torch's store that they are done. Files on disk cannot be the signal:
 # they may be left from an earlier job that died.
 _ARRIVED = "ckptkit/arrived"
-
-
 _POLL_SECONDS = 0.1  # between two polls of the number of finished ranks
-
-
 _MAX_WAIT = timedelta(days=30)  # longest difference between the work of two ranks
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import Usage
 from ckptkit.layout.box import Shape
-from ckptkit.models.names.rule import outline_of
+from ckptkit.models.names.outline import outline_of
 
 if TYPE_CHECKING:
     from ckptkit.models.names.family import Family

@@ -21,7 +21,8 @@ from typing import Any
 from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.io.file import is_there, read_small
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.rule import Rule, outline_of, patterns_of
+from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.rule import Rule, patterns_of
 from ckptkit.models.names.sizes import SYMBOLS
 from ckptkit.models.names.steps import (
     Alternating,

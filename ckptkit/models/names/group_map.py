@@ -10,11 +10,7 @@ import re
 # megatron/core/transformer/fsdp_dtensor_checkpoint.py. The map has the module's parameter names. Weights and
 # states have these names too, or are split, or have names that are equal in all versions.
 GROUP_MAP = "param_to_group_meta"
-
-
 HALVES = ("_w", "_v")  # suffixes of the two saved halves of a gated layer
-
-
 _NORMALIZATIONS = (  # (pattern, replacement): removes the suffixes of split parameters and the differences of versions
     (r"((?:weight|bias)\d*)_[wv]$", r"\1"),
     (r"((?:in_proj|conv1d)\.(?:weight|bias))\.(?:query|key|value|z|beta|alpha)$", r"\1"),

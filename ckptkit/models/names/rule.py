@@ -13,21 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from ckptkit.models.names.outline import Numbers
 from ckptkit.models.names.steps import Same, TensorStep
-
-# a number that is a whole step of a name, or follows `weight` or `bias`, as in modules with several experts
-_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
-
-Numbers = tuple[int, ...]
-
-
-def outline_of(name: str) -> tuple[str, Numbers]:
-    """Return a name with `#` in place of its numbers, and the numbers.
-
-    A number is a whole step, or ends `weight` or `bias`.
-    """
-    return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
-
 
 _CAPTURE = re.compile(r"\{([a-z]+)\}")
 _OPTION = re.compile(r"\[([^\]]*)\]")

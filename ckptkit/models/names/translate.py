@@ -10,7 +10,8 @@ from typing import NamedTuple, Self
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import StoredTensor, axes
-from ckptkit.models.names.rule import Numbers, Pattern, Rule, outline_of, patterns_of
+from ckptkit.models.names.outline import Numbers, outline_of
+from ckptkit.models.names.rule import Pattern, Rule, patterns_of
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import FlatFront
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.rule import Rule, outline_of, with_bias
+from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.rule import Rule, with_bias
 from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, experts_of, has_experts
 from ckptkit.models.names.steps import Concatenated, Cropped, Grouped
 from ckptkit.plugins.megatron import hybrid_names as hybrid

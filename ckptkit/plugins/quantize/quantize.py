@@ -18,7 +18,7 @@ from ckptkit.models.fit import abridge
 from ckptkit.plugins.quantize.schemes import SCHEMES, Scheme
 from ckptkit.state.model import Model, RecipeFor, always
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.config import KEYS
+from ckptkit.state.quantized.signs import KEYS
 from ckptkit.state.selection import output_names_for
 from ckptkit.words import count
 

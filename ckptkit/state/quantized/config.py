@@ -11,41 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Spec
-
-KEYS = ("quantization_config", "compression_config")  # sections of config.json
-MLX = "quantization"  # MLX's section, which it repeats in `quantization_config`
-TEXT = "text_config"  # some multimodal models have the section in here
-OF_WEIGHTS = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale")
-_BYTES = ("int8", "uint8", "int32", "uint32")  # dtypes that packed numbers are stored in
-
-
-def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
-    """Return whether some of these tensors may be quantized weights or their scales."""
-    return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
-
-
-def may_hold_quantized(specs: Mapping[str, Spec], config: Mapping[str, Any]) -> bool:
-    """Return whether some of these tensors may be quantized, or config.json declares the model as quantized."""
-    return is_declared_quantized(config) or may_be_quantized(specs)
-
-
-def is_declared_quantized(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json declares the weights as quantized."""
-    text = config.get(TEXT)
-    sections = [config, text] if isinstance(text, dict) else [config]
-    return any(is_about_quantization(key, section[key]) for section in sections for key in section)
-
-
-def is_about_quantization(key: str, value: object) -> bool:
-    """Return whether an entry of a config.json describes the quantization of weights."""
-    return key in KEYS or (key == MLX and isinstance(value, dict) and "bits" in value)
-
-
-def may_be_packed(spec: Spec) -> bool:
-    """Return whether a tensor's dtype is one that quantized numbers are stored in."""
-    return spec.dtype.kind == "small_float" or spec.dtype.name in _BYTES
-
+from ckptkit.state.quantized.signs import (
+    KEYS,
+    MLX,
+    TEXT,
+    is_about_quantization,
+)
 
 _COMPRESSED, _MODELOPT, OF_MLX = "compressed-tensors", "modelopt", "mlx"
 _PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # methods that ckptkit can undo

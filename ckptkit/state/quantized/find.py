@@ -16,15 +16,9 @@ from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Shape
 from ckptkit.models.companions import find_config
-from ckptkit.state.quantized.config import (
-    OF_MLX,
-    OF_WEIGHTS,
-    QuantizationConfig,
-    may_be_packed,
-    may_hold_quantized,
-    read_quantization_config,
-)
+from ckptkit.state.quantized.config import OF_MLX, QuantizationConfig, read_quantization_config
 from ckptkit.state.quantized.packed import BLOCKS, Finder, Packed
+from ckptkit.state.quantized.signs import OF_WEIGHTS, may_be_packed, may_hold_quantized
 from ckptkit.state.quantized.stored.affine import SCALES
 from ckptkit.state.quantized.stored.floats8 import is_eight_bits
 from ckptkit.state.quantized.stored.integers import PACKED

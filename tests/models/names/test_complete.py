@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.models.names.complete import check_complete
-from ckptkit.models.names.rule import outline_of
+from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.sizes import Sizes
 
 CONFIG = {"num_hidden_layers": 3, "num_experts": 2}

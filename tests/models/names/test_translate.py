@@ -7,7 +7,8 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
-from ckptkit.models.names.rule import Rule, outline_of, patterns_of, with_bias
+from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.rule import Rule, patterns_of, with_bias
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import Concatenated, SwappedAxes
 from ckptkit.models.names.translate import translate

@@ -1,0 +1,19 @@
+"""Replace the numbers in a tensor's name, so that it is the same in all layers."""
+
+from __future__ import annotations
+
+import re
+
+# a number that is a whole step of a name, or follows `weight` or `bias`, as in modules with several experts
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
+
+
+Numbers = tuple[int, ...]
+
+
+def outline_of(name: str) -> tuple[str, Numbers]:
+    """Return a name with `#` in place of its numbers, and the numbers.
+
+    A number is a whole step, or ends `weight` or `bias`.
+    """
+    return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
