@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.plugins.resume_proof.find import files_of, size_of
 from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
-from ckptkit.plugins.resume_proof.runs import Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.runs import CheckFailed, CheckSkipped, Runs
 from ckptkit.plugins.resume_proof.states import SavedState, find_damage
 from ckptkit.words import count, format_bytes
 
@@ -23,15 +23,15 @@ def runs_and_saves(runs: Runs) -> str:
     runs.require_done(done, "the script did not end")
     steps = sorted(runs.paths)
     if not steps:
-        raise Failed(describe_no_checkpoints(done.run))
+        raise CheckFailed(describe_no_checkpoints(done.run))
     if max(steps) > script.steps:
         hint = "pass {steps} to the option that ends the training"
-        raise Failed(f"expected a last checkpoint at step {script.steps}, found one at {max(steps)}: {hint}")
+        raise CheckFailed(f"expected a last checkpoint at step {script.steps}, found one at {max(steps)}: {hint}")
     missing = [step for step in (script.save_every, script.steps) if step not in steps]
     if missing:
         expected, found = (", ".join(map(str, some)) for some in ((script.save_every, script.steps), steps))
         hint = "pass {save_every} to the option that sets how often it saves"
-        raise Failed(f"expected checkpoints at steps {expected}, found {found}: {hint}")
+        raise CheckFailed(f"expected checkpoints at steps {expected}, found {found}: {hint}")
     names = ", ".join(runs.paths[step].name for step in steps)
     return f"{script.steps} steps on {count(runs.nproc, 'rank')}, saved {names}"
 
@@ -51,11 +51,11 @@ def recognizes(runs: Runs) -> str:
     for step in (runs.script.save_every, runs.script.steps):
         damage = find_damage(runs.paths[step])
         if damage:
-            raise Failed(f"ckptkit verify found a problem: {damage[0]}")
+            raise CheckFailed(f"ckptkit verify found a problem: {damage[0]}")
     require_room(runs)
     state = runs.middle
     if not state.tensors:
-        raise Failed(f"{state.path.name} contains no tensors")
+        raise CheckFailed(f"{state.path.name} contains no tensors")
     known = [group for group in state.groups if group != OTHER]
     who = f" by {state.trainer}" if state.trainer else ""
     unread = f"; not read: {state.unread[0]}" if state.unread else ""
@@ -67,28 +67,28 @@ def describe_missing(state: SavedState) -> str:
 
 
 def require_room(runs: Runs) -> None:
-    """Raise `Failed` if the disk has no room for the copies that the checks need."""
+    """Raise `CheckFailed` if the disk has no room for the copies that the checks need."""
     needed = _COPIES * sum(size_of(path) for path in runs.paths.values())
     free = shutil.disk_usage(runs.room).free
     if free < needed:
         message = f"the proof needs {format_bytes(needed)} in {runs.room}, and the disk has {format_bytes(free)} free"
-        raise Failed(f"{message}: use a smaller model, or another --run")
+        raise CheckFailed(f"{message}: use a smaller model, or another --run")
 
 
 def has_finite_losses(runs: Runs) -> str:
     """Check that the uninterrupted run printed a finite loss for each step."""
     if runs.script.loss is None:
-        raise Skipped("no --loss: only checkpoints are compared")
+        raise CheckSkipped("no --loss: only checkpoints are compared")
     losses = runs.losses_by_step(runs.whole, runs.script.steps)
     if losses is None:
         found = len(runs.whole.losses)
-        raise Failed(
+        raise CheckFailed(
             f"--loss: expected a loss for each of {runs.script.steps} steps, found {found}: correct the pattern"
         )
     means = [sum(step) / len(step) for step in losses]
     if not all(map(isfinite, means)):
         step = next(i for i, mean in enumerate(means, 1) if not isfinite(mean))
-        raise Failed(f"the loss of step {step} is {means[step - 1]}: lower the learning rate")
+        raise CheckFailed(f"the loss of step {step} is {means[step - 1]}: lower the learning rate")
     half = len(means) // 2
     early, late = sum(means[:half]) / half, sum(means[half:]) / (len(means) - half)
     falls = "falls" if late < early else "does not fall"
@@ -115,12 +115,12 @@ def resumes(runs: Runs) -> str:
     execution, state = runs.resumed
     if not execution.is_done and has_other_steps(runs):
         steps = f"{len(execution.losses)} losses, expected {runs.script.steps - runs.script.save_every}"
-        raise Failed(
+        raise CheckFailed(
             f"{STEP}: the resumed run printed {steps}, and failed: {IMPERATIVES[STEP]}; output: {execution.log}"
         )
     runs.require_done(execution, f"the script does not resume from {runs.middle_path.name}")
     if state is None:
-        raise Failed(f"the resumed run saved no checkpoint at step {runs.script.steps}; output: {execution.log}")
+        raise CheckFailed(f"the resumed run saved no checkpoint at step {runs.script.steps}; output: {execution.log}")
     return f"from a copy of {runs.middle_path.name} to step {runs.script.steps}"
 
 
@@ -142,7 +142,7 @@ def has_same_first_loss(runs: Runs) -> str:
     if is_same_loss(runs, expected, found):
         return f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: close"
     hint = "the weights, the data or the random state are not those of the checkpoint (see the checks below)"
-    raise Failed(f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: {hint}")
+    raise CheckFailed(f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: {hint}")
 
 
 def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -150,11 +150,11 @@ def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     script = runs.script
     whole = runs.losses_by_step(runs.whole, script.steps) if script.loss else None
     if whole is None:
-        raise Skipped("no losses to compare")
+        raise CheckSkipped("no losses to compare")
     each = len(whole[0])
     found = runs.resumed.execution.losses[:each]
     if len(found) < each:
-        raise Failed("the resumed run printed no loss")
+        raise CheckFailed("the resumed run printed no loss")
     return whole[script.save_every], tuple(sorted(found))
 
 

@@ -40,7 +40,7 @@ class GroupDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
+class ControlTolerance:
     """What two runs of the same command differ by: the distance of the tensors of each group, and volatile entries."""
 
     distances: Mapping[str, float] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class Tolerance:
 
 
 def differences(
-    a: SavedState, b: SavedState, tolerance: Tolerance | None = None, groups: Iterable[str] = GROUPS
+    a: SavedState, b: SavedState, tolerance: ControlTolerance | None = None, groups: Iterable[str] = GROUPS
 ) -> list[GroupDifference]:
     """Return the groups in which `b` differs from `a` beyond the tolerance, in the order of GROUPS."""
-    tolerance = tolerance or Tolerance()
+    tolerance = tolerance or ControlTolerance()
     measured = measure_tensors(a, b)
     found = []
     for group in groups:
@@ -75,7 +75,7 @@ def differences(
     return found
 
 
-def control_tolerance(a: SavedState, b: SavedState) -> Tolerance:
+def control_tolerance(a: SavedState, b: SavedState) -> ControlTolerance:
     """Return what two runs of the same command differ by."""
     measured = measure_tensors(a, b)
     distances = {
@@ -86,14 +86,14 @@ def control_tolerance(a: SavedState, b: SavedState) -> Tolerance:
         for name, value in a.values.items()
         if name not in b.values or not is_same(value.value, b.values[name].value)
     }
-    return Tolerance(
+    return ControlTolerance(
         {group: found for group, found in distances.items() if found},
         frozenset(volatile | (b.values.keys() - a.values.keys())),
     )
 
 
 def difference_in(
-    group: str, a: SavedState, b: SavedState, measured: Mapping[str, Distance], tolerance: Tolerance
+    group: str, a: SavedState, b: SavedState, measured: Mapping[str, Distance], tolerance: ControlTolerance
 ) -> GroupDifference | None:
     """Return how one group differs, None if it does not."""
     names = [name for name in dict.fromkeys((*a.names_in(group), *b.names_in(group))) if name not in tolerance.volatile]

@@ -19,7 +19,7 @@ from ckptkit.plugins.resume_proof.compare import GroupDifference, differences
 from ckptkit.plugins.resume_proof.execute import execute
 from ckptkit.plugins.resume_proof.find import checkpoints_of, files_of
 from ckptkit.plugins.resume_proof.groups import MOMENTS, WEIGHTS
-from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, CheckFailed, CheckSkipped, Runs
 from ckptkit.plugins.resume_proof.states import find_damage, read_state
 from ckptkit.words import count
 
@@ -36,7 +36,7 @@ def resumes_at_another_size(runs: Runs) -> str:
     """
     size = runs.script.resume_nproc
     if size is None or size == runs.nproc or "{nproc}" not in runs.script.command:
-        raise Skipped("no other number of ranks: pass --resume-nproc, and {nproc} in --command")
+        raise CheckSkipped("no other number of ranks: pass --resume-nproc, and {nproc} in --command")
     require_continuing(runs)
     with runs.room_of("resharded"), runs.room_of("other-size"):
         source = copy_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
@@ -44,20 +44,20 @@ def resumes_at_another_size(runs: Runs) -> str:
         shutil.rmtree(source, ignore_errors=True)
         runs.require_done(resumed.execution, f"the script does not resume on {count(size, 'rank')}")
         if resumed.state is None:
-            raise Failed(f"on {count(size, 'rank')} the resumed run saved no checkpoint")
+            raise CheckFailed(f"on {count(size, 'rank')} the resumed run saved no checkpoint")
         control = runs.start("other-size", nproc=size)
         runs.require_done(control, f"the script does not run on {count(size, 'rank')}")
         groups = (WEIGHTS, MOMENTS)
         expected = furthest(differences(runs.last, runs.state_at_end(control), groups=groups))
         found = furthest(differences(runs.last, resumed.state, groups=groups))
         if expected > _SUMS:
-            raise Skipped(
+            raise CheckSkipped(
                 f"it resumes on {count(size, 'rank')}; the result depends on the number of ranks "
                 f"(from the beginning, too: {expected:.2g} relative), so it was not compared"
             )
         allowed = max(4 * expected, 4 * runs.tolerance.largest)
         if found > allowed:
-            raise Failed(
+            raise CheckFailed(
                 f"on {count(size, 'rank')} weights and moments differ by {found:.2g}, and by {expected:.2g} from the "
                 f"beginning: load every entry by its name and not by its rank"
             )
@@ -73,7 +73,7 @@ def goes_to_one_file_and_back(runs: Runs) -> str:
     """Check that the checkpoint, converted to one file and back, resumes as the original does."""
     formats = runs.middle.formats
     if formats != ("dcp",) or not (runs.middle_path / ".metadata").exists():
-        raise Skipped(f"made for a directory in DCP's format, found {' and '.join(formats)}")
+        raise CheckSkipped(f"made for a directory in DCP's format, found {' and '.join(formats)}")
     require_continuing(runs)
 
     def there_and_back(target: Path) -> None:
@@ -89,7 +89,7 @@ def goes_to_one_file_and_back(runs: Runs) -> str:
         runs.require_done(resumed.execution, "the script does not resume from the converted checkpoint")
         gaps = differences(runs.resumed_state, resumed.state, runs.tolerance) if resumed.state else None
         if gaps is None or gaps:
-            raise Failed(
+            raise CheckFailed(
                 f"after the conversion differ {gaps[0].describe() if gaps else 'all states'}: report this to ckptkit"
             )
     return "dcp to pt to dcp: the resumed run ends with the same state"
@@ -110,9 +110,9 @@ def copy_with_files(runs: Runs, label: str, write: Callable[[Path], object]) -> 
 
 
 def require_continuing(runs: Runs) -> None:
-    """Raise `Skipped` where an unchanged resume is not right, so that no other can be judged by it."""
+    """Raise `CheckSkipped` where an unchanged resume is not right, so that no other can be judged by it."""
     if runs.gaps:
-        raise Skipped("the resumed run is not the uninterrupted one yet")
+        raise CheckSkipped("the resumed run is not the uninterrupted one yet")
 
 
 def survives_a_kill(runs: Runs, part: int) -> str:
@@ -134,34 +134,36 @@ def survives_a_kill(runs: Runs, part: int) -> str:
     with runs.room_of(label):
         killed = runs.start(label, watch=is_saving)
         if killed.exit_code is not None:
-            raise Skipped(f"the save of {last.name} was over before the kill")
+            raise CheckSkipped(f"the save of {last.name} was over before the kill")
         found = find_latest(folder)
         broken = [
             remark for remark in found.remarks if "which is not complete" in remark or "which does not exist" in remark
         ]
         if broken:
-            raise Failed(
+            raise CheckFailed(
                 f"killed at {seen} of {count(total, 'file')} of {last.name}: {broken[0]}: write it after the save"
             )
         if found.checkpoint is None:
-            raise Failed(f"killed at {seen} of {count(total, 'file')}: no complete checkpoint: save to a new directory")
+            raise CheckFailed(
+                f"killed at {seen} of {count(total, 'file')}: no complete checkpoint: save to a new directory"
+            )
         step, path = found.checkpoint.step, found.checkpoint.path
         damage = find_damage(path)
         if damage:
-            raise Failed(
+            raise CheckFailed(
                 f"killed at {seen} of {count(total, 'file')}: {path.name} looks complete: {damage[0]}: {_RENAME}"
             )
         again = execute(runs.script, killed.run, runs.log(f"{label}-resumed"), runs.nproc, checkpoint=path)
         if not again.is_done:
             what = f"{path.name} looks complete, and the script does not resume from it"
-            raise Failed(
+            raise CheckFailed(
                 f"killed at {seen} of {count(total, 'file')}: {what}: {_RENAME}; seen: {again.describe_failure()}"
             )
         final = checkpoints_of(killed.run).get(runs.script.steps)
         gaps = differences(runs.resumed_state, read_state(final.path), runs.tolerance) if final else None
         if gaps is None or gaps:
             what = gaps[0].describe() if gaps else "no checkpoint at the last step"
-            raise Failed(f"killed at {seen} of {count(total, 'file')}, and resumed from {path.name}: {what}")
+            raise CheckFailed(f"killed at {seen} of {count(total, 'file')}, and resumed from {path.name}: {what}")
     return f"at {seen} of {count(total, 'file')} of {last.name}: {path.name} is complete and resumes (step {step})"
 
 
@@ -180,15 +182,15 @@ def exports(runs: Runs) -> str:
         made = consolidate(last, runs.out, overwrite=True, names="keep")
         problems = [problem.line for part in verify(runs.out, against=last) for problem in part.problems]
         if problems:
-            raise Failed(problems[0])
+            raise CheckFailed(problems[0])
         return f"{count(made.tensors, 'tensor')} in safetensors equal those of {last.name}; no {_CONFIG}, so no logits"
     consolidate(last, runs.out, overwrite=True)
     try:
         proved = ckptkit.prove(runs.out, against=last)
     except (Unsupported, ImportError) as error:
-        raise Skipped(f"exported, and the logits were not compared: {error}") from None
+        raise CheckSkipped(f"exported, and the logits were not compared: {error}") from None
     if not proved.is_ok:
-        raise Failed("; ".join(proved.summary()))
+        raise CheckFailed("; ".join(proved.summary()))
     return f"the export computes the same as {last.name}: {count(proved.logits.tokens, 'token')}"
 
 

@@ -13,7 +13,7 @@ from ckptkit.plugins.resume_proof.checks import CHECKS, NEEDED
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.others import LAST_CHECKS
 from ckptkit.plugins.resume_proof.restored import restored_checks
-from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, CheckFailed, CheckSkipped, Runs
 from ckptkit.training.smoke.smoke import Check
 
 
@@ -55,9 +55,9 @@ def judge(name: str, look: Callable[[], str]) -> Check:
     ok: bool | None = True
     try:
         detail = look()
-    except Skipped as reason:
+    except CheckSkipped as reason:
         ok, detail = None, str(reason)
-    except Failed as reason:
+    except CheckFailed as reason:
         ok, detail = False, str(reason)
     except Exception as error:  # noqa: BLE001 - whatever it was, the check was not made and the table must say so
         ok, detail = False, error.line if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"

@@ -28,7 +28,7 @@ from ckptkit.plugins.resume_proof.groups import (
     STEP,
     WEIGHTS,
 )  # fmt: skip
-from ckptkit.plugins.resume_proof.runs import Cause, Failed, Runs, Skipped
+from ckptkit.plugins.resume_proof.runs import Cause, CheckFailed, CheckSkipped, Runs
 from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
 from ckptkit.words import count
 
@@ -51,17 +51,19 @@ def is_restored(runs: Runs, group: str) -> str:
     number, execution, found = runs.changed(group)
     what = f"{count(number, 'entry')} {CHANGES[group]}"
     if found is None:
-        raise Skipped(f"{what}: the script stopped, so it was not seen to restore it: {execution.describe_failure()}")
+        raise CheckSkipped(
+            f"{what}: the script stopped, so it was not seen to restore it: {execution.describe_failure()}"
+        )
     if found:
         return f"{what}: {', '.join(one.group for one in found)} at step {runs.script.steps} changed"
     if not runs.is_finite:
-        raise Skipped(f"{what}: the resumed run ends with NaN or infinite weights, which hide the change")
+        raise CheckSkipped(f"{what}: the resumed run ends with NaN or infinite weights, which hide the change")
     if not may_accuse(runs, group):
         runs.unread.append(group)
-        raise Skipped(f"{what}: not read, and the resumed run has the same {group} without it")
+        raise CheckSkipped(f"{what}: not read, and the resumed run has the same {group} without it")
     runs.lost.append(group)
     name = runs.middle_path.name
-    raise Failed(f"{group}: a change in {name} ({what}) does not reach the training: {IMPERATIVES[group]}")
+    raise CheckFailed(f"{group}: a change in {name} ({what}) does not reach the training: {IMPERATIVES[group]}")
 
 
 def may_accuse(runs: Runs, group: str) -> bool:
@@ -81,19 +83,19 @@ def is_loaded_in_place(runs: Runs) -> str:
     Skipped where the script takes its learning rate or betas from elsewhere: the steps then change all tensors.
     """
     if OPTIONS not in runs.middle.groups or {OPTIONS, SCHEDULER}.intersection(runs.lost + runs.unread):
-        raise Skipped("the script does not take its learning rate from the checkpoint")
+        raise CheckSkipped("the script does not take its learning rate from the checkpoint")
     with runs.room_of("frozen"):
         resumed = runs.resume("frozen", change=freeze_optimizer)
         if resumed.state is None:
-            raise Skipped(f"with a learning rate of 0: {resumed.execution.describe_failure()}")
+            raise CheckSkipped(f"with a learning rate of 0: {resumed.execution.describe_failure()}")
         if not stayed_frozen(runs.middle, resumed.state):
-            raise Skipped("the script does not take its learning rate and betas from the checkpoint")
+            raise CheckSkipped("the script does not take its learning rate and betas from the checkpoint")
         found = list(misplaced(runs, resumed.state))
     if found and not runs.gaps:
-        raise Skipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
+        raise CheckSkipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
     if found:
         runs.misloaded += found
-        raise Failed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
+        raise CheckFailed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
     runs.is_in_place = True
     weights, moments = (len(runs.middle.names_in(group)) for group in (WEIGHTS, MOMENTS))
     what = f"{count(weights, 'weight')} and {count(moments, 'moment')}"
@@ -134,7 +136,7 @@ def continues(runs: Runs) -> str:
         return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
     seen = "; ".join(gap.describe() for gap in runs.gaps[:3]) or ", ".join(outputs[:3])
     group, why = find_cause(runs, outputs)
-    raise Failed(f"at step {runs.script.steps} differ {seen}; cause: {why}; hint: {IMPERATIVES[group]}")
+    raise CheckFailed(f"at step {runs.script.steps} differ {seen}; cause: {why}; hint: {IMPERATIVES[group]}")
 
 
 def differing_outputs(runs: Runs) -> list[str]:
@@ -218,6 +220,6 @@ def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
 def has_other_first_loss(runs: Runs) -> bool:
     try:
         expected, found = first_losses(runs)
-    except (Failed, Skipped):
+    except (CheckFailed, CheckSkipped):
         return False
     return not is_same_loss(runs, expected, found)

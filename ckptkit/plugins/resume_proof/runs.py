@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptkit.plugins.resume_proof.change import change_group
-from ckptkit.plugins.resume_proof.compare import GroupDifference, Tolerance, control_tolerance, differences
+from ckptkit.plugins.resume_proof.compare import ControlTolerance, GroupDifference, control_tolerance, differences
 from ckptkit.plugins.resume_proof.execute import Execution, execute
 from ckptkit.plugins.resume_proof.find import checkpoints_of, copy_checkpoint, copy_run_files
 from ckptkit.plugins.resume_proof.groups import WEIGHTS
@@ -23,11 +23,11 @@ from ckptkit.plugins.resume_proof.states import SavedState, read_state
 RUNS, COPIES, LOGS = "runs", "copies", "logs"  # directories below --run
 
 
-class Failed(Exception):
+class CheckFailed(Exception):
     """What a check found wrong, with one imperative."""
 
 
-class Skipped(Exception):
+class CheckSkipped(Exception):
     """Why a check cannot be made, or cannot decide."""
 
 
@@ -85,7 +85,7 @@ class Runs:
         return read_state(self.paths[self.script.steps])
 
     @cached_property
-    def tolerance(self) -> Tolerance:
+    def tolerance(self) -> ControlTolerance:
         """Return by how much a second run of the same command differs."""
         with self.room_of("control"):
             again = self.start("control")
@@ -104,7 +104,7 @@ class Runs:
         """Return the state at the last step of the resumed run."""
         state = self.resumed.state
         if state is None:
-            raise Failed(f"the resumed run saved no checkpoint at step {self.script.steps}")
+            raise CheckFailed(f"the resumed run saved no checkpoint at step {self.script.steps}")
         return state
 
     @cached_property
@@ -131,7 +131,7 @@ class Runs:
             nonlocal count
             count = change_group(path, group)
             if not count:
-                raise Skipped("found nothing in it that can be changed")
+                raise CheckSkipped("found nothing in it that can be changed")
 
         with self.room_of(label):
             resumed = self.resume(label, change=change)
@@ -172,13 +172,13 @@ class Runs:
         """Return the state that a finished run saved at the last step."""
         found = checkpoints_of(execution.run).get(self.script.steps)
         if found is None:
-            raise Failed(f"no checkpoint at step {self.script.steps} after it; output: {execution.log}")
+            raise CheckFailed(f"no checkpoint at step {self.script.steps} after it; output: {execution.log}")
         return read_state(found.path)
 
     def require_done(self, execution: Execution, what: str) -> None:
-        """Raise `Failed` unless a run ended by itself and without an error."""
+        """Raise `CheckFailed` unless a run ended by itself and without an error."""
         if not execution.is_done:
-            raise Failed(f"{what}: {execution.describe_failure()}")
+            raise CheckFailed(f"{what}: {execution.describe_failure()}")
 
     def log(self, label: str) -> Path:
         return self.room / LOGS / f"{label}.txt"
