@@ -17,7 +17,6 @@ from ckptkit.io.origin import Origin
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config
 from ckptkit.models.fit import restore_tied
-from ckptkit.models.names import HUB, KEEP
 from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
@@ -228,7 +227,6 @@ def draft_piece(
     remarks: list[str] = []
     asked = options.edits
     first_edits = replace(asked, dtype=()) if is_late else asked
-    names = options.names or (HUB if options.map else KEEP)
     is_named = options.changes_names
     weights = names_of_weights(chosen) if asked.are_of_weights or is_named else frozenset()
     layout, casts = first_edits.cast(chosen, weights.__contains__)
@@ -238,7 +236,7 @@ def draft_piece(
         layout, _ = rename_parameters(layout, weights, asked.renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
     if weights and is_named:
-        layout, remarks = name_piece(piece, layout, names, options)
+        layout, remarks = name_piece(piece, layout, options.wanted_names, options)
     if len(piece.parts) > 1:
         layout = edits.nest(layout, ())
     nested = edits.nest(layout, (options.under,)) if options.under else layout

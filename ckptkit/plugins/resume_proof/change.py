@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,6 +16,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.formats import locate
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.layout import Chunk
+from ckptkit.plugins.resume_proof.compare import select
 from ckptkit.plugins.resume_proof.containers import Container
 from ckptkit.plugins.resume_proof.groups import (
     DATA,
@@ -133,14 +133,7 @@ def change_tensors(tensors: Mapping[str, SavedTensor], to: Change) -> int:
     touched: dict[tuple[Path, int, int], list[int]] = defaultdict(list)  # archives, and where in them
     done: set[tuple[Path, int]] = set()
     for name, tensor in tensors.items():
-        layout = replace(
-            tensor.layout,
-            tensors={tensor.name: tensor.layout.tensors[tensor.name]},
-            blobs={},
-            keys={},
-            twins={},
-            spares={},
-        )
+        layout = select(tensor.layout, [tensor.name])
         wrapped, located = (found.tensors[tensor.name].chunks for found in (layout, locate(layout)))
         for envelope, chunk in zip(wrapped, located, strict=True):
             file = layout.root / chunk.path
