@@ -86,11 +86,13 @@ class Edits:
     def has_dtypes_of_output(self, layouts: Sequence[Layout]) -> bool:
         """Return whether a `--dtype` glob matches no tensor of the source.
 
-        Then all `--dtype` globs are for output names.
+        Then all `--dtype` globs are for output names. With `allow_unmatched` such a glob may match nothing at all, so
+        that the others stay for the source if one of them matches there.
         """
         names = [name for layout in layouts for name in layout.tensors]
         globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
-        return any(not any(fnmatchcase(name, glob) for name in names) for glob in globs)
+        is_matched = [any(fnmatchcase(name, glob) for name in names) for glob in globs]
+        return not all(is_matched) and not (self.allow_unmatched and any(is_matched))
 
     def check_dtypes(self, layouts: Sequence[Layout], path: Path) -> None:
         """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""

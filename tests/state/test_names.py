@@ -127,6 +127,14 @@ def test_a_dtype_s_glob_is_of_the_source_or_else_of_the_output(to: str, glob: st
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_dtype_s_glob_that_matches_nothing_leaves_the_others_as_they_are(to: str, case: Case, tmp_path: Path) -> None:
+    """With `allow_unmatched`, one wrong glob made `convert` look for all the others in the output's names."""
+    rules = ["trunk.layers.*=bf16", "blocks.*=bf16"]
+    convert(case.trunk, tmp_path / "out", to=to, rename=RULE, dtype=rules, allow_unmatched=True)
+    assert dtypes(tmp_path / "out") == {name: "bfloat16" if ".layers." in name else "float32" for name in case.tensors}
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
 def test_a_dtype_s_glob_that_is_of_neither_is_refused(to: str, case: Case, tmp_path: Path) -> None:
     with pytest.raises(Usage, match=r"dtype='blocks\.\*' matches no tensor"):
         convert(case.trunk, tmp_path / "out", to=to, rename=RULE, dtype="blocks.*=bf16")
