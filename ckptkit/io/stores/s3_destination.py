@@ -23,9 +23,7 @@ from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, at_once
 from ckptkit.io.pieces import FilePiece, is_large
 from ckptkit.io.stores.s3 import S3Bucket, crc_of
-from ckptkit.io.stores.s3_errors import ABSENT as _ABSENT
-from ckptkit.io.stores.s3_errors import TAKEN as _TAKEN
-from ckptkit.io.stores.s3_errors import find_code
+from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, find_code
 from ckptkit.io.stores.s3_objects import abort_upload, list_objects, list_uploads, read_object
 
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
@@ -145,7 +143,7 @@ class S3Destination:
             try:
                 self._call("complete_multipart_upload", name, **more, **self._checksum(crc), **kind, **condition)
             except IOFailure as error:
-                if find_code(error) not in (*_ABSENT, *_TAKEN):
+                if find_code(error) not in (*ABSENT, *TAKEN):
                     raise
                 self._require_same(name, self.sizes[name], crc, error)
                 return
@@ -164,7 +162,7 @@ class S3Destination:
             retry_on_conflict(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
             self._count(sent=len(data))
         except IOFailure as error:
-            if find_code(error) not in _TAKEN:
+            if find_code(error) not in TAKEN:
                 raise
             self._require_same(name, len(data), crc, error)
 
@@ -181,7 +179,7 @@ class S3Destination:
             retry_on_conflict(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
             self._count(sent=len(data))
         except IOFailure as error:
-            if find_code(error) not in _TAKEN:
+            if find_code(error) not in TAKEN:
                 raise
             self._require_same(name, len(data), crc, error)
 
@@ -273,7 +271,7 @@ class S3Destination:
         try:
             retry_on_conflict(lambda: self._put_claim(self._uploads, condition))
         except IOFailure as error:
-            if find_code(error) not in _TAKEN:
+            if find_code(error) not in TAKEN:
                 raise
             begun = self._read_claim()
             if begun is None or begun.uploads is None:
@@ -292,7 +290,7 @@ class S3Destination:
             try:
                 self._parts[name] = self._list_parts(name, upload)
             except IOFailure as error:
-                if find_code(error) not in _ABSENT:
+                if find_code(error) not in ABSENT:
                     raise
                 crc = self._find_crc(name, self.sizes[name]) if name in self._there else None
                 if crc is None:
@@ -325,7 +323,7 @@ class S3Destination:
         try:
             response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
-            if find_code(error) not in _ABSENT:
+            if find_code(error) not in ABSENT:
                 raise
             return None
         return crc_of(response) if int(response["ContentLength"]) == nbytes else None
@@ -338,7 +336,7 @@ class S3Destination:
         try:
             response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
-            raise refusal if refusal and find_code(error) in _ABSENT else error from None
+            raise refusal if refusal and find_code(error) in ABSENT else error from None
         size, known = int(response["ContentLength"]), crc_of(response)
         if size != nbytes or known not in (None, crc):
             known_text = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
@@ -360,7 +358,7 @@ class S3Destination:
         try:
             retry_on_conflict(lambda: self._put_claim(None, _ONLY_NEW))
         except IOFailure as error:
-            if find_code(error) in _TAKEN:
+            if find_code(error) in TAKEN:
                 claim = self._read_claim()
                 if claim is not None and claim.plan == self.plan:
                     return  # our own claim: the response was lost, and the library retried
@@ -377,7 +375,7 @@ class S3Destination:
             self._put_claim(None, _ONLY_NEW)
             self.has_conditions = False
         except IOFailure as error:
-            if find_code(error) not in _TAKEN:
+            if find_code(error) not in TAKEN:
                 raise
         asked = self._bucket.call("head_object", self._place.claim_key, ChecksumMode="ENABLED")
         unasked = self._bucket.call(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.path import RemotePath, refresh
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import find_code
+from ckptkit.io.stores.s3_errors import TAKEN, find_code
 
 _ABSENT = ("404", "NoSuchKey")
-_TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 
 
 class S3SmallFiles:
@@ -32,7 +31,7 @@ class S3SmallFiles:
         try:
             response = self._bucket.call("put_object", path.key, Body=content, **condition)
         except IOFailure as error:
-            if find_code(error) not in (*_TAKEN, *_ABSENT):
+            if find_code(error) not in (*TAKEN, *_ABSENT):
                 raise
             tag = self.tag(path)
             # same content: our own object, if the response was lost and the library retried
