@@ -64,6 +64,7 @@ def is_locked(path: Path) -> bool:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
+    """Return whether the file at `path` is still the one that is open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
@@ -71,9 +72,13 @@ def is_same_file(fd: int, path: Path) -> bool:
 
 
 def release(lock: int, path: Path) -> None:
-    """Remove a lock file and unlock it. If it cannot be removed, its next owner will do that."""
+    """Remove a lock file and unlock it. If it cannot be removed, its next owner will do that.
+
+    If somebody deleted the file, another lock may lie at its path: that one stays.
+    """
     with suppress(OSError):
-        again(path.unlink)
+        if is_same_file(lock, path):
+            again(path.unlink)
     close(lock)
 
 

@@ -27,7 +27,7 @@ from ckptkit.io.disk import (
     sync_tree,
 )
 from ckptkit.io.file import destination_exists, opening, read_at
-from ckptkit.io.locks import acquire, close, release, try_lock
+from ckptkit.io.locks import acquire, close, is_same_file, release, try_lock
 
 WORK = ".ckptkit-work"
 _KEY = "key"
@@ -148,7 +148,8 @@ class Stage:
         """Remove the unfinished output, if there is any. The destination stays unchanged."""
         if self._is_ours and self._lock is not None:
             with suppress(OSError):
-                if not self.path.is_symlink():
+                # Without its lock file, the directory was deleted, and another stage may have made it again.
+                if is_same_file(self._lock, lock_path(self.dst)) and not self.path.is_symlink():
                     remove(self.path)
         self.leave()
 

@@ -217,8 +217,8 @@ def naming_destination(path: Path) -> Iterator[None]:
 class StagedWriter(RoomWriter):
     """Writes a state to the local `path`. The checkpoint appears atomically, when all ranks are done.
 
-    See `Writer` for the options. A failed save may leave a hidden directory. It is deleted with the writer, or at the
-    writer's next save.
+    See `Writer` for the options. A failed save of several ranks may leave a hidden directory. It is deleted with the
+    writer, or at the writer's next save.
     """
 
     def __init__(
@@ -260,8 +260,13 @@ class StagedWriter(RoomWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items to their positions."""
-        with naming_destination(self.path):
-            return super().write_data(plan, planner)
+        try:
+            with naming_destination(self.path):
+                return super().write_data(plan, planner)
+        except BaseException:
+            if self._options.world_size == 1:  # else other ranks may still be writing
+                self._discard()
+            raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finalize the checkpoint and publish it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -106,6 +107,17 @@ def test_a_second_run_on_the_same_destination_is_refused(tmp_path: Path) -> None
             make(tmp_path / "out", b"2")
         assert listing(room).keys() >= {"a"}
     assert listing(tmp_path / "out") == {"a": b"1"}
+
+
+def test_a_stage_whose_directory_was_deleted_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    deleted = Stage(tmp_path / "run" / "out").open()
+    shutil.rmtree(tmp_path / "run")
+    with staging(tmp_path / "run" / "out") as room:
+        write_file(room / "a", b"1")
+        deleted.discard()
+        with pytest.raises(Occupied):
+            make(tmp_path / "run" / "out", b"2")
+    assert listing(tmp_path / "run" / "out") == {"a": b"1"}
 
 
 def test_what_a_dead_run_left_is_taken_away(tmp_path: Path) -> None:
