@@ -38,9 +38,9 @@ class Writer(StorageWriter):
 
     `overwrite` replaces an existing checkpoint, and refuses a directory with entries that ckptkit does not know.
     Without `sync`, a local checkpoint may not survive a power failure. A failed save of several ranks may leave a
-    hidden directory, which is deleted with the writer, or at its next save. In a store it leaves its claim and the objects that were
-    sent, which no reader takes for a checkpoint. The next save of the same writer replaces them; another writer needs
-    `overwrite`.
+    hidden directory, which is deleted with the writer, or at its next save. In a store it leaves its claim and the
+    objects that were sent, which no reader takes for a checkpoint. The next save of the same writer replaces them;
+    another writer needs `overwrite`.
     """
 
     @checked
