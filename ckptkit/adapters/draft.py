@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.models.vocabulary import vocabulary_of
 from ckptkit.state.draft import Conversion, Draft, Entries
 from ckptkit.state.options import ConvertOptions
+from ckptkit.state.selection import DtypeRule, apply_dtypes
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -134,6 +135,8 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         hint = "drop --names, --map and --vocab-size, or merge the adapter into its base first"
         raise Usage("these are adapters: they only fit the names and rows that their model had in training", hint=hint)
     notes: list[str] = []
+    saved_names: list[str] = []
+    dtype_rules = options.edits.dtype_rules(first.part.layout.tensors)
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
         if options.experts:
@@ -144,13 +147,18 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
             fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name
-        drafts.append(draft_adapter(fitted, options, subdirectory))
+        names = names_in_file(fitted, options.base)
+        saved_names += names.values()
+        drafts.append(draft_adapter(fitted, names, options, dtype_rules, subdirectory))
         new_files[str(Path(subdirectory, CONFIG))] = config.content if first.adapted.is_saved else for_inference(config)
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe_adapter(fitted.adapter)}")
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
             notes.append(f"training modified the base before the first step ({said}): the adapter only fits that base")
+    options.edits.check_renames(saved_names, first.part.path)
+    outputs = [name for draft in drafts for name in draft.wanted.tensors]
+    notes += options.edits.check_dtypes(dtype_rules, outputs, first.part.path)
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
     if options.base is not None and not (options.experts or first.trainer_names):
@@ -168,16 +176,28 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
     )
 
 
-def draft_adapter(fitted: CheckedAdapter, options: ConvertOptions, place: str) -> Draft:
-    """Plan the output of one adapter: all tensors under PEFT's names, in the one file that PEFT looks for."""
-    adapter, config, base = fitted.adapter, fitted.config, fitted.opened.adapted.base
+def names_in_file(fitted: CheckedAdapter, base: str | None) -> dict[str, str]:
+    """Return the name in PEFT's file of each tensor to save with an adapter."""
+    adapter, config, model = fitted.adapter, fitted.config, fitted.opened.adapted.base
     names = {name: entry.saved for name, entry in adapter.entries.items()}
-    names |= trained_biases(adapter, config, base) | embeddings_saved_in_full(adapter, config, base)
-    names |= resized_embeddings(fitted, options.base or config.base)
+    names |= trained_biases(adapter, config, model) | embeddings_saved_in_full(adapter, config, model)
+    return names | resized_embeddings(fitted, base or config.base)
+
+
+def draft_adapter(
+    fitted: CheckedAdapter,
+    names: Mapping[str, str],
+    options: ConvertOptions,
+    dtype_rules: Sequence[DtypeRule],
+    place: str,
+) -> Draft:
+    """Plan the output of one adapter: all tensors under PEFT's `names`, in the one file that PEFT looks for."""
     new_name = options.edits.renaming()
-    chosen = edits.select(adapter.layout, names.__contains__)
-    layout, casts = options.edits.cast(edits.rename(chosen, lambda name: new_name(names[name])), lambda _: True)
+    new_names = {name: new_name(names[name]) for name in fitted.adapter.layout.tensors if name in names}
+    layout = edits.rename(edits.select(fitted.adapter.layout, names.__contains__), new_names.__getitem__)
     came_from = fitted.opened.weights.came_from
+    made_of = {new: fitted.opened.weights.origins_of([name]) for name, new in new_names.items()}
+    layout, casts = apply_dtypes(layout, dtype_rules, made_of, lambda _: True)
     known = {
         name: saved for name, saved in names.items() if name in came_from
     }  # the others combine several source tensors

@@ -21,7 +21,7 @@ from ckptkit.io.file import file_size
 from ckptkit.io.joined import roots_of
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
-from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
+from ckptkit.layout import KeyPath, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.box import whole
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
@@ -191,20 +191,23 @@ class Entries:
 
 def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
     """Return the tensors whose bytes are used by other layouts, under any name, in full or in part."""
-    offsets: dict[Path, list[int]] = defaultdict(list)
+    return frozenset(name for name, _ in pairs_with_bytes(read, names, used))
+
+
+def pairs_with_bytes(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> Iterator[tuple[str, str]]:
+    """Yield each tensor with the name of a tensor in other layouts that uses its bytes, in full or in part."""
+    starts: dict[Path, list[tuple[int, str]]] = defaultdict(list)
     for layout in used:
-        for tensor in layout.tensors.values():
+        for user, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
-                offsets[layout.root / chunk.path].append(chunk.offset)
-    sorted_offsets = {path: sorted(found) for path, found in offsets.items()}
-
-    def is_used(chunk: Chunk) -> bool:
-        starts = sorted_offsets.get(read.root / chunk.path, [])
-        at = bisect_left(starts, chunk.offset)
-        return at < len(starts) and starts[at] < chunk.offset + max(chunk.length, 1)
-
-    tensors = (name for name in names if name in read.tensors)
-    return frozenset(name for name in tensors if any(map(is_used, read.tensors[name].chunks)))
+                starts[layout.root / chunk.path].append((chunk.offset, user))
+    sorted_starts = {path: sorted(found) for path, found in starts.items()}
+    for name in names:
+        for chunk in read.tensors[name].chunks if name in read.tensors else ():
+            found = sorted_starts.get(read.root / chunk.path, [])
+            first = bisect_left(found, (chunk.offset, ""))
+            stop = bisect_left(found, (chunk.offset + max(chunk.length, 1), ""))
+            yield from ((name, user) for _, user in found[first:stop])
 
 
 @dataclass(frozen=True, kw_only=True)

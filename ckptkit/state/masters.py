@@ -15,6 +15,7 @@ from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.models.names.weights import find_weights
 from ckptkit.state.model import Model, always
 from ckptkit.state.options import MASTER, ConvertOptions
+from ckptkit.state.selection import apply_dtypes
 from ckptkit.words import count
 
 _FLOAT32 = DTYPES["float32"]
@@ -113,14 +114,17 @@ def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
 
     Remainders complete bfloat16 weights to fp32 and are useless with another dtype.
     """
-    weights = find_weights(checkpoint.layout).layout
-    tensors = checkpoint.layout.tensors
+    found = find_weights(checkpoint.layout)
+    weights, tensors = found.layout, checkpoint.layout.tensors
     kept = {
         parameter: name
         for name, parameter in masters_in(checkpoint.layout, weights.specs)
         if tensors[name].spec.dtype == REMAINDERS and options.edits.admit(name)
     }
-    _, casts = options.edits.cast(edits.select(weights, kept.__contains__), lambda _: True)
+    made_of = {new: (old,) for new, old in found.came_from.items()}
+    _, casts = apply_dtypes(
+        edits.select(weights, kept.__contains__), options.edits.dtype_rules(tensors), made_of, lambda _: True
+    )
     if casts:
         parameter = next(iter(casts))
         message = f"--dtype would cast `{parameter}`, which the optimizer completes by remainders in {REMAINDERS}"

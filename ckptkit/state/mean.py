@@ -16,6 +16,7 @@ from ckptkit.models.computation import describe_differences, find_differences
 from ckptkit.models.fit import restore_tied
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
+from ckptkit.state.selection import wanted_dtype
 from ckptkit.trainers import step_of
 from ckptkit.words import count
 
@@ -93,8 +94,9 @@ def average(model: Model, options: ConvertOptions) -> Model:
     """Make each tensor the weighted mean of all sources. The dtypes are those of the first source."""
     from ckptkit.engine.mean import Mean  # imports numpy, which plain copies do not need
 
-    ask = options.edits.wanted_dtype
-    kept = {name: spec for name, spec in model.layout.specs.items() if ask(name, is_weight=True) is None}
+    made_of = {name: model.weights.origins_of([name]) for name in model.layout.tensors}
+    rules = options.edits.dtype_rules(set().union(*made_of.values()))
+    kept = {name: spec for name, spec in model.layout.specs.items() if wanted_dtype(rules, name, made_of[name]) is None}
     remarks = describe_dtypes(model.layout.root, kept, model.siblings)
     return replace(
         model.say(*remarks),

@@ -23,12 +23,13 @@ from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.state.directories import entry_at, files_beside, own_files
-from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
+from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, pairs_with_bytes, with_bytes_in
 from ckptkit.state.names import ask_names, names_of_weights
 from ckptkit.state.optimizers import Completed, Rekeying, complete_optimizers, key_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import may_be_quantized
 from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
+from ckptkit.state.selection import DtypeRule, apply_dtypes
 from ckptkit.state.steps import WITH_FILES, names_of_base, require_files
 from ckptkit.trainers import say_opaque
 
@@ -85,8 +86,10 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
     options.edits.check_globs(layouts, checkpoint.path)
     chosen, remarks = zip(*(choose_entries(piece, options, world_size) for piece in pieces), strict=True)
-    is_late = options.edits.has_dtypes_of_output(chosen)
-    check_edits(chosen, options, checkpoint.path, is_late=is_late)
+    dtype_rules = options.edits.dtype_rules(name for layout in chosen for name in layout.tensors)
+    if options.rename:
+        parameters = [name for layout in chosen for name in parameters_in(layout, names_of_weights(layout))]
+        options.edits.check_renames(parameters, checkpoint.path)
     rekeyings = key_optimizers(checkpoint, layouts, options)
     drafts: list[Draft] = []
     entries: list[Entries] = []
@@ -95,14 +98,13 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     for piece, chosen_layout, optimizers in zip(pieces, chosen, rekeyings, strict=True):
         sources: Sequence[Layout] = ()
         if chosen_layout.names or not piece.layout.names:
-            draft, more = draft_piece(piece, chosen_layout, options, world_size, optimizers, is_late=is_late)
+            draft, more = draft_piece(piece, chosen_layout, options, world_size, optimizers, dtype_rules)
             sources = draft.sources
             drafts.append(draft)
             notes += more
         entries.append(piece.entries(chosen_layout, sources, options))
-    if is_late:
-        options.edits.check_dtypes([draft.wanted for draft in drafts], checkpoint.path)
-        notes.append("--dtype matches names in the output, but not all of its globs match names in the source")
+    outputs = [name for draft in drafts for name in draft.wanted.tensors]
+    notes += options.edits.check_dtypes(dtype_rules, outputs, checkpoint.path)
     if not drafts:
         raise Mismatch("nothing is left to write", path=checkpoint.path, hint="check --include and --exclude")
     conversion = Conversion(
@@ -147,18 +149,6 @@ def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[P
         completed = complete_optimizers(checkpoint, layouts, options.order)
     pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, completed.layouts, strict=True)]
     return pieces, replace(completed, remarks=[*remarks, *completed.remarks])
-
-
-def check_edits(chosen: Sequence[Layout], options: ConvertOptions, path: Path, *, is_late: bool) -> None:
-    """Raise `Usage` for a rule of `--rename` that matches nothing.
-
-    Likewise for `--dtype`, unless it is applied late.
-    """
-    if not is_late:
-        options.edits.check_dtypes(chosen, path)
-    if options.rename:
-        names = [name for layout in chosen for name in parameters_in(layout, names_of_weights(layout))]
-        options.edits.check_renames(names, path)
 
 
 def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:
@@ -216,44 +206,42 @@ def draft_piece(
     options: ConvertOptions,
     world_size: int,
     optimizers: Sequence[Rekeying],
-    *,
-    is_late: bool,
+    dtype_rules: Sequence[DtypeRule],
 ) -> tuple[Draft, list[str]]:
-    """Draft a piece: cast it, change the keys of its optimizer, rename it, and put it under a key.
+    """Draft a piece: change the keys of its optimizer, rename it, put it under a key, and cast it.
 
-    Also returns remarks. If `is_late`, the cast is the last step, because the globs of `--dtype` match the output's
-    names.
+    Also returns remarks.
     """
     remarks: list[str] = []
-    asked = options.edits
-    first_edits = replace(asked, dtype=()) if is_late else asked
-    is_named = options.changes_names
-    weights = names_of_weights(chosen) if asked.are_of_weights or is_named else frozenset()
-    layout, casts = first_edits.cast(chosen, weights.__contains__)
+    weights = names_of_weights(chosen) if options.edits.are_of_weights or options.changes_names else frozenset()
+    layout = chosen
     for rekeying in optimizers:
         layout = rekeying.edit(layout)
-    if asked.rename:
-        layout, _ = rename_parameters(layout, weights, asked.renaming())
+    if options.rename:
+        layout, _ = rename_parameters(layout, weights, options.edits.renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
-    if weights and is_named:
+    is_named = bool(weights) and options.changes_names
+    if is_named:
         layout, remarks = name_piece(piece, layout, options.wanted_names, options)
     if len(piece.parts) > 1:
         layout = edits.nest(layout, ())
-    nested = edits.nest(layout, (options.under,)) if options.under else layout
-    casts = {renamed.get(name, name): change for name, change in casts.items()}
-    if is_late:
-        weights = names_of_weights(nested) if asked.are_of_weights else frozenset()
-        nested, casts = asked.cast(nested, weights.__contains__)
-    refuse_separated(piece.parts[0], casts, {new: old for old, new in renamed.items()})
-    return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
+    if options.under:
+        layout = edits.nest(layout, (options.under,))
+    casts: Mapping[str, str] = {}
+    if dtype_rules:
+        if is_named:
+            pairs = pairs_with_bytes(chosen, chosen.tensors, [layout])
+        else:
+            pairs = zip(chosen.names, layout.names, strict=True)
+        sources: dict[str, set[str]] = {name: set() for name in layout.names}
+        for old, new in pairs:
+            sources[new].add(old)
+        layout, casts = apply_dtypes(layout, dtype_rules, sources, lambda name: not weights.isdisjoint(sources[name]))
+        if casts and may_be_quantized(piece.parts[0].layout.specs):
+            from ckptkit.state.quantized.plain import refuse_separated
 
-
-def refuse_separated(component: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
-    """Raise an error if a cast would separate quantized weights from their scales."""
-    if casts and may_be_quantized(component.layout.specs):
-        from ckptkit.state.quantized import plain
-
-        plain.refuse_separated(component, casts, came_from)
+            refuse_separated(piece.parts[0], {name: frozenset(sources[name]) for name in casts})
+    return Draft.of([layout], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
 
 
 def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from glob import escape
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -68,37 +67,24 @@ class Edits:
             hint = "change --include or --exclude; `ckptkit inspect --tensors` shows all names"
             raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=path, hint=hint)
 
-    def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
-        """Return the edits with `--dtype` globs of source names replaced by output names, and notes on other globs.
+    def dtype_rules(self, sources: Iterable[str]) -> list[DtypeRule]:
+        """Return the rules of `--dtype` for a conversion of tensors whose names in the source are `sources`."""
+        names = list(sources)
+        rules = []
+        for glob, dtype in map(parse_cast, self.dtype):
+            is_of_output = glob is not None and not any(fnmatchcase(name, glob) for name in names)
+            rules.append(DtypeRule(dtype, glob, is_of_output))
+        return rules
 
-        `made_of` gives, for each name in the output, the names in the source that it is made of.
+    def check_dtypes(self, rules: Iterable[DtypeRule], outputs: Collection[str], path: Path) -> list[str]:
+        """Return a note for each rule whose glob matches only names in the output.
+
+        Raises `Usage` for a glob that matches no name there either.
         """
-        rules, remarks = [], []
-        for rule in self.dtype:
-            glob, dtype = rule.rpartition("=")[0], rule.rpartition("=")[2]
-            has_glob = parse_cast(rule)[0] is not None
-            output_names = output_names_for(glob, made_of) if has_glob else []
-            rules += [f"{escape(name)}={dtype}" for name in output_names] or [rule]
-            if has_glob and not output_names:
-                remarks.append(f"--dtype '{glob}' matches names in the output, but none in the source")
-        return replace(self, dtype=rules), remarks
-
-    def has_dtypes_of_output(self, layouts: Sequence[Layout]) -> bool:
-        """Return whether a `--dtype` glob matches no tensor of the source.
-
-        Then all `--dtype` globs are for output names. With `allow_unmatched` such a glob may match nothing at all, so
-        that the others stay for the source if one of them matches there.
-        """
-        names = [name for layout in layouts for name in layout.tensors]
-        globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
-        is_matched = [any(fnmatchcase(name, glob) for name in names) for glob in globs]
-        return not all(is_matched) and not (self.allow_unmatched and any(is_matched))
-
-    def check_dtypes(self, layouts: Sequence[Layout], path: Path) -> None:
-        """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""
-        globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
-        names = [name for layout in layouts for name in layout.tensors]
-        self.check_matched("--dtype", globs, names, path)
+        globs = [rule.glob for rule in rules if rule.glob is not None and rule.is_of_output]
+        self.check_matched("--dtype", globs, outputs, path)
+        matched = [glob for glob in globs if any(fnmatchcase(name, glob) for name in outputs)]
+        return [f"--dtype '{glob}' matches names in the output, but none in the source" for glob in matched]
 
     def check_renames(self, names: Iterable[str], path: Path) -> None:
         """Raise `Usage` for a `--rename` rule that matches no parameter name.
@@ -148,42 +134,62 @@ class Edits:
         """Return the function that applies all rename rules to a parameter's name, in order."""
         return renaming(self.rename)
 
-    def wanted_dtype(self, name: str, *, is_weight: bool) -> DType | Like | None:
-        """Return the dtype (or the model with the dtype) requested for a tensor; None if it keeps its own.
 
-        The last rule wins. A dtype without a glob applies to the model's weights only.
-        """
-        requested: DType | Like | None = None
-        for glob, dtype in map(parse_cast, self.dtype):
-            if is_weight if glob is None else fnmatchcase(name, glob):
-                requested = dtype
-        return requested
+@dataclass(frozen=True, slots=True)
+class DtypeRule:
+    """A rule of `--dtype`: the dtype of all weights, or of the tensors that match a glob. None keeps their own dtype.
 
-    def cast(self, layout: Layout, is_weight: Callable[[str], bool]) -> tuple[Layout, dict[str, str]]:
-        """Return the layout in the requested dtypes, and the change of each changed tensor.
+    The glob matches names in the source or, if `is_of_output`, names in the output.
+    """
 
-        The last matching rule wins. Only floats of 16 bits and more are converted. A dtype without a glob applies to
-        the model's weights only: optimizer state and step counts need their precision. Raises `Mismatch` for a weight
-        that a model in `like:MODEL` does not have.
-        """
-        models = {dtype: dtype.specs() for _, dtype in map(parse_cast, self.dtype) if isinstance(dtype, Like)}
+    dtype: DType | Like | None
+    glob: str | None
+    is_of_output: bool
 
-        def choose(name: str, spec: Spec) -> DType:
-            requested = self.wanted_dtype(name, is_weight=is_weight(name))
-            chosen = (
-                requested.choose(models[requested], name, spec)
-                if isinstance(requested, Like)
-                else requested or spec.dtype
-            )
-            return chosen if spec.dtype.can_become(chosen) else spec.dtype
+    def matches(self, name: str, made_of: Iterable[str], *, is_weight: bool) -> bool:
+        """Return whether the rule applies to a tensor of the output, made of these tensors of the source."""
+        glob = self.glob
+        if glob is None:
+            return is_weight
+        return fnmatchcase(name, glob) if self.is_of_output else any(fnmatchcase(one, glob) for one in made_of)
 
-        changed = edits.cast(layout, choose)
-        casts = {
-            name: f"{before} => {after}"
-            for name, tensor in layout.tensors.items()
-            if (before := tensor.spec.dtype) != (after := changed.tensors[name].spec.dtype)
-        }
-        return changed, casts
+
+def wanted_dtype(
+    rules: Sequence[DtypeRule], name: str, made_of: Iterable[str], *, is_weight: bool = True
+) -> DType | Like | None:
+    """Return the dtype (or the model with the dtype) that the last matching rule requests; None to keep the dtype."""
+    rule = next((rule for rule in reversed(rules) if rule.matches(name, made_of, is_weight=is_weight)), None)
+    return None if rule is None else rule.dtype
+
+
+def apply_dtypes(
+    layout: Layout,
+    rules: Sequence[DtypeRule],
+    made_of: Mapping[str, Collection[str]],
+    is_weight: Callable[[str], bool],
+) -> tuple[Layout, dict[str, str]]:
+    """Return the layout in the requested dtypes, and the change of each changed tensor.
+
+    `made_of` gives the names in the source that each tensor is made of. Only floats of 16 bits and more are converted.
+    A dtype without a glob applies to the model's weights only: optimizer state and step counts need their precision.
+    Raises `Mismatch` for a weight that a model in `like:MODEL` does not have.
+    """
+    models = {rule.dtype: rule.dtype.specs() for rule in rules if isinstance(rule.dtype, Like)}
+
+    def choose(name: str, spec: Spec) -> DType:
+        requested = wanted_dtype(rules, name, made_of[name], is_weight=is_weight(name))
+        chosen = (
+            requested.choose(models[requested], name, spec) if isinstance(requested, Like) else requested or spec.dtype
+        )
+        return chosen if spec.dtype.can_become(chosen) else spec.dtype
+
+    changed = edits.cast(layout, choose)
+    casts = {
+        name: f"{before} => {after}"
+        for name, tensor in layout.tensors.items()
+        if (before := tensor.spec.dtype) != (after := changed.tensors[name].spec.dtype)
+    }
+    return changed, casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +216,6 @@ class Like:
                 f"expected {wanted} as in {self.model}, found {spec.dtype}, which cannot be cast to it", tensor=name
             )
         return wanted
-
-
-def output_names_for(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the names in the output that are made of tensors whose source names match a glob."""
-    return [name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
 
 
 def is_renamed_by(name: str, rule: str) -> bool:

@@ -33,6 +33,7 @@ from ckptkit.state.model import Model
 from ckptkit.state.names import ask_names
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import is_declared_quantized
+from ckptkit.state.selection import apply_dtypes
 from ckptkit.words import count
 
 WITH_FILES = "dcp"  # the only format with which ckptkit writes files of a family
@@ -250,12 +251,11 @@ def restore_keys(model: Model, options: ConvertOptions) -> Model:
 
 def cast(model: Model, options: ConvertOptions) -> Model:
     """Cast the tensors to the requested dtypes. Tensors that loaders keep in fp32 stay in fp32."""
-    named_edits, remarks = options.edits.with_dtypes_of(
-        {name: model.weights.origins_of([name]) for name in model.layout.tensors}
-    )
-    named_edits.check_dtypes([model.layout], model.part.path)
+    made_of = {name: model.weights.origins_of([name]) for name in model.layout.tensors}
+    rules = options.edits.dtype_rules(set().union(*made_of.values()))
+    remarks = options.edits.check_dtypes(rules, made_of, model.part.path)
     wide = wide_tensors(model, options)
-    layout, casts = named_edits.cast(model.layout, lambda name: name not in wide)
+    layout, casts = apply_dtypes(model.layout, rules, made_of, lambda name: name not in wide)
     specs = layout.specs
     casts |= {name: f"{words} => {specs[name].dtype}" for name, words in model.stored_as.items() if name in specs}
     model = replace(model.with_layout(layout), casts=casts).say(*remarks)

@@ -216,6 +216,20 @@ def test_a_training_converted_keeps_all_names(home: Path, tmp_path: Path, to: st
     assert (tmp_path / "out" / SAID).exists()
 
 
+def test_patterns_mean_what_they_mean_of_a_model(home: Path, tmp_path: Path) -> None:
+    """A glob or a rule that matched nothing was ignored, and globs were of the output's names only."""
+    dtype = ["*q_proj.lora_A.default.weight=bf16", "*down_proj.lora_A.weight=fp16"]
+    ckptkit.consolidate(home / "run", tmp_path / "out", dtype=dtype)
+    found = {name: str(tensor.dtype) for name, tensor in load_file(tmp_path / "out" / WEIGHTS).items()}
+    expected = {"q_proj.lora_A": "torch.bfloat16", "down_proj.lora_A": "torch.float16"}
+    assert found == {name: expected.get(".".join(name.split(".")[-3:-1]), "torch.float32") for name in found}
+    with pytest.raises(Usage, match=r"rename='foo=>bar' matches no tensor"):
+        ckptkit.consolidate(home / "run", tmp_path / "no", rename="foo=>bar")
+    with pytest.raises(Usage, match=r"dtype='foo\*' matches no tensor"):
+        ckptkit.consolidate(home / "run", tmp_path / "no", dtype="foo*=bf16")
+    assert not (tmp_path / "no").exists()
+
+
 def test_the_tokenizer_beside_it_comes_along(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "saved", tmp_path / "src")
     (tmp_path / "src" / "tokenizer.json").write_text("{}")

@@ -134,6 +134,34 @@ def test_a_dtype_s_glob_that_matches_nothing_leaves_the_others_as_they_are(to: s
     assert dtypes(tmp_path / "out") == {name: "bfloat16" if ".layers." in name else "float32" for name in case.tensors}
 
 
+@pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
+def test_each_dtype_s_glob_is_of_the_source_or_the_output_and_the_last_one_wins(
+    to: str, case: Case, tmp_path: Path
+) -> None:
+    """`convert` looked for all globs among the output's names as soon as one of them was not in the source."""
+    out = tmp_path / ("out.pt" if to == "pt" else "out")
+    rules = ["trunk.*=bf16", "model.layers.0.*=fp16", "trunk.layers.0.mlp.*=fp64"]
+    done = convert(case.trunk, out, to=to, rename=RULE, dtype=rules)
+    found = dtypes(out)
+    assert found["model.layers.0.mlp.up_proj.weight"] == "float64"
+    assert found["model.layers.0.self_attn.q_proj.weight"] == "float16"
+    assert found["model.layers.1.mlp.up_proj.weight"] == found["model.norm.weight"] == "bfloat16"
+    assert [note for note in done.notes if "matches names in the output" in note] == [
+        "--dtype 'model.layers.0.*' matches names in the output, but none in the source"
+    ]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_globs_and_a_table_of_names(to: str, case: Case, tmp_path: Path) -> None:
+    """Under a family's names, too, a glob is of the source's names or else of the output's."""
+    rules = ["blocks.0.*=bf16", "out_of_all.weight=bf16", "model.layers.1.*=fp16"]
+    names: dict[str, Any] = {} if to == "hf" else {"names": "hub"}
+    convert(case.own, tmp_path / "out", to=to, map=case.table, base=case.hub, dtype=rules, **names)
+    found = dtypes(tmp_path / "out")
+    assert {dtype for name, dtype in found.items() if ".layers.0." in name} == {"bfloat16"}
+    assert {dtype for name, dtype in found.items() if ".layers.1." in name} == {"float16"}
+
+
 @pytest.mark.parametrize("to", ["hf", "dcp"])
 def test_a_dtype_s_glob_that_is_of_neither_is_refused(to: str, case: Case, tmp_path: Path) -> None:
     with pytest.raises(Usage, match=r"dtype='blocks\.\*' matches no tensor"):

@@ -19,7 +19,6 @@ from ckptkit.plugins.quantize.schemes import SCHEMES, Scheme
 from ckptkit.state.model import Model, RecipeFor, always
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import KEYS
-from ckptkit.state.selection import output_names_for
 from ckptkit.words import count
 
 # Choose the weights to quantize: linear layers, except where loaders expect plain weights.
@@ -131,7 +130,8 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     globs = [
         matched
         for glob in options.exclude_quantize
-        for matched in [*map(escape, output_names_for(glob, made_of))] or [glob]
+        for matched in [escape(name) for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
+        or [glob]
     ]
     options.edits.check_matched(
         "--exclude-quantize", globs, names, model.part.path, is_match=matches_tensor, what="weight of a linear layer"

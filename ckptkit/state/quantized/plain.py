@@ -22,7 +22,7 @@ from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import read_quantization_config, without_quantization
 from ckptkit.state.quantized.find import Quantized, find_quantized, is_plain
 from ckptkit.state.quantized.packed import plain_name, renamed_alike
-from ckptkit.state.selection import Edits
+from ckptkit.state.selection import Edits, wanted_dtype
 from ckptkit.words import count
 
 _BY_LIBRARY = "dequantize them first, with the library that made them"
@@ -99,8 +99,8 @@ def weights_to_dequantize(quantized: Quantized | None, weights: Weights, asked: 
     if asked.dtype_of_weights is not None:
         quantized.require_known()
     names = {old: plain_name(new) for new, old in weights.came_from.items() if old in quantized.weights}
-    asked, _ = asked.with_dtypes_of({names.get(old, new): (old,) for new, old in weights.came_from.items()})
-    chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
+    rules = asked.dtype_rules(weights.came_from.values())
+    chosen = {old for old, new in names.items() if wanted_dtype(rules, new, (old,)) is not None}
     if chosen and (missed := sorted(names[old] for old in names.keys() - chosen)):
         hint = "pass one dtype for all weights, like --dtype bf16"
         raise Usage(
@@ -196,16 +196,19 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     """
     if model.stored_as:  # the quantized weights were dequantized
         return model
-    refuse_separated(model.part, model.casts, model.weights.came_from)
+    refuse_separated(model.part, {name: model.weights.origins_of([name]) for name in model.casts})
     return model.say(*say_small(model.layout, options.edits))
 
 
-def refuse_separated(component: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
-    """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own."""
-    quantized = look_for_quantized(component) if casts else None
+def refuse_separated(component: Component, rounded: Mapping[str, frozenset[str]]) -> None:
+    """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own.
+
+    `rounded` gives, for each tensor to round, the tensors of the component that it is made of.
+    """
+    quantized = look_for_quantized(component) if rounded else None
     if quantized is None:
         return
-    separated = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
+    separated = sorted(new for new, olds in rounded.items() if not quantized.members.isdisjoint(olds))
     if separated:
         quantized.require_known()
         hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or drop --dtype"
