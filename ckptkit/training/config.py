@@ -81,7 +81,7 @@ class TrainConfig:
     reduce_dtype: Annotated[Literal["fp32", "bf16"], "Dtype to reduce gradients in."] = "fp32"
     cpu_offload: Annotated[bool, "Keep shards, gradients and optimizer in host memory."] = False
     recompute_every: Annotated[int, "Recompute the activations of every n-th block in backward; 0: none."] = 0
-    compile: Annotated[bool, "Compile the blocks."] = False
+    compile: Annotated[bool, "Compile the blocks and the loss."] = False
     deterministic: Annotated[bool, "Make results repeatable bit for bit on a GPU, where possible; slower."] = False
     # checkpoints and metrics
     save_every: Annotated[int, "Steps between checkpoints; the last step is always saved. 0: only the last."] = 500

@@ -73,6 +73,8 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.sharded)
         self._decays = [float(group["weight_decay"]) for group in self.optimizer.param_groups]
         self.scheduler = make_scheduler(config, self.optimizer)
+        # Compiled, it never stores the logits of the batch in fp32, which are the largest tensor of a step.
+        self._sum_losses = torch.compile(sum_losses) if config.compile else sum_losses
         self.progress = Progress(config.seed, corpus.length, corpus.checksum)
         peak = peak_flops(mesh.device_type, param_dtype(config, mesh.device_type))
         self._peak = peak and peak * self.world_size
@@ -192,8 +194,12 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the sum of the losses over a batch's targets, in fp32."""
-        logits = self.blueprint.logits(self.model, batch.inputs, batch.positions)
-        return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        return self._sum_losses(self.blueprint.logits(self.model, batch.inputs, batch.positions), batch.targets)
+
+
+def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross entropies, in fp32; logits [batch, length, vocabulary], targets [batch, length]."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def make_optimizer(config: TrainConfig, sharded: ShardedModel) -> AdamW:
