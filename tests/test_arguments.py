@@ -88,7 +88,7 @@ def test_numbers_of_numpy_and_dtypes_of_torch_are_taken(tmp_path: Path) -> None:
 
 
 def test_best_metric_that_no_checkpoint_has_deletes_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, keep_best="los")
+    run = Run(tmp_path, keep_best="los:min")
     with pytest.warns(UserWarning, match="no checkpoint has a finite metric `los` .hint: use one of loss"):
         run.save(1, nn.Linear(2, 2), metrics={"loss": 1.0})
     with pytest.warns(UserWarning, match="was not deleted"):

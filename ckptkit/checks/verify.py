@@ -141,6 +141,8 @@ def verify(
     Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Every
     problem of an existing checkpoint is in the result.
     """
+    if not sources:
+        raise Usage("expected a checkpoint or a run, found none", hint="pass at least one path")
     if against is None and (map or rename):
         raise Usage("--map and --rename are for a comparison", hint="pass --against too")
     checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]

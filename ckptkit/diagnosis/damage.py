@@ -13,6 +13,7 @@ from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, export, rewrite
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.io.path import is_remote, spelled_like
+from ckptkit.runs.ls import look_at
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
@@ -79,7 +80,7 @@ def is_owned(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
-    """Return the latest other checkpoint of the run that is complete.
+    """Return the latest other checkpoint of the run without a damage that `ls` sees: missing or truncated files.
 
     Returns None if there is none, or the name has no step.
     """
@@ -87,7 +88,8 @@ def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
         return None
     try:
         others = reversed(named_in(spelled_like(checkpoint.path, checkpoint.path.absolute().parent)))
-        return next((other.path for other in others if other.name != checkpoint.name and other.is_complete), None)
+        listed = (look_at(other) for other in others if other.name != checkpoint.name)
+        return next((other.path for other in listed if other.is_complete), None)
     except IOFailure:
         return None
 

@@ -174,7 +174,10 @@ def files_in(here: Checkpoint) -> list[Path]:
 
 
 def look_at(
-    checkpoint: Checkpoint, pins: frozenset[str], trackers: Sequence[Tracker], others: Collection[Path] = ()
+    checkpoint: Checkpoint,
+    pins: frozenset[str] = frozenset(),
+    trackers: Sequence[Tracker] = (),
+    others: Collection[Path] = (),
 ) -> Listed:
     """Return the entry of a checkpoint, from the names and sizes of its files and from small files.
 

@@ -29,16 +29,20 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse METRIC[:min|max][:N]. Raises `Usage` for another syntax."""
+        """Parse METRIC[:min|max][:N]. Raises `Usage` for another syntax.
+
+        The lowest loss is best. Of any other metric, the text must say whether the lowest or the highest is.
+        """
         metric, *rest = text.split(":")
-        highest = rest[:1] == ["max"]
-        if rest[:1] in (["min"], ["max"]):
-            rest = rest[1:]
+        direction = rest.pop(0) if rest[:1] in (["min"], ["max"]) else None
         count = rest[0] if rest else "1"
         if not metric or len(rest) > 1 or not count.isdecimal() or int(count) < 1:
             hint = "write METRIC[:min|max][:N], as in `loss`, `loss:3` or `accuracy:max:2`"
             raise Usage(f"expected METRIC[:min|max][:N], found `{text}`", hint=hint)
-        return cls(metric, highest, int(count))
+        if direction is None and "loss" not in metric.lower():
+            message = f"expected whether the lowest or the highest `{metric}` is best, found `{text}`"
+            raise Usage(message, hint=f"write `{metric}:max` or `{metric}:min`")
+        return cls(metric, direction == "max", int(count))
 
 
 @dataclass(frozen=True, slots=True)

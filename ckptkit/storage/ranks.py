@@ -94,9 +94,12 @@ class Outcome(Generic[T]):
         return self.value  # type: ignore[return-value]
 
 
-def find_cause(error: CheckpointException) -> BaseException:
-    """Return the error of the first rank that failed; a CkptError has priority."""
-    return find_first(error)[1]
+def find_cause(error: BaseException) -> BaseException:
+    """Return the error of the first rank that failed; a CkptError has priority.
+
+    Any other error than torch's `CheckpointException` is its own cause.
+    """
+    return find_first(error)[1] if isinstance(error, CheckpointException) else error
 
 
 def find_first(error: CheckpointException) -> tuple[int, BaseException]:

@@ -144,11 +144,14 @@ def require_places(config: TrainConfig) -> None:
 
 def require_metric(keep_best: str | None) -> None:
     """Raise `Usage` if `keep_best` names a metric that checkpoints do not contain."""
-    metric = None if keep_best is None else Best.parse(keep_best).metric
-    if metric is not None and metric not in SAVED_METRICS:
+    if keep_best is None:
+        return
+    metric = keep_best.partition(":")[0]
+    if metric and metric not in SAVED_METRICS:
         names = ", ".join(SAVED_METRICS)
         message = f"keep_best: expected a metric that checkpoints contain ({names}), found `{metric}`"
         raise Usage(message, hint=f"pass `--keep-best {SAVED_METRICS[0]}`")
+    Best.parse(keep_best)
 
 
 def require_full_training(config: TrainConfig) -> None:

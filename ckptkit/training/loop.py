@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ckptkit.training.config import SAVED_METRICS, TrainConfig
+from ckptkit.training.config import SAVED_METRICS, TrainConfig, find_settings, to_toml
 from ckptkit.training.launch import Report
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
 from ckptkit.training.start import start
 from ckptkit.training.trainer import Trainer
+from ckptkit.words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,15 @@ def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         stop_signal = DeferredSignal(signal.SIGTERM, signal.SIGINT)
         report_once = report if place.rank == 0 else lambda _: None  # only rank 0 reports
+        before = find_settings(config.run, config.resume)
         trainer, run = start(config, mesh, lambda text: report_once(Note(text)))
         if trainer.progress.step:
-            status = "resuming" if trainer.progress.step < config.steps else "nothing to do"
-            report_once(Note(f"{status}: {run.root} is at step {trainer.progress.step} of {config.steps}"))
+            position = f"{run.root} is at step {trainer.progress.step} of {config.steps}"
+            if trainer.progress.step < config.steps:
+                changes = describe_changes(before, config)
+                report_once(Note(f"resuming on {count(mesh.size(), 'rank')}: {position}{changes}"))
+            else:
+                report_once(Note(f"nothing to do: {position}"))
         with run, Log(config, place.rank) as log:
             for step in advance(config, trainer, run, stop_signal):
                 log.write(step)
@@ -53,6 +60,16 @@ def advance(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: Deferr
             saved = trainer.save(run, **{name: getattr(step, name) for name in SAVED_METRICS})
             step = replace(step, checkpoint=str(saved))
         yield step
+
+
+def describe_changes(before: Mapping[str, Any], config: TrainConfig) -> str:
+    """Return the settings that differ from those `before`, as the end of a sentence; "" without any."""
+    changed = [
+        f"{name} {to_toml(value)} -> {to_toml(getattr(config, name))}"
+        for name, value in before.items()
+        if getattr(config, name) != value
+    ]
+    return f"; changed: {', '.join(changed)}" if changed else ""
 
 
 def is_due(config: TrainConfig, step: int) -> bool:

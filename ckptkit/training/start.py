@@ -160,8 +160,9 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
         trainer.progress.base = load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
     if findings.resume is not None:
         load_newest(trainer, run, findings.candidates, ranks, warn)
-    # after the load: a run that cannot be resumed keeps its settings and metrics
-    ranks.on_first(partial(write_run_files, config, trainer.progress.step, blueprint.files()))
+    # after the load: a run that cannot be resumed, or has taken all its steps, keeps its settings and metrics
+    if trainer.progress.step < config.steps:
+        ranks.on_first(partial(write_run_files, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 
 

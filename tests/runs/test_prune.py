@@ -196,7 +196,7 @@ def test_a_metric_that_no_checkpoint_has_is_a_slip(produce: Produce, tmp_path: P
     for step in (1, 2):
         place(produce, tmp_path / f"ckpt-{step}", {"loss": step})
     with pytest.raises(Usage, match="no checkpoint has a finite metric `los`") as raised:
-        prune(tmp_path, keep_best="los", yes=True)
+        prune(tmp_path, keep_best="los:min", yes=True)
     assert raised.value.hint == "use one of loss"
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt-1", "ckpt-2"}
 
@@ -235,6 +235,9 @@ def test_requests_that_make_no_sense(run: Path, tmp_path: Path) -> None:
         prune(run, keep_last=0, yes=True)
     with pytest.raises(Usage, match="expected METRIC"):
         prune(run, keep_best="loss:low", yes=True)
+    with pytest.raises(Usage, match="the lowest or the highest `accuracy` is best, found `accuracy:2`") as raised:
+        prune(run, keep_best="accuracy:2", yes=True)
+    assert raised.value.hint == "write `accuracy:max` or `accuracy:min`"
     assert len(names(run)) == 5
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "absent", tmp_path / "empty", run / "ckpt-5"):

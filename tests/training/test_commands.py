@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError, Occupied
-from ckptkit.training.config import settings
+from ckptkit.training.config import SETTINGS, settings
 from ckptkit.training.saving.run import Run
 from ckptkit.training.smoke.checks import CHECKS
 
@@ -50,11 +50,13 @@ def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path
     second = invoke(tmp_path, "train", "--steps", "3", "--nproc", "1", "--resume", "auto", *TINY)
     assert second.exit_code == 0, second.stderr
     assert [line.split()[1] for line in second.stdout.splitlines()] == ["3/3"]
-    assert "resuming: run is at step 2 of 3" in second.stderr
+    assert "resuming on 1 rank: run is at step 2 of 3; changed: steps 2 -> 3" in second.stderr
+    begun_with = (tmp_path / "run" / SETTINGS).read_text()
     assert [checkpoint.step for checkpoint in RunFolder(tmp_path / "run").checkpoints()] == [2, 3]
-    third = invoke(tmp_path, "train", "--resume", "auto", "--nproc", "1")
+    third = invoke(tmp_path, "train", "--resume", "auto", "--nproc", "1", "--lr", "0.5")
     assert (third.exit_code, third.stdout) == (0, "")
     assert "nothing to do" in third.stderr
+    assert (tmp_path / "run" / SETTINGS).read_text() == begun_with
 
 
 @pytest.mark.slow

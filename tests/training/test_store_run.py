@@ -145,7 +145,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on_elsewhere_and_is_exported(user:
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2]
 
     done = user.type("train", user.run, "--resume", "auto", "--nproc", "3", "--keep-last", "2")
-    assert f"resuming: {user.run} is at step {EVERY} of {STEPS}" in done.stderr
+    assert f"resuming on 3 ranks: {user.run} is at step {EVERY} of {STEPS}" in done.stderr
     assert "warning" not in done.stderr.lower()
     assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{step}/{STEPS}" for step in (3, 4, 5, 6)]
     found = steps_in(user.read(METRICS))
