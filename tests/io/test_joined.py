@@ -13,7 +13,7 @@ from ckptkit.errors import Corrupt, IOFailure, Unsupported
 from ckptkit.io.file import children, file_size, folders, is_there, names_in, open_file, opening, read_at, read_small
 from ckptkit.io.joined import JoinedPath, joined, roots_of
 from ckptkit.io.origin import Origin
-from ckptkit.io.path import to_path
+from ckptkit.io.path import refresh, to_path
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_one_of_them_may_be_remote(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/joined-test/b", b"far")
     (tmp_path / "a").write_text("near")
-    both = joined([tmp_path, to_path("memory://joined-test")])
+    both = joined([tmp_path, refresh(to_path("memory://joined-test"))])
     assert sorted(names_in(both)) == ["a", "b"]
     assert read_small(both / "b", 10) == b"far"
     assert file_size(both / "b") == 3
