@@ -27,7 +27,7 @@ from ckptkit.words import format_bytes
 if TYPE_CHECKING:
     from ckptkit.training.loop import Note
     from ckptkit.training.metrics import StepMetrics
-    from ckptkit.training.smoke.smoke import Check
+    from ckptkit.training.smoke.run_check import Check
 
 NPROC = typer.Option("--nproc", min=1, help="Processes to start here; by default one per GPU, or one.")
 DEVICE = typer.Option("--device", help="Where to train.")

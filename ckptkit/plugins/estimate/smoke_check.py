@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ckptkit.plugins.estimate.estimate import estimate
-from ckptkit.training.smoke.runs import Failed, SmokeRuns
+from ckptkit.training.smoke.run_check import CheckFailed
+from ckptkit.training.smoke.runs import SmokeRuns
 
 
 def holds_what_was_estimated(runs: SmokeRuns) -> str:
@@ -18,6 +19,6 @@ def holds_what_was_estimated(runs: SmokeRuns) -> str:
     expected = budget.parts["parameters"], budget.parts["optimizer"]
     measured = max(rank.parameters for rank in ranks), max(rank.optimizer for rank in ranks)
     if measured != expected:
-        raise Failed(f"{measured[0]:,} bytes of parameters and {measured[1]:,} of moments; estimated {expected}")
+        raise CheckFailed(f"{measured[0]:,} bytes of parameters and {measured[1]:,} of moments; estimated {expected}")
     peak = ranks[0].peak and f"; at most {ranks[0].peak:,} bytes, estimated {budget.peak:,}"
     return f"{measured[0]:,} bytes of parameters, {measured[1]:,} of moments{peak or ''}"

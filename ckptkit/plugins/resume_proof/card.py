@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.plugins.resume_proof.runs import Runs
 from ckptkit.trainers.table import TRAINERS
-from ckptkit.training.smoke.smoke import Check
+from ckptkit.training.smoke.run_check import Check
 from ckptkit.version import __version__
 
 _RESULTS = {True: "passed", False: "**failed**", None: "skipped"}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ckptkit.plugins.resume_proof.find import files_of, size_of
 from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
-from ckptkit.plugins.resume_proof.runs import CheckFailed, CheckSkipped, Runs
+from ckptkit.plugins.resume_proof.runs import Runs
 from ckptkit.plugins.resume_proof.states import SavedState, find_damage
+from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count, format_bytes
 
 _LONGEST = 60  # characters of a name that are shown; names of callbacks may have hundreds

@@ -19,8 +19,9 @@ from ckptkit.plugins.resume_proof.compare import GroupDifference, differences
 from ckptkit.plugins.resume_proof.execute import execute
 from ckptkit.plugins.resume_proof.find import checkpoints_of, files_of
 from ckptkit.plugins.resume_proof.groups import MOMENTS, WEIGHTS
-from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, CheckFailed, CheckSkipped, Runs
+from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, Runs
 from ckptkit.plugins.resume_proof.states import find_damage, read_state
+from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
 _SUMS = 1e-3  # relative: how far sums in another order may drive the tensors of two equal runs apart in some steps

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from ckptkit.errors import CkptError
 from ckptkit.plugins.resume_proof.card import write_card
 from ckptkit.plugins.resume_proof.checks import CHECKS, NEEDED
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.others import LAST_CHECKS
 from ckptkit.plugins.resume_proof.restored import restored_checks
-from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, CheckFailed, CheckSkipped, Runs
-from ckptkit.training.smoke.smoke import Check
+from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Runs
+from ckptkit.training.smoke.run_check import Check, run_check
 
 
 def prove(
@@ -29,7 +28,7 @@ def prove(
     checks: list[Check] = []
 
     def make(name: str, look: Callable[[Runs], str]) -> bool:
-        checks.append(judge(name, lambda: look(runs)))
+        checks.append(run_check(name, partial(look, runs)))
         report(checks[-1])
         return checks[-1].ok is not False or name not in NEEDED
 
@@ -47,18 +46,3 @@ def prove(
 def remove(room: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(room / name, ignore_errors=True)
-
-
-def judge(name: str, look: Callable[[], str]) -> Check:
-    """Make one check: `look` returns what it compared, or raises."""
-    started = time.perf_counter()
-    ok: bool | None = True
-    try:
-        detail = look()
-    except CheckSkipped as reason:
-        ok, detail = None, str(reason)
-    except CheckFailed as reason:
-        ok, detail = False, str(reason)
-    except Exception as error:  # noqa: BLE001 - whatever it was, the check was not made and the table must say so
-        ok, detail = False, error.line if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
-    return Check(name, ok, detail, time.perf_counter() - started)

@@ -28,8 +28,9 @@ from ckptkit.plugins.resume_proof.groups import (
     STEP,
     WEIGHTS,
 )  # fmt: skip
-from ckptkit.plugins.resume_proof.runs import Cause, CheckFailed, CheckSkipped, Runs
+from ckptkit.plugins.resume_proof.runs import Cause, Runs
 from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
+from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # that betas or momentum decay

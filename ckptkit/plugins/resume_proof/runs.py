@@ -19,16 +19,9 @@ from ckptkit.plugins.resume_proof.find import checkpoints_of, copy_checkpoint, c
 from ckptkit.plugins.resume_proof.groups import WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.states import SavedState, read_state
+from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 
 RUNS, COPIES, LOGS = "runs", "copies", "logs"  # directories below --run
-
-
-class CheckFailed(Exception):
-    """What a check found wrong, with one imperative."""
-
-
-class CheckSkipped(Exception):
-    """Why a check cannot be made, or cannot decide."""
 
 
 class Cause(NamedTuple):

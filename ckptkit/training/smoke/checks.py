@@ -1,4 +1,4 @@
-"""The checks of a smoke test. Each returns a description of what it compared, or raises `Failed` or `Skipped`."""
+"""The checks of a smoke test. Each returns what it compared, or raises `CheckFailed` or `CheckSkipped`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from ckptkit.conversion.merge import merge
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
+from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.training.smoke.runs import (
     ADAPTED,
     SAVED,
     SIZES,
     STEPS,
-    Failed,
-    Skipped,
     SmokeRuns,
     compare_checkpoints,
     compare_tensors,
@@ -43,7 +42,7 @@ def saves_adapters_alone(runs: SmokeRuns) -> str:
     names = [name.removeprefix("model.") for name in read_tensors(runs.adapters) if name.startswith("model.")]
     others = [name for name in names if read_entry(name) is None]
     if taken != ADAPTED or others or not names:
-        raise Failed(f"{taken} of {ADAPTED} steps; tensors of no adapter: {others[:4]}")
+        raise CheckFailed(f"{taken} of {ADAPTED} steps; tensors of no adapter: {others[:4]}")
     return f"{taken} steps, {len(names)} tensors of adapters and none of the model"
 
 
@@ -52,7 +51,7 @@ def resumes_adapters(runs: SmokeRuns) -> str:
     expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.adapted) if step.step > ADAPTED // 2]
     found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.adapted_again)]
     if found != expected or not found:
-        raise Failed(f"steps, losses and norms {found}, not {expected}")
+        raise CheckFailed(f"steps, losses and norms {found}, not {expected}")
     return compare_checkpoints(runs.adapters, runs.scratch / "adapters-again" / runs.adapters.name)
 
 
@@ -61,7 +60,7 @@ def merges_adapters(runs: SmokeRuns) -> str:
     expected, found, before = (logits(runs, model) for model in (runs.with_adapters, merged(runs), runs.trained))
     error, changed = (float((expected - other).abs().max()) for other in (found, before))
     if not error < min(_ROUNDING, changed):
-        raise Failed(f"logits differ by up to {error:.3g}; the adapters have changed them by up to {changed:.3g}")
+        raise CheckFailed(f"logits differ by up to {error:.3g}; the adapters have changed them by up to {changed:.3g}")
     return f"adapters change logits by up to {changed:.2g}; merged, they differ by {error:.1g}"
 
 
@@ -73,7 +72,7 @@ def opens_in_peft(runs: SmokeRuns) -> str:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
-        raise Skipped(f"{error.name} is not installed") from None
+        raise CheckSkipped(f"{error.name} is not installed") from None
     disable_progress_bar()
     with warnings.catch_warnings(action="ignore"):  # PEFT warns about the next version of transformers
         base = AutoModelForCausalLM.from_pretrained(runs.out, local_files_only=True)
@@ -84,7 +83,7 @@ def opens_in_peft(runs: SmokeRuns) -> str:
     expected = [logits(runs, model) for model in (runs.with_adapters, ours)]
     for what, a, b in zip(("with the adapter", "merged"), expected, found, strict=True):
         if not torch.equal(a, b):
-            raise Failed(f"{what}: logits differ by up to {float((a - b).abs().max()):.3g}")
+            raise CheckFailed(f"{what}: logits differ by up to {float((a - b).abs().max()):.3g}")
     return f"{expected[0].numel():,} logits equal with the adapter attached and merged, bit for bit"
 
 
@@ -122,7 +121,7 @@ def trains(runs: SmokeRuns) -> str:
     taken = sum(len(account.steps) for account in runs.first)
     steps = [checkpoint.step for checkpoint in RunFolder(runs.config.run).checkpoints()]
     if steps != [SAVED, STEPS]:
-        raise Failed(f"checkpoints of steps {steps}, not {[SAVED, STEPS]}")
+        raise CheckFailed(f"checkpoints of steps {steps}, not {[SAVED, STEPS]}")
     return f"{taken // runs.nproc} steps on {runs.nproc} ranks, checkpoints at {SAVED} and {STEPS}"
 
 
@@ -130,7 +129,7 @@ def is_finite(runs: SmokeRuns) -> str:
     """Check that every loss is finite."""
     losses = [step.loss for step in of_rank_0(runs.first)]
     if len(losses) != STEPS or not all(map(math.isfinite, losses)):
-        raise Failed(f"losses {losses}")
+        raise CheckFailed(f"losses {losses}")
     return f"{STEPS} losses"
 
 
@@ -139,7 +138,7 @@ def falls(runs: SmokeRuns) -> str:
     losses = [step.loss for step in of_rank_0(runs.first)]
     first, second = sum(losses[:SAVED]) / SAVED, sum(losses[SAVED:]) / (STEPS - SAVED)
     if not second < first:
-        raise Failed(f"mean {first:.4f}, then {second:.4f}")
+        raise CheckFailed(f"mean {first:.4f}, then {second:.4f}")
     return f"mean {first:.4f}, then {second:.4f}"
 
 
@@ -149,20 +148,22 @@ def differs_between_ranks(runs: SmokeRuns) -> str:
         steps = [step for account in runs.first for step in account.steps if step.step == number]
         reduced = {(step.loss, step.grad_norm, step.lr, step.tokens) for step in steps}
         if len(reduced) != 1:
-            raise Failed(f"step {number}: the ranks disagree on loss, gradient norm, rate or tokens: {reduced}")
+            raise CheckFailed(f"step {number}: the ranks disagree on loss, gradient norm, rate or tokens: {reduced}")
         if len({step.local_loss for step in steps}) < runs.nproc:
-            raise Failed(f"step {number}: two ranks have the same loss {steps[0].local_loss}, so the same data")
+            raise CheckFailed(f"step {number}: two ranks have the same loss {steps[0].local_loss}, so the same data")
     if runs.nproc == 1:
-        raise Skipped("there is one rank only")
+        raise CheckSkipped("there is one rank only")
     return f"{STEPS} steps: {runs.nproc} ranks with the same mean loss"
 
 
 def replicates(runs: SmokeRuns) -> str:
     """Check that the replicas of an unsharded model are equal after some steps."""
     if runs.nproc == 1:
-        raise Skipped("there is one rank only")
+        raise CheckSkipped("there is one rank only")
     if len({account.crc32 for account in runs.replicated}) != 1:
-        raise Failed(f"CRC-32 of the parameters by rank: {[f'{account.crc32:08x}' for account in runs.replicated]}")
+        raise CheckFailed(
+            f"CRC-32 of the parameters by rank: {[f'{account.crc32:08x}' for account in runs.replicated]}"
+        )
     return f"ddp: {len(runs.replicated)} replicas equal after 2 steps, bit for bit"
 
 
@@ -170,7 +171,7 @@ def resumes_state(runs: SmokeRuns) -> str:
     """Check that a resumed run has the saved scheduler state and position in the data."""
     saved, loaded = ([account.states[SAVED] for account in accounts] for accounts in (runs.first, runs.resumed))
     if saved != loaded or not saved:
-        raise Failed(f"saved {saved}, loaded {loaded}")
+        raise CheckFailed(f"saved {saved}, loaded {loaded}")
     _, progress = saved[0]
     return f"{progress['sequences']} sequences, {progress['tokens']} tokens"
 
@@ -180,7 +181,7 @@ def resumes_losses(runs: SmokeRuns) -> str:
     expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.first) if step.step > SAVED]
     found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.resumed)]
     if found != expected or not found:
-        raise Failed(f"steps, losses and norms {found}, not {expected}")
+        raise CheckFailed(f"steps, losses and norms {found}, not {expected}")
     return f"{len(found)} losses and norms equal, bit for bit"
 
 
@@ -207,7 +208,7 @@ def resumes_resharded(runs: SmokeRuns) -> str:
     """Check that one more rank takes the same step from a resharded checkpoint as from the original."""
     steps = [(step.loss, step.grad_norm) for step in of_rank_0(runs.stepped)]
     if len(steps) != 2 or steps[0] != steps[1]:
-        raise Failed(f"losses and norms {steps} of the step after {SAVED}")
+        raise CheckFailed(f"losses and norms {steps} of the step after {SAVED}")
     return f"{runs.nproc + 1} ranks: loss and norm of the next step equal, bit for bit"
 
 
@@ -235,7 +236,7 @@ def has_equal_logits(runs: SmokeRuns) -> str:
     model = Llama(ModelConfig.read(runs.out / "config.json"))
     missing, unexpected = model.load_state_dict(runs.exported, strict=False)
     if unexpected or set(missing) != tied_names(runs):
-        raise Failed(f"missing {missing}, unexpected {unexpected}")
+        raise CheckFailed(f"missing {missing}, unexpected {unexpected}")
     return compare_logits(runs, model)
 
 
@@ -245,9 +246,9 @@ def opens_in_transformers(runs: SmokeRuns) -> str:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
-        raise Skipped("transformers is not installed") from None
+        raise CheckSkipped("transformers is not installed") from None
     if not runs.out.is_dir():
-        raise Failed(f"no export at {runs.out}")
+        raise CheckFailed(f"no export at {runs.out}")
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(runs.out, local_files_only=True)
     return compare_logits(runs, lambda tokens: model(tokens).logits)
@@ -255,10 +256,10 @@ def opens_in_transformers(runs: SmokeRuns) -> str:
 
 @torch.no_grad()
 def compare_logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
-    """Compare a model's logits with the logits of the trained model. Raises `Failed` if they differ."""
+    """Compare a model's logits with the logits of the trained model. Raises `CheckFailed` if they differ."""
     found, expected = model(runs.prompt), runs.trained(runs.prompt)
     if not torch.equal(found, expected):
-        raise Failed(f"logits differ by up to {float((found - expected).abs().max()):.3g}")
+        raise CheckFailed(f"logits differ by up to {float((found - expected).abs().max()):.3g}")
     return f"{expected.numel():,} logits equal, bit for bit"
 
 

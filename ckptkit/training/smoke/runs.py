@@ -27,14 +27,11 @@ from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.saving.state import flatten
 from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_from_each, train_and_report
-
-
-class Skipped(Exception):
-    """A check cannot run on this machine; the message says why."""
+from ckptkit.training.smoke.run_check import CheckFailed
 
 
 def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
-    """Compare all tensors of two checkpoints, read by torch. Raises `Failed` if they differ.
+    """Compare all tensors of two checkpoints, read by torch. Raises `CheckFailed` if they differ.
 
     With `under`, only tensors of the first checkpoint whose name starts with `under` are expected in the second.
     """
@@ -44,12 +41,12 @@ def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
 
 
 def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
-    """Compare tensors by name, and return their number. Raises `Failed` if names or values differ."""
+    """Compare tensors by name, and return their number. Raises `CheckFailed` if names or values differ."""
     if found.keys() != expected.keys():
-        raise Failed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
+        raise CheckFailed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
     wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
     if wrong:
-        raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
+        raise CheckFailed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
     return len(expected)
 
 
@@ -61,10 +58,6 @@ def of_rank_0(accounts: list[RankAccount]) -> list[StepMetrics]:
 STEPS, SAVED = 8, 4  # the run has 8 steps, with checkpoints at steps 4 and 8
 ADAPTED = 4  # steps of the LoRA training, which saves in the middle and at the end
 SIZES = (3, 16, 1)  # world sizes to reshard to, one after the other
-
-
-class Failed(Exception):
-    """A check failed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ class SmokeRuns:
         """Return the last checkpoint of the run."""
         latest = RunFolder(self.config.run).latest()
         if latest is None:
-            raise Failed(f"no checkpoint in {self.config.run}")
+            raise CheckFailed(f"no checkpoint in {self.config.run}")
         return latest.path
 
     @cached_property
@@ -181,7 +174,7 @@ class SmokeRuns:
         adapters = {name.removeprefix("model."): tensor for name, tensor in read_tensors(self.adapters).items()}
         _, unexpected = model.load_state_dict(self.exported | adapters, strict=False)
         if any(not name.startswith("optim.") for name in unexpected):
-            raise Failed(f"no place for {unexpected}")
+            raise CheckFailed(f"no place for {unexpected}")
         return model
 
     @cached_property
@@ -189,7 +182,7 @@ class SmokeRuns:
         """Return the tensors of the export by name."""
         files = sorted(self.out.glob("*.safetensors"))
         if not files:
-            raise Failed(f"no safetensors in {self.out}")
+            raise CheckFailed(f"no safetensors in {self.out}")
         return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
     @cached_property

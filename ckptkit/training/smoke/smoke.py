@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +13,12 @@ from ckptkit.checkpoints.checkpoint import named_in
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.entry_points import PluginTable, load
-from ckptkit.errors import CkptError, Occupied, Usage, translate_os_errors
+from ckptkit.errors import Occupied, Usage, translate_os_errors
 from ckptkit.io.path import to_local
 from ckptkit.io.staging import check_destination
 from ckptkit.settings import settings_of
 from ckptkit.training.config import SETTINGS, Device, TrainConfig
+from ckptkit.training.smoke.run_check import Check, run_check
 
 MARK = ".smoke"  # marks a run of the smoke test, which a later smoke test may replace
 _MOST_NAMED = 5  # checkpoints listed in an error
@@ -45,16 +44,6 @@ SCRIPTS = PluginTable(
         )
     },
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check. `ok` is None for a skipped check; `detail` says why, or what was compared."""
-
-    name: str
-    ok: bool | None
-    detail: str
-    seconds: float
 
 
 def smoke(
@@ -113,25 +102,6 @@ def find_script(options: dict[str, Any]) -> Callable[..., list[Check]]:
 
 def spell(option: str) -> str:
     return f"--{option.replace('_', '-')}"
-
-
-def run_check(name: str, check: Callable[[], str]) -> Check:
-    """Return the result of one check: `check` returns a description of what it compared, or raises."""
-    from ckptkit.training.smoke.runs import Failed, Skipped
-
-    started = time.perf_counter()
-    ok: bool | None = True
-    try:
-        detail = check()
-    except Skipped as reason:
-        ok, detail = None, f"skipped: {reason}"
-    except Failed as reason:
-        ok, detail = False, str(reason)
-    except CkptError as error:
-        ok, detail = False, error.line
-    except Exception as error:  # noqa: BLE001 - whatever it was, the check failed and the table must say so
-        ok, detail = False, f"{type(error).__name__}: {error}"
-    return Check(name, ok, detail, time.perf_counter() - started)
 
 
 def remove_own(run: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.training.smoke.smoke import Check
+from ckptkit.training.smoke.run_check import Check
 from tests.plugins.resume_proof.faults import FAULTS, FSDP2, IN_NUMPY, NUMPY, Fault
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import transformers  # noqa: F401 - train_trainer.py needs it
 
 import ckptkit
-from ckptkit.training.smoke.smoke import Check
+from ckptkit.training.smoke.run_check import Check
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 

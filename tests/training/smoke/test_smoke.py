@@ -17,8 +17,9 @@ from ckptkit.training.config import TrainConfig
 from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.smoke.checks import ADAPTER_CHECKS, CHECKS
 from ckptkit.training.smoke.rank_tasks import RankAccount
+from ckptkit.training.smoke.run_check import Check, run_check
 from ckptkit.training.smoke.runs import SmokeRuns
-from ckptkit.training.smoke.smoke import Check, run_check, smoke
+from ckptkit.training.smoke.smoke import smoke
 from tests.training.test_commands import ckptkit
 
 pytestmark = pytest.mark.slow
