@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
@@ -15,7 +14,10 @@ from ckptkit.checks.manifest import make_manifest
 from ckptkit.errors import Unsupported
 from ckptkit.formats import locate
 from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk
+from ckptkit.layout.casting import cast, widener
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.resume_proof.compare import select
 from ckptkit.plugins.resume_proof.containers import Container
 from ckptkit.plugins.resume_proof.groups import (
@@ -150,17 +152,16 @@ def change_tensors(tensors: Mapping[str, SavedTensor], to: Change) -> int:
 
 def change_chunk(file: Path, chunk: Chunk, to: Callable[[Array], Array]) -> None:
     """Change the elements of a chunk in its file."""
-    dtype = chunk.dtype.name
     with file.open("r+b") as opened:
         opened.seek(chunk.offset)
         data = opened.read(chunk.length)
-        if dtype == "bfloat16":
-            floats = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-            made = (to(floats).view(np.uint32) >> 16).astype(np.uint16)
+        if chunk.dtype.name == "bfloat16":  # numpy has none
+            made = np.frombuffer(bytearray(data), np.uint16)
+            cast(to(widener(chunk.dtype)(made)), DTYPES["float32"], chunk.dtype, made)
         elif chunk.dtype.kind in ("float", "int", "bool"):
-            made = to(np.frombuffer(data, np.dtype(dtype)).copy())
+            made = to(np.frombuffer(bytearray(data), chunk.dtype.name))
         else:
-            raise Unsupported(f"ckptkit does not change elements of {dtype}", path=file)
+            raise Unsupported(f"ckptkit does not change elements of {chunk.dtype}", path=file)
         opened.seek(chunk.offset)
         opened.write(made.tobytes())
 
