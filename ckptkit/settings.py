@@ -27,6 +27,11 @@ class Setting:
     least: int | None = None
 
 
+def option_name(name: str) -> str:
+    """Return the command-line option of a setting: `--save-every` for `save_every`."""
+    return f"--{name.replace('_', '-')}"
+
+
 @cache
 def settings_of(holder: Any) -> dict[str, Setting]:
     """Return the settings of a dataclass by name: the fields annotated with `Help` or with a string."""

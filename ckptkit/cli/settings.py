@@ -13,7 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from ckptkit.io.path import to_path
-from ckptkit.settings import Setting
+from ckptkit.settings import Setting, option_name
 from ckptkit.words import parse_bytes
 
 Command = Callable[..., None]
@@ -68,8 +68,8 @@ def name_option(parameter: inspect.Parameter) -> inspect.Parameter:
         return parameter
     about = copy(about)  # because several commands share it
     if about.default is ...:  # in an annotation, typer stores the first option name in `default`
-        name = parameter.name.replace("_", "-")
-        about.default = f"--{name}/--no-{name}" if kind == bool | None else f"--{name}"
+        name = option_name(parameter.name)
+        about.default = f"{name}/{option_name(f'no_{parameter.name}')}" if kind == bool | None else name
     about.metavar = about.metavar or placeholder_of(kind)
     return parameter.replace(annotation=Annotated[kind, about])
 

@@ -14,6 +14,7 @@ from ckptkit.io.file import names_in
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import path_beside
 from ckptkit.layout.renames import fold
+from ckptkit.settings import option_name
 
 _MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # one of the names that `from_pretrained` reads
 _FIRST = ("to", "world_size", "also")  # options that a command shows first
@@ -57,7 +58,7 @@ class Fix:
 
 def spell_option(name: str, value: Value) -> Iterator[str]:
     """Yield the arguments of an option; repeats the flag for each value."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = option_name(name)
     if value is True:
         yield flag
     else:

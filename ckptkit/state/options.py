@@ -18,7 +18,7 @@ from ckptkit.io.progress import Progress
 from ckptkit.models.names import FAMILIES, HUB, KEEP, check_names, get_family
 from ckptkit.models.names.custom import read_table
 from ckptkit.models.names.family import Family
-from ckptkit.settings import Help, settings_of
+from ckptkit.settings import Help, option_name, settings_of
 from ckptkit.state.selection import LIKE, Edits
 from ckptkit.words import parse_bytes
 
@@ -200,7 +200,7 @@ class ConvertOptions:
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
         for option, words in CHOICES.items():
             if (value := getattr(self, option)) is not None and value not in words:
-                raise Usage(f"--{option.replace('_', '-')}: expected {', '.join(words)}, found `{value}`")
+                raise Usage(f"{option_name(option)}: expected {', '.join(words)}, found `{value}`")
         if self.rename or self.dtype:
             self.edits.check_rules()
         if self.names or self.map:

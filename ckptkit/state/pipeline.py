@@ -28,6 +28,7 @@ from ckptkit.io.progress import report_progress
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Layout
 from ckptkit.layout.plan import Plan
+from ckptkit.settings import option_name
 from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import create, seal, write_copied_files, write_made
 from ckptkit.state.options import RANK, parse_part
@@ -219,7 +220,7 @@ def options_in_key(key: bytes) -> dict[str, Any]:
     """Return the options in a key, by the names that users pass; {} for a key that this version did not write."""
     try:
         agreed = json.loads(key)
-        options = {f"--{name.replace('_', '-')}": value for name, value in agreed["options"].items()}
+        options = {option_name(name): value for name, value in agreed["options"].items()}
         return {"source": agreed["sources"], "--part": int(agreed["parts"]), **options}
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}

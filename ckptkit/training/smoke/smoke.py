@@ -16,7 +16,7 @@ from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import Occupied, Usage, translate_os_errors
 from ckptkit.io.path import to_local
 from ckptkit.io.staging import check_destination
-from ckptkit.settings import settings_of
+from ckptkit.settings import option_name, settings_of
 from ckptkit.training.config import SETTINGS, Device, TrainConfig
 from ckptkit.training.smoke.run_check import Check, run_check
 
@@ -92,16 +92,12 @@ def find_script(options: dict[str, Any]) -> Callable[..., list[Check]]:
     """Return what checks the script that options describe. Raises `Usage` for options that do not go together."""
     name = next((name for name in SCRIPTS if name in options), None)
     if name is None:
-        raise Usage(f"{spell(next(iter(options)))} needs one of {', '.join(map(spell, SCRIPTS))}")
+        raise Usage(f"{option_name(next(iter(options)))} needs one of {', '.join(map(option_name, SCRIPTS))}")
     holder = load(SCRIPTS[name].options)
     unknown = [option for option in options if option not in settings_of(holder)]
     if unknown:
-        raise Usage(f"{spell(unknown[0])} does not go with {spell(name)}")
+        raise Usage(f"{option_name(unknown[0])} does not go with {option_name(name)}")
     return partial(load(SCRIPTS[name].where), holder(**options))
-
-
-def spell(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
 
 
 def remove_own(run: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.settings import option_name
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.data.documents import stdlib_modules
 from ckptkit.training.models.config import ModelConfig
@@ -53,9 +54,7 @@ OPTIONS = {
 
 def ours(**changes: Any) -> Loop:
     """Return the loop of ckptkit with some of its options."""
-    options = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in changes.items()
-    ]
+    options = [option_name(name) + ("" if value is True else f" {value}") for name, value in changes.items()]
     return Loop(" ".join(["ckptkit train", *options]), OURS, changes)
 
 
