@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,9 +12,12 @@ import numpy as np
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checks.manifest import make_manifest
-from ckptkit.errors import Unsupported
+from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats import locate
 from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import ANY_NAME
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk
 from ckptkit.layout.casting import cast, widener
@@ -53,9 +57,11 @@ CHANGES = {
 }
 _FACTORS = {WEIGHTS: 1.25, MOMENTS: 4.0, EMA: 1.25, SCALER: 0.5}
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr", "learning_rate", "eta_min")
+_SIZES = re.compile(r"world_size|num_workers|num_replicas|batch_size")  # of a data loader: these are no position
 _BIG = 1 << 10  # a random state has words of 32 bits, and small numbers that say where it is: these must stay valid
 _MT19937 = 5056  # bytes of torch's random state on the CPU: a header, 624 words of 8 bytes, a tail
 _HEADER, _WORDS = 24, 624
+_WORD = 4  # bytes; shorter ones only describe an array
 _NEARLY_ONE = 1 - 2**-53  # a beta with which moments stay as they are, in float32, and no division is by zero
 
 
@@ -93,16 +99,35 @@ def changed(group: str, name: str, value: Any) -> Any:
         return value * 0.5 if words[-1] == "lr" and type(value) is float else value
     if group == RANDOM:
         return moved_random(value) if words[-1] != "seed" or type(value) is not int else value + 1
+    if group == DATA and isinstance(value, bytes) and value.startswith(b"\x80"):
+        return moved_pickle(value)
     if type(value) is float:
         return value * 0.5 if value else 1.0
-    return value + 1 if type(value) is int and value >= 0 else value
+    is_count = type(value) is int and value >= 0 and not (group == DATA and _SIZES.search(words[-1]))
+    return value + 1 if is_count else value
+
+
+def moved_pickle(data: bytes) -> bytes:
+    """Return the pickled state of a data loader, as torchtitan saves a rank's, with its numbers moved.
+
+    Bytes that are no pickle stay.
+    """
+    try:
+        state = inert_pickle.load(data, ANY_NAME)[0]
+    except (Corrupt, Unsupported):
+        return data
+    return dump(copy_with(state, lambda path, value: changed(DATA, ".".join(map(str, path)), value)))
 
 
 def moved_random(value: Any) -> Any:
     """Return another number or text of a random state; those that say where it is stay."""
     if type(value) is int and value >= _BIG:
         return value ^ 1
-    return bytes([value[0] ^ 1]) + value[1:] if isinstance(value, bytes) and value else value
+    if not isinstance(value, bytes) or len(value) < _WORD:
+        return value
+    moved = np.frombuffer(value, np.uint8).copy()
+    moved[:: _WORD if len(value) == _WORD * _WORDS else len(value)] ^= 1  # of numpy, which has words of 32 bits
+    return moved.tobytes()
 
 
 def changed_array(group: str, array: Array) -> Array:

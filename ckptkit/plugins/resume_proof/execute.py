@@ -21,6 +21,7 @@ from ckptkit.plugins.resume_proof.options import ScriptOptions
 _MARK = "CKPTKIT_PROOF"  # an environment variable by which all processes of a command are found
 _POLL = 0.002  # seconds between two looks: a small checkpoint is written in some milliseconds
 _TAIL = 1 << 16  # bytes at the end of a log in which its last error is looked for
+_OF_PARENT = ("ChildFailedError", "ProcessExitedException")  # of a launcher: the error of its rank is above it
 _OF_GPU = re.compile(
     r"no NVIDIA driver|No CUDA GPUs|not compiled with CUDA|CUDA (is|was) not available|no ROCm", re.IGNORECASE
 )
@@ -55,7 +56,7 @@ class Execution:
         tail = output[-_TAIL:].decode("utf-8", "replace")
         if _OF_GPU.search(tail):
             return f"the script needs a GPU, and this machine has none; output: {self.log}"
-        errors = [error for error in _ERROR.findall(tail) if "ChildFailedError" not in error]
+        errors = [error for error in _ERROR.findall(tail) if not any(name in error for name in _OF_PARENT)]
         lines = errors or tail.strip().splitlines() or ["no output"]
         return f"exit code {self.exit_code}: {lines[-1].strip()[:200]}; output: {self.log}"
 

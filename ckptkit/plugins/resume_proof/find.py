@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
+from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.file import folders
+from ckptkit.trainers import step_keys
 from ckptkit.trainers.trackers import trackers_in
 
 _DEEPEST = 4  # levels of directories: `logs/version_0/checkpoints` is three below a run
@@ -16,13 +18,37 @@ _SMALL = 1 << 20  # bytes of a file beside the checkpoints that a resume may nee
 
 
 def checkpoints_of(run: Path) -> dict[int, Checkpoint]:
-    """Return the checkpoints of a run by step, complete or not: those of the highest directory that has any."""
+    """Return the checkpoints of a run by step, complete or not: those of the highest directory that has any.
+
+    Without any that is named by its step, that is the only file in the run that contains its step.
+    """
     for folder in folders_of(run):
         named = named_in(folder)
         steps = {step: checkpoint for checkpoint in named if (step := step_of(checkpoint)) is not None}
         if steps:
             return steps
-    return {}
+    return overwritten_in(run)
+
+
+def overwritten_in(run: Path) -> dict[int, Checkpoint]:
+    """Return the only file in a run that contains tensors and their step, by this step; {} for several.
+
+    Its name has no step, so each save replaces it.
+    """
+    checkpoints = map(Checkpoint.at, files_of(run))
+    found = {step: checkpoint for checkpoint in checkpoints if (step := step_inside(checkpoint)) is not None}
+    return found if len(found) == 1 else {}
+
+
+def step_inside(checkpoint: Checkpoint) -> int | None:
+    """Return the step among the entries of a complete checkpoint with tensors; None if none can be read."""
+    if checkpoint.own_step is not None or not checkpoint.is_complete:
+        return None
+    try:
+        steps = (checkpoint.value(key) for file, key in step_keys() if not file)
+        return next((step for step in steps if type(step) is int), None) if checkpoint.layout.tensors else None
+    except (Corrupt, Unsupported):
+        return None
 
 
 def step_of(checkpoint: Checkpoint) -> int | None:

@@ -136,8 +136,8 @@ def continues(runs: Runs) -> str:
         tensors, entries = len(runs.last.tensors), len(runs.last.values)
         return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
     seen = "; ".join(gap.describe() for gap in runs.gaps[:3]) or ", ".join(outputs[:3])
-    group, why = find_cause(runs, outputs)
-    raise CheckFailed(f"at step {runs.script.steps} differ {seen}; cause: {why}; hint: {IMPERATIVES[group]}")
+    group, why, hint = find_cause(runs, outputs)
+    raise CheckFailed(f"at step {runs.script.steps} differ {seen}; cause: {why}; hint: {hint or IMPERATIVES[group]}")
 
 
 def differing_outputs(runs: Runs) -> list[str]:
@@ -184,7 +184,7 @@ def cause_of_other_count(runs: Runs, name: str) -> Cause:
     before, expected, found = (count_in(state, name) for state in (runs.middle, runs.last, runs.resumed_state))
     if expected - before < runs.script.steps - runs.script.save_every and SCALER not in runs.middle.groups:
         return Cause(SCALER, "the script leaves out steps, and no gradient scaler is in the checkpoint")
-    group = OPTIMIZER_STEP if runs.script.loss else STEP
+    group = OPTIMIZER_STEP if runs.losses else STEP
     return Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
 
 
@@ -209,8 +209,10 @@ def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
         )
     if gaps == {EMA}:
         yield Cause(EMA, "EMA: only the averaged weights differ")
-    if runs.script.loss is None:
-        yield Cause(OTHER, "not found without the losses: pass --loss")
+    if runs.losses is None:
+        lacking = "" if RANDOM in groups else "; no random state is in the checkpoint"
+        hint = "pass --loss with a pattern that matches one loss at each step"
+        yield Cause(OTHER, f"not found without a loss for each step{lacking}", hint)
     if runs.is_in_place:
         yield Cause(
             OPTIONS, f"{OPTIONS}: weights and moments are those of the checkpoint, and the first step is another"

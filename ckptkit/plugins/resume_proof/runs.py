@@ -25,10 +25,11 @@ RUNS, COPIES, LOGS = "runs", "copies", "logs"  # directories below --run
 
 
 class Cause(NamedTuple):
-    """The group of state that makes a resumed run another one, and how that shows."""
+    """The group of state that makes a resumed run another one, how that shows, and what to do unless the group says."""
 
     group: str
     why: str
+    hint: str | None = None
 
 
 class Resumed(NamedTuple):
@@ -60,8 +61,22 @@ class Runs:
 
     @cached_property
     def paths(self) -> dict[int, Path]:
-        """Return the checkpoints of the uninterrupted run by step."""
-        return {step: checkpoint.path for step, checkpoint in checkpoints_of(self.whole.run).items()}
+        """Return the checkpoints of the uninterrupted run by step; if each save replaces the last, also the first."""
+        found = checkpoints_of(self.whole.run)
+        if self.is_overwritten and self.script.steps in found:
+            found |= checkpoints_of(self.stopped.run)
+        return {step: checkpoint.path for step, checkpoint in found.items()}
+
+    @cached_property
+    def is_overwritten(self) -> bool:
+        """Return whether the script writes each checkpoint over the one before."""
+        return any(checkpoint.own_step is None for checkpoint in checkpoints_of(self.whole.run).values())
+
+    @cached_property
+    def stopped(self) -> Execution:
+        """Return a run that was ended after its first save, whose checkpoint the uninterrupted run has replaced."""
+        label = "stopped"
+        return self.start(label, watch=lambda: bool(checkpoints_of(self.room / RUNS / label)))
 
     @property
     def middle_path(self) -> Path:
@@ -148,7 +163,7 @@ class Runs:
     ) -> Resumed:
         """Resume from a copy of the middle checkpoint, or of `source` in its place, after a `change` of the copy."""
         run = self.room / RUNS / label
-        below = self.middle_path.relative_to(self.whole.run)
+        below = self.paths[self.script.steps].relative_to(self.whole.run).with_name(self.middle_path.name)
         if self.script.resumes_by_itself:
             copy = run / below
             latest = (self.paths[self.script.steps].name, self.middle_path.name)
@@ -186,12 +201,14 @@ class Runs:
                 for place in (RUNS, COPIES):
                     shutil.rmtree(self.room / place / label, ignore_errors=True)
 
-    def losses_by_step(self, execution: Execution, steps: int) -> list[tuple[float, ...]] | None:
-        """Return the losses of each of so many steps; None if the number of losses is not a multiple of it.
+    @cached_property
+    def losses(self) -> list[tuple[float, ...]] | None:
+        """Return the losses of each step of the uninterrupted run; None if their number is not a multiple of the steps.
 
         There are several for each step if every rank prints its own.
         """
-        each, rest = divmod(len(execution.losses), steps)
+        found, steps = self.whole.losses, self.script.steps
+        each, rest = divmod(len(found), steps)
         if not each or rest:
             return None
-        return [tuple(sorted(execution.losses[i * each : (i + 1) * each])) for i in range(steps)]
+        return [tuple(sorted(found[i * each : (i + 1) * each])) for i in range(steps)]

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.formats.pickles.inert_pickle import SCALARS, Dict, PersistentId, Record
+from ckptkit.formats.pickles.inert_pickle import SCALARS, Dict, Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 
 Path = tuple[str | int, ...]
+_BYTES = Global("_codecs", "encode")  # pickles of protocol 2, as torch.save's, have bytes as a call of it
 Visit = Callable[[Path, Any], Any]  # (where a scalar is, its value) -> its new value
 
 
@@ -22,6 +23,8 @@ class Copying:
 
     def copy(self, value: Any, path: Path) -> Any:
         """Return the copy of what is at a path. Tensors stay as they are."""
+        if isinstance(value, Record) and value.of == _BYTES:
+            value = value.args[0].encode(value.args[1])
         if isinstance(value, SCALARS):
             return self.visit(path, value)
         if isinstance(value, PersistentId | type) or is_tensor(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,8 +40,12 @@ def make_state() -> dict[str, Any]:
         "model": {name: weight.detach() for name, weight in model.named_parameters()},
         "optim": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "rng": {"torch": torch.get_rng_state(), "python": random.Random(0).getstate()},
-        "dataloader": {"position": 12},
+        "rng": {
+            "torch": torch.get_rng_state(),
+            "python": random.Random(0).getstate(),
+            "numpy": np.random.RandomState(0).get_state(),
+        },
+        "dataloader": {"position": 12, "dp_rank_0": pickle.dumps({"sample_idx": 3}), "world_size": 2},
         "scaler": {"scale": 1024.0, "_growth_tracker": 3},
         "ema": {"weight": torch.ones(4, 4, dtype=torch.bfloat16)},
         "step": 3,
@@ -97,8 +103,13 @@ def test_torch_reads_what_was_changed(tmp_path: Path) -> None:
     assert loaded["optim"]["param_groups"][0]["lr"] == state["optim"]["param_groups"][0]["lr"] / 2
     assert loaded["scheduler"]["last_epoch"] == 4
     assert loaded["step"] == 4
+    assert pickle.loads(loaded["dataloader"]["dp_rank_0"]) == {"sample_idx": 4}
+    assert loaded["dataloader"]["world_size"] == 2
     torch.set_rng_state(loaded["rng"]["torch"])
     random.setstate(loaded["rng"]["python"])
+    moved, before = (np.random.RandomState(0) for _ in range(2))
+    moved.set_state(loaded["rng"]["numpy"])
+    assert moved.random() != before.random()
 
 
 def test_a_manifest_is_made_right(tmp_path: Path) -> None:
@@ -113,7 +124,7 @@ def test_a_frozen_optimizer_has_no_learning_rate(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         write_pt(make_state(), tmp_path / name / "step_3")
     freeze_optimizer(tmp_path / "frozen" / "step_3")
-    loaded = torch.load(tmp_path / "frozen" / "step_3" / "state.pt", weights_only=True)
+    loaded = torch.load(tmp_path / "frozen" / "step_3" / "state.pt", weights_only=False)
     group = loaded["optim"]["param_groups"][0]
     assert (group["lr"], group["weight_decay"]) == (0, 0)
     assert min(group["betas"]) > 0.999999

@@ -58,6 +58,10 @@ def test_no_process_is_left(tmp_path: Path, end: str) -> None:
     [
         ("raise ValueError('the lr is wrong')", "exit code 1: ValueError: the lr is wrong; output: "),
         ("raise RuntimeError('Found no NVIDIA driver on your system')", "the script needs a GPU, and this machine"),
+        (
+            "print('RuntimeError: of a rank\\nProcessExitedException: process 3 terminated'); raise SystemExit(1)",
+            "exit code 1: RuntimeError: of a rank; output: ",
+        ),
         ("import sys; sys.exit(3)", "exit code 3: no output; output: "),
     ],
 )

@@ -50,6 +50,31 @@ def test_what_is_wrong_is_said(tmp_path: Path, old: str, new: str, check: str, m
     assert message in detail
 
 
+def test_losses_that_are_not_one_a_step_are_not_compared(tmp_path: Path) -> None:
+    evaluation = f"{_MAIN}; (Path(sys.argv[1]) / 'metrics.jsonl').open('a').write('{{\"loss\": 1}}')"
+    forgotten = ('rng.bit_generator.state = state["rng"]', "pass")
+    found = prove(tmp_path, (_MAIN, evaluation), forgotten, steps=4, save_every=2)
+    ok, detail = found["losses are finite"]
+    assert ok is None
+    assert "expected a loss for each of 4 steps, found 5" in detail
+    assert found["first loss"][0] is None
+    assert "random state in the checkpoint not restored" in found["resume continues the run"][1]
+
+
+@pytest.mark.nightly
+def test_a_dtype_that_ckptkit_does_not_change_is_not_accused(tmp_path: Path) -> None:
+    complex_numbers = ("save_file(ema,", "save_file({name: ema[name].astype(np.complex64) for name in ema},")
+    real = (
+        'load_file(saved[-1] / "ema.safetensors")',
+        '{k: v.real for k, v in load_file(saved[-1] / "ema.safetensors").items()}',
+    )
+    found = prove(tmp_path, complex_numbers, real)
+    ok, detail = found["restored: EMA"]
+    assert ok is None
+    assert "ckptkit does not change elements of complex64" in detail
+    assert not [name for name, (ok, _) in found.items() if ok is False]
+
+
 @pytest.mark.nightly
 def test_a_random_script_is_measured_and_not_accused(tmp_path: Path) -> None:
     noise = ("rng = np.random.default_rng(0)", "rng = np.random.default_rng(0)\n    noise = np.random.default_rng()")

@@ -37,6 +37,27 @@ def prove(tmp_path: Path, name: str, resume_with: str, loss: str, save_every: in
     return {check.name: check for check in checks}
 
 
+@pytest.mark.parametrize("saves_random_state", [True, False])
+def test_one_file_that_each_save_replaces(tmp_path: Path, saves_random_state: bool) -> None:
+    script = Path(__file__).with_name("train_one_file.py")
+    options = "--out_dir {run} --max_iters {steps} --eval_interval {save_every}"
+    checks = {
+        check.name: check
+        for check in ckptkit.smoke(
+            tmp_path / "run",
+            tmp_path / "out",
+            nproc=1,
+            command=f"{sys.executable} {script} {options} {'--saves-random-state' if saves_random_state else ''}",
+            resume_with="--resume",
+            loss="loss ([0-9.]+)",
+        )
+    }
+    continues = checks["resume continues the run"]
+    assert continues.ok is saves_random_state, continues
+    assert saves_random_state or "no random state is in the checkpoint" in continues.detail
+    assert checks["killed while saving 1"].ok is None
+
+
 def test_accelerate_passes_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     checks = prove(tmp_path, "accelerate", "--resume {checkpoint}", "loss ([0-9.]+)", 3)
     assert not [check for check in checks.values() if check.ok is False]
