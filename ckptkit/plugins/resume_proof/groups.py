@@ -35,7 +35,8 @@ IMPERATIVES = {
     OTHER: "restore the entry, or leave it out of the checkpoint",
 }
 
-_LIST = {"log_history", "history", "logs"}  # of what happened; nobody resumes from it
+# What happened, and the settings that a run was started with: no state that a resume continues.
+_NO_STATE = {"log_history", "history", "logs", "config", "args", "model_args", "training_args", "hyper_parameters"}
 _STEP_NAMES = {
     *("step", "steps", "global_step", "global_steps", "iteration", "iter", "iter_num", "epoch", "current_step"),
     *("train_steps", "num_steps", "consumed_samples", "tokens", "steps_taken", "samples", "sequences"),
@@ -59,7 +60,7 @@ def group_of(path: Sequence[str | int], *, is_tensor: bool, is_weight: bool = Fa
     kind = next((kind for word in words for kind, pattern in _BY_WORD if pattern.search(word)), None)
     if is_weight and kind != EMA:
         return WEIGHTS
-    if _LIST.intersection(words):
+    if _NO_STATE.intersection(words):
         return OTHER
     if kind == "optimizer":
         return group_in_optimizer(words, is_tensor=is_tensor)

@@ -50,6 +50,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, old: str, new: str, check: str, m
     assert message in detail
 
 
+@pytest.mark.nightly
 def test_losses_that_are_not_one_a_step_are_not_compared(tmp_path: Path) -> None:
     evaluation = f"{_MAIN}; (Path(sys.argv[1]) / 'metrics.jsonl').open('a').write('{{\"loss\": 1}}')"
     forgotten = ('rng.bit_generator.state = state["rng"]', "pass")

@@ -45,7 +45,7 @@ def main() -> None:
     if given.resume:
         accelerator.load_state(given.resume)
     while progress.step < given.steps:
-        epoch, batch = divmod(progress.step, BATCHES)
+        epoch, batch = divmod(progress.step, len(loader))
         loader.set_epoch(epoch)
         for (inputs,) in accelerator.skip_first_batches(loader, batch) if batch else loader:
             loss = (model(inputs) - inputs.flip(1)).square().mean()

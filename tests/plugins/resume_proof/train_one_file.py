@@ -5,6 +5,7 @@ With --saves-random-state it resumes bit for bit.
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         step += 1
+        time.sleep(0.2)  # as steps of a larger model take: a checkpoint is copied before the next replaces it
         print(f"iter {step}: loss {loss.item():.8f}", flush=True)  # noqa: T201 - the proof reads it
         if step % given.eval_interval == 0:
             entries = {
