@@ -108,7 +108,7 @@ def changed(group: str, name: str, value: Any) -> Any:
 
 
 def moved_pickle(data: bytes) -> bytes:
-    """Return the pickled state of a data loader, as torchtitan saves a rank's, with its numbers moved.
+    """Return the pickled state of a rank's data loader with its numbers moved.
 
     Bytes that are no pickle stay.
     """

@@ -16,6 +16,7 @@ SCALER = "gradient scaler"
 EMA = "EMA"
 STEP = "step"
 OTHER = "other"
+SETTINGS = "settings"  # that a run was started with, as a path to resume from: not in GROUPS, so never compared
 
 # The order in which groups are shown.
 GROUPS = (WEIGHTS, MOMENTS, OPTIMIZER_STEP, OPTIONS, SCHEDULER, RANDOM, DATA, SCALER, EMA, STEP, OTHER)
@@ -35,8 +36,8 @@ IMPERATIVES = {
     OTHER: "restore the entry, or leave it out of the checkpoint",
 }
 
-# What happened, and the settings that a run was started with: no state that a resume continues.
-_NO_STATE = {"log_history", "history", "logs", "config", "args", "model_args", "training_args", "hyper_parameters"}
+_LIST = {"log_history", "history", "logs"}  # of what happened; nobody resumes from it
+_SETTINGS = {"config", "args", "model_args", "training_args", "hyper_parameters"}
 _STEP_NAMES = {
     *("step", "steps", "global_step", "global_steps", "iteration", "iter", "iter_num", "epoch", "current_step"),
     *("train_steps", "num_steps", "consumed_samples", "tokens", "steps_taken", "samples", "sequences"),
@@ -60,7 +61,9 @@ def group_of(path: Sequence[str | int], *, is_tensor: bool, is_weight: bool = Fa
     kind = next((kind for word in words for kind, pattern in _BY_WORD if pattern.search(word)), None)
     if is_weight and kind != EMA:
         return WEIGHTS
-    if _NO_STATE.intersection(words):
+    if _SETTINGS.intersection(words):
+        return SETTINGS
+    if _LIST.intersection(words):
         return OTHER
     if kind == "optimizer":
         return group_in_optimizer(words, is_tensor=is_tensor)

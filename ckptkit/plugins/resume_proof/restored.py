@@ -201,7 +201,7 @@ def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
         yield Cause(
             RANDOM, "random state or data position: the first loss differs, and no random state is in the checkpoint"
         )
-    if OPTIONS in runs.unread and gaps:
+    if OPTIONS in runs.unread and gaps and runs.losses is not None:
         yield Cause(OPTIONS, f"{OPTIONS}: not taken from the checkpoint, and only the first learning rate shows it")
     if outputs and gaps <= {EMA}:
         yield Cause(

@@ -20,7 +20,7 @@ from torch import nn
 import ckptkit
 from ckptkit.plugins.resume_proof.change import CHANGES, change_group, freeze_optimizer
 from ckptkit.plugins.resume_proof.compare import differences
-from ckptkit.plugins.resume_proof.groups import OPTIONS, OTHER, SCHEDULER
+from ckptkit.plugins.resume_proof.groups import OPTIONS, SCHEDULER, SETTINGS
 from ckptkit.plugins.resume_proof.states import find_damage, read_state
 
 Write = Callable[[dict[str, Any], Path], None]
@@ -115,7 +115,7 @@ def test_torch_reads_what_was_changed(tmp_path: Path) -> None:
 def test_settings_are_no_state(tmp_path: Path) -> None:
     write_pt({**make_state(), "config": {"seed": 1, "dataset": 2, "scheduler": 3}}, tmp_path / "step_3")
     entries = read_state(tmp_path / "step_3").values
-    assert {entries[name].group for name in entries if "config" in name} == {OTHER}
+    assert {entries[name].group for name in entries if "config" in name} == {SETTINGS}
 
 
 def test_a_manifest_is_made_right(tmp_path: Path) -> None:
