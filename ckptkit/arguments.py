@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, ForwardRef, Literal, TypeVar, Union, Unpack, get_args, get_origin
 
 from ckptkit.errors import Usage
+from ckptkit.words import either
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -74,8 +75,7 @@ def check(name: str, value: object, kind: Any) -> None:
     """Raise `Usage` if the value of an argument does not have this type."""
     if is_a(value, kind):
         return
-    *first, last = dict.fromkeys(describe_type(kind))
-    expected = f"{', '.join(first)} or {last}" if first else last
+    expected = either(dict.fromkeys(describe_type(kind)))
     shown = repr(value) if len(repr(value)) <= _MAX_SHOWN else f"{repr(value)[:_MAX_SHOWN]}..."
     raise Usage(f"`{name}`: expected {expected}, found {shown}{'' if value is None else f' ({type(value).__name__})'}")
 

@@ -181,6 +181,15 @@ class Corrupt(CkptError):
         self._hint = hint
 
 
+def truncated(
+    expected: int, found: int, *, path: str | os.PathLike[str], tensor: str | None = None, by: str = ""
+) -> Corrupt:
+    """Return the error for a file of `found` bytes that must have `expected` or more, as the part `by` of it says."""
+    source = f" ({by})" if by else ""
+    message = f"expected at least {expected} bytes{source}, found {found}: the file is truncated"
+    return Corrupt(message, path=path, tensor=tensor, offset=found, hint=None if tensor else RESTORE)
+
+
 class Incomplete(Corrupt):
     """Missing files: of a rank, of another node, or all files that an unfinished save did not write.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from ckptkit.errors import Usage
 
@@ -23,6 +24,12 @@ def count(number: int, noun: str, verb: str = "") -> str:
 
 def plural(noun: str) -> str:
     return noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+
+
+def either(words: Iterable[str]) -> str:
+    """Return words as a choice: `a, b or c`."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -85,6 +92,15 @@ def format_bytes(nbytes: float) -> str:
         nbytes /= 1000
         power += 1
     return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 or nbytes >= 100 else f"{nbytes:.3g} {_UNITS[power]}"
+
+
+def describe_checksums(checked: int, unchecked: int) -> str:
+    """Return a line on the bytes of a source that were compared with a recorded checksum, and those without one."""
+    if not unchecked:
+        return f"checksums verified for all {format_bytes(checked)} that were read"
+    if not checked:
+        return f"no checksums verified: the source has none for the {format_bytes(unchecked)} that were read"
+    return f"checksums verified for {format_bytes(checked)}; {format_bytes(unchecked)} have no checksum"
 
 
 def parse_bytes(size: int | str) -> int:

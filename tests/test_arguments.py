@@ -35,7 +35,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: ckptkit.convert("run", "out", to="dcp", world_size=True),
         r"`world_size`: expected int or None, found True",
     ),
-    (lambda: ckptkit.convert("run", "out"), "missing option 'to' .hint: pass one of dcp, hf, "),
+    (lambda: ckptkit.convert("run", "out"), "to: expected dcp, hf, .* or adapter, found none"),
     (lambda: ckptkit.estimate("8b", world_size="8"), r"`world_size`: expected int, found '8' \(str\)"),  # type: ignore[arg-type]
     (lambda: ckptkit.estimate("8b", world_size=8, gpu_memory="80 potatoes"), "expected a size, found `80 potatoes`"),
     (lambda: ckptkit.push("out", None), "`repo_id`: expected str, found None"),  # type: ignore[arg-type]

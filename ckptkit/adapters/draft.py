@@ -121,7 +121,7 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         hint = "drop --weights-from to take the adapter as it was saved"
         raise Unsupported("ckptkit does not take the masters of an adapter", path=first.part.path, hint=hint)
     if others or options.weights:
-        hint = "run `ckptkit merge BASE A B OUT --weights 0.5,0.5` to add up their products"
+        hint = "run `ckptkit merge BASE A B OUT --factors 0.5,0.5` to add up their products"
         message = "these are adapters: the mean of their matrices is not the mean of their changes"
         raise Unsupported(message, path=first.part.path, hint=hint)
     new_files: dict[str, bytes] = {}

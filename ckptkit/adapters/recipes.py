@@ -312,7 +312,7 @@ def require_weight_one(source: AdapterSource, name: str, because: str) -> None:
     A tensor that replaces the base's cannot be scaled.
     """
     if source.weight != 1:
-        message = f"{because}, which --weights cannot scale: drop --weights"
+        message = f"{because}, which no factor can scale: pass no factors"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=name)
 
 

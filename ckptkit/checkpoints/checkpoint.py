@@ -479,10 +479,10 @@ def run_around(checkpoint: Checkpoint) -> Checkpoint | None:
         latest = latest_in(path)  # warns if it is not the highest step
         if latest is not None:
             files = ", ".join(sorted(checkpoint.components[0].layout.files))
-            warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround)
+            warn(f"{path}: a run; using {latest.name}, and not {files} beside it", RunAround)
         return latest
     if reader.is_model_only and (left := find_latest(path).checkpoint):
-        words = f"taking the model in this directory, and not the latest checkpoint of the run in it, {left.name}"
+        words = f"using the model in this directory, and not the latest checkpoint of the run in it, {left.name}"
         warn(f"{path}: {words}", RunAround)
     return None
 
@@ -540,9 +540,9 @@ def find_latest(root: Path) -> LatestCheckpoint:
                 candidates.append((path.name, last))
     named_by, latest = max(candidates, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
     if latest and highest and latest.path != highest.path:
-        remarks.append(f"taking {latest.name}, which `{named_by}` names; the highest step is {highest.name}")
+        remarks.append(f"using {latest.name}, which `{named_by}` names; the highest step is {highest.name}")
     elif latest and remarks:
-        remarks[-1] += f"; taking {latest.name}"
+        remarks[-1] += f"; using {latest.name}"
     return LatestCheckpoint(latest, tuple(remarks))
 
 
@@ -601,7 +601,7 @@ def unfinished_in_store(path: Path) -> NotACheckpoint | None:
     return None if upload is None else NotACheckpoint(upload.message, path=path, hint=upload.hint)
 
 
-def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
+def no_checkpoint(path: Path) -> CkptError:
     """Return the error for a path that is neither a checkpoint nor a run with a readable one."""
     if unfinished_work := unfinished_in_store(path):
         return unfinished_work
@@ -636,8 +636,8 @@ def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
     return unread or NotACheckpoint(message, path=path, hint=hint)
 
 
-def program_in(path: Path) -> Unsupported | None:
-    """Return the error for an exported torch program or another library's file in a directory; None without."""
+def program_in(path: Path) -> CkptError | None:
+    """Return the error for a file in a directory that could be a checkpoint and is something else; None without."""
     files = (file for file in children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
     return next((error for file in files if (error := unlike_torch(file))), None)
 

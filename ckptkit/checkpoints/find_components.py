@@ -30,12 +30,13 @@ HIDDEN = "hidden"
 CHECKPOINT = "a checkpoint of its own"
 RUN = "a run with checkpoints of its own"
 WEIGHTS = "weights of another model, or of an earlier save"
+PERHAPS_WEIGHTS = "unknown, perhaps weights"
 NOT_KNOWN = "not known"
 EARLIER = "the manifest of an earlier save"
 COMPANION = "config or tokenizer"
 EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
-LOST = (WEIGHTS, CHANGES)  # not copied although the output may need it
+LOST = (WEIGHTS, PERHAPS_WEIGHTS, CHANGES)  # not copied although the output may need it
 DESCRIPTION = "describes these weights only"
 _REASON_BY_NAME = {  # reason -> whether a file name means it
     TRAINING: trainers.is_training_state,
@@ -318,7 +319,7 @@ def unused_files(
         else:
             why = TRAINING if folder in components else reason_to_leave(path, names)
             is_copy = folder is not None and folder.name in trainers.companion_folders()
-            yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, NOT_KNOWN) else why, name)
+            yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, PERHAPS_WEIGHTS, NOT_KNOWN) else why, name)
 
 
 def contains_step_directories(path: Path) -> bool:
@@ -342,4 +343,6 @@ def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
     for why, is_one in _REASON_BY_NAME.items():
         if is_one(path.name):
             return why
-    return WEIGHTS if path.suffix in ONE_FILE or is_known_file([path.name]) else NOT_KNOWN
+    if is_known_file([path.name]):
+        return WEIGHTS
+    return PERHAPS_WEIGHTS if path.suffix in ONE_FILE else NOT_KNOWN

@@ -93,7 +93,7 @@ class Stats(Summarized):
         return total_of(self.tensors)
 
     def summary(self) -> Iterator[str]:
-        yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'number')}"
+        yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'element')}"
         left_out = sum(not tensor.in_total for tensor in self.tensors)
         if 0 < left_out < len(self.tensors):
             yield f"not in the totals: {words.count(left_out, 'counter')}, such as the steps of an optimizer"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -264,7 +265,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
 
 
 def size_of(part: Path) -> int:
-    """Return the approximate number of bytes that verifying will read, from file sizes alone."""
+    """Return the number of bytes of a file, or of the files in a directory, without its subdirectories."""
     with translate_os_errors(part):
         statuses = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
         return sum(state.st_size for state in statuses if stat.S_ISREG(state.st_mode))
@@ -313,6 +314,9 @@ def verify_part(
             origin.check()
     except CkptError as error:
         problems.add(explain_deleted_metadata(error.blame(path=path), path))
+    if not result.nbytes:
+        with suppress(CkptError):  # the problem that no file could be read for is among the problems
+            result = replace(result, nbytes=size_of(path))
     return replace(result, problems=fold_files(problems.list(), entries))
 
 
@@ -344,7 +348,7 @@ def check_structure(own: OwnFiles, problems: Problems, *, by_store: bool) -> Ver
     unknown = {extent.path for extent in extents if extent.crc32 is None}
     sums = sum_files(own.root, (rest.keys() & own.recorded.keys()) - unknown, extents)
     compare_files(own, {**sums, **proved}, problems)
-    result = summary(own, sizes, content)
+    result = summary(own, sizes, content, problems)
     return result if store_sums.is_empty else with_proof(own, result, sizes, proved, store_sums, problems)
 
 
@@ -382,7 +386,7 @@ def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: T
         if (extent.path, extent.offset) not in scanned.extents
         or (own.expected(extent) is None and extent.path not in own.recorded)
     ]
-    result = summary(own, sizes, content)
+    result = summary(own, sizes, content, problems)
     unchecked = min(sum(unread), content)
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
 
@@ -460,7 +464,7 @@ def compare_extents(
             continue  # an empty byte range shares its offset with the next one
         is_whole = crc == extent.crc32
         length, offset = extent.length, extent.offset
-        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {crc:08x}"
+        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at byte {offset} (manifest), found {crc:08x}"
         problems.add(
             Corrupt(
                 other if is_whole else tell_damage(length, offset, crc, wanted),
@@ -493,9 +497,9 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
             problems.add(Corrupt("the manifest does not list this file", path=own.root / name, hint=hint))
 
 
-def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
+def summary(own: OwnFiles, sizes: Mapping[str, int], content: int, problems: Problems) -> Verified:
     """Return the result for files of these sizes with `content` bytes of entries, none of them verified yet."""
-    extra = [] if own.manifest else own.unexpected_files
+    extra = [] if own.manifest else [name for name in own.unexpected_files if not problems.are_in(own.root / name)]
     return Verified(
         own.path,
         own.reader.name,

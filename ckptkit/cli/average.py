@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
-from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, chosen_options, parse_weights, show
+from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, chosen_options, parse_factors, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -27,10 +27,10 @@ def average(
         ),
     ],
     out: Out,
-    weights: Annotated[
+    factors: Annotated[
         str,
         typer.Option(
-            metavar="W,W,...", help="A weight for each checkpoint; by default all are equal. 3,1 means 0.75,0.25."
+            metavar="F,F,...", help="A factor for each checkpoint; by default all are equal. 3,1 means 0.75,0.25."
         ),
     ] = "",
     last: Annotated[
@@ -61,5 +61,5 @@ def average(
     sources = [with_others(source, also) for source in sources]
     with progress_bar("averaging") as progress:
         wanted = {"to": to, **chosen_options(options), **dry_run_option(out, yes=yes)}
-        done = run(sources, out, weights=parse_weights(weights), last=last, **wanted, progress=progress)
+        done = run(sources, out, weights=parse_factors(factors), last=last, **wanted, progress=progress)
     show(done.source, with_hub_note(done, yes=yes), "averaged", json=json)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -15,6 +17,7 @@ from ckptkit.cli.values import PlainCommand, PlainGroup, UsageError, print_help
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import Usage
 from ckptkit.version import __version__
+from ckptkit.words import either
 
 # Synonyms that ckptkit accepts, of commands and of options.
 SYNONYMS = {
@@ -28,6 +31,7 @@ SYNONYMS = {
     "download": "pull",
 }
 OPTION_SYNONYMS = {
+    **dict.fromkeys(("average", "merge"), {"--weights": "--factors"}),  # the name before 0.2
     "consolidate": dict.fromkeys(("--model", "--config"), "--base"),
     "reshard": dict.fromkeys(("--world-size", "--ranks", "--gpus", "--nproc"), "--to"),
     "convert": {**dict.fromkeys(("--ranks", "--gpus"), "--world-size"), "--format": "--to"},
@@ -87,8 +91,7 @@ def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str])
     known = list(options)
     suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or similar_options(guess, known)
     if suggestions:
-        *first, last = suggestions
-        return f"pass {', '.join(first)} or {last}" if first else f"pass {last}"
+        return f"pass {either(suggestions)}"
     if guess in _ARGUMENTS:
         return f"pass it without an option: `{command} {usage}`"
     if guess in ("--to", "--format"):
@@ -133,14 +136,21 @@ def hint_on_format(name: str) -> str | None:
     return format_name and f"pass --to {format_name}"
 
 
-# Regular expressions for pydantic's messages about invalid values, and their replacements.
-_PYDANTIC = (
+# Regular expressions for messages of click and pydantic, and their replacements, in this order.
+_MESSAGES = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "expected a whole number"),
     ("Input should be a valid number, unable to parse string as a number", "expected a number"),
     (r"Input should be greater than or equal to (\S+)", r"expected \1 or more"),
     (r"Input should be greater than (\S+)", r"expected more than \1"),
     (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
+    (r"'(--[^']+)'", r"\1"),
+    (r"'([^'`]+)'", r"`\1`"),
+    (r"^Invalid value for (--\S+): ", r"\1: "),
+    (r"`[^`]*` is not one of (.*), ([^,]+)$", r"expected \1 or \2"),
+    (r"^Option (--\S+) requires an argument", r"\1: expected a value, found none"),
+    (r"^Option (--\S+) does not take a value", r"\1: expected no value, found one"),
+    (r"^Got unexpected extra argument(?:s|\(s\))? \((.*)\)$", r"too many arguments: `\1`"),
 )
 
 
@@ -217,7 +227,7 @@ class Commands(PlainGroup):
         """Return the name of a command, the command and its arguments. Raises `Usage` for an unknown command."""
         name = SYNONYMS.get(args[0], args[0])
         if name not in COMMANDS and not name.startswith("-"):
-            raise Usage(f"no such command '{name}'", hint=hint_on_command(name, COMMANDS))
+            raise Usage(f"no such command `{name}`", hint=hint_on_command(name, COMMANDS))
         return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
@@ -252,21 +262,38 @@ def usage(error: Any) -> Usage:
     # if too few arguments are given, click reports the repeatable argument, not the last one, as missing
     if message.startswith("Missing argument") and error.param.nargs == -1:
         message = f"missing argument: expected {' '.join(error.ctx.command.collect_usage_pieces(error.ctx)[1:])}"
-    for theirs, ours in _PYDANTIC:
+    raw = message
+    for theirs, ours in _MESSAGES:
         message = re.sub(theirs, ours, message)
-    return Usage(message[:1].lower() + message[1:], hint=hint_on(error, message))
+    if (option := re.match(r"(--\S+): expected (?!.*found)", message)) and (value := value_of(option[1], sys.argv)):
+        message += f", found `{value}`"
+    return Usage(message[:1].lower() + message[1:], hint=hint_on(error, raw))
+
+
+def value_of(option: str, words: Sequence[str]) -> str | None:
+    """Return the last value of an option in a command line, None without one."""
+    pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]
+    return next((value for name, value in reversed(pairs) if name == option), None)
 
 
 def hint_on(error: Any, message: str) -> str:
     """Return the hint for an error of click: what to type instead."""
     command = error.ctx.command_path if error.ctx else "ckptkit"
-    if hasattr(error, "possibilities") and error.ctx and error.ctx.parent:
-        click_command = error.ctx.command
+    if not (error.ctx and error.ctx.parent):
+        return f"run `{command} --help`"
+    click_command = error.ctx.command
+    arguments = " ".join(click_command.collect_usage_pieces(error.ctx)[1:])
+    if hasattr(error, "possibilities"):
         options = [name for param in click_command.params for name in param.opts if name.startswith("--")]
-        arguments = " ".join(click_command.collect_usage_pieces(error.ctx)[1:])
         return hint_on_option(command, arguments, error.option_name, options)
-    choice = re.search(r"'--to': '(\S+)' is not one of", message)
-    return (hint_on_format(choice[1]) if choice else None) or f"run `{command} --help`"
+    choice = re.search(r"'--to': (?:Value error, )?'(\S+)' is not one of", message)
+    if choice and (hint := hint_on_format(choice[1])):
+        return hint
+    if re.search("(?i)argument", message) and not message.startswith("Option"):
+        return f"type `{command} {arguments}`; `{command} --help` describes the arguments"
+    missing = re.search(r"(?:Missing option|Option) '(--\S+)'", message)
+    option = next((param for param in click_command.params if missing and missing[1] in param.opts), None)
+    return f"pass {missing[1]} {option.metavar}" if missing and option and option.metavar else f"run `{command} --help`"
 
 
 app = typer.Typer(

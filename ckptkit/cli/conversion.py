@@ -17,7 +17,7 @@ import typer
 
 from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
 from ckptkit.checkpoints.find_components import LOST, describe_left
-from ckptkit.cli.output import be_quiet, note, pick, print_json, print_table, say, to_plain
+from ckptkit.cli.output import be_quiet, note, note_used, pick, print_json, print_table, say, to_plain
 from ckptkit.cli.settings import described, given
 from ckptkit.errors import Usage, and_more
 from ckptkit.formats import describe_writable, writable_formats
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # BLAS, which spin while they wait, would compete for the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-_MOST_LEFT_OUT = 8  # lines about entries that are not in the output
+_MOST_LEFT_OUT = 8  # names of entries that are not copied, in one line
 
 Source = Annotated[
     Path,
@@ -57,10 +57,7 @@ _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
 def report_salvage(account: Account, output: Path, *, dry_run: bool) -> None:
     """Print to stderr which tensors were lost, by file and layer, and what to do about it."""
     if account.repaired:
-        note(
-            f"note: {count(len(account.repaired), 'damaged tensor')} had another copy in the checkpoint, "
-            "which was taken"
-        )
+        note(f"note: {count(len(account.repaired), 'damaged tensor', 'was')} read from another copy in the checkpoint")
     if account.filled:
         report_filled(account.filled)
     if account.is_whole:
@@ -68,7 +65,7 @@ def report_salvage(account: Account, output: Path, *, dry_run: bool) -> None:
     if account.lost:
         report_lost(account, output, dry_run=dry_run)
     if account.lost and not account.filled:
-        note("hint: --fill-from OTHER takes them from an earlier step, or from the model that the training began with")
+        note("hint: pass --fill-from OTHER to take them from an earlier step or from the base model")
 
 
 def report_filled(filled: Sequence[Filled]) -> None:
@@ -238,8 +235,8 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     """Print the result for a reader."""
     from ckptkit.state.report import amounts, headline
 
-    if done.source != src:
-        note(f"taking {done.source}")
+    if src is not None:
+        note_used(src, done.source)
     say(headline(done, verb))
     if done.weights:
         rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]
@@ -264,12 +261,7 @@ def remarks(done: Converted) -> list[str]:
     lines = []
     if done.wrapper:
         lines.append(f"found the model under the key `{done.wrapper}`")
-    dropped = [left for left in done.dropped if left.why != UNKNOWN]
-    lines += [f"not in the output: `{left.name}`, {amount_of(left)} ({left.why})" for left in dropped[:_MOST_LEFT_OUT]]
-    others = dropped[_MOST_LEFT_OUT:]
-    if others:
-        rest = LeftOut("", sum(left.entries for left in others), sum(left.nbytes for left in others), "")
-        lines.append(f"not in the output: more entries like these, {amount_of(rest)}")
+    lines += describe_dropped(left for left in done.dropped if left.why != UNKNOWN)
     named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
@@ -289,13 +281,22 @@ def completed(entries: Mapping[str, str]) -> list[str]:
     return [f"zeros for `{state}`: {', '.join(kinds)}" for state, kinds in states.items()]
 
 
-def amount_of(left: LeftOut) -> str:
-    return f"{count(left.entries, 'entry')}, {format_bytes(left.nbytes)}"
+def describe_dropped(dropped: Iterable[LeftOut]) -> list[str]:
+    """Return a line for each reason, with the names and the size of the entries that are not copied for it."""
+    by_reason: dict[str, list[LeftOut]] = defaultdict(list)
+    for left in dropped:
+        by_reason[left.why].append(left)
+    lines = []
+    for why, group in by_reason.items():
+        names = ", ".join(f"`{left.name}`" for left in group[:_MOST_LEFT_OUT]) + and_more(len(group) - _MOST_LEFT_OUT)
+        entries, nbytes = sum(left.entries for left in group), sum(left.nbytes for left in group)
+        lines.append(f"not copied: {names}, {count(entries, 'entry')}, {format_bytes(nbytes)} ({why})")
+    return lines
 
 
-def parse_weights(text: str) -> list[float]:
+def parse_factors(text: str) -> list[float]:
     """Return the numbers in `0.5,0.3,0.2`."""
     try:
         return [float(number) for number in text.split(",")] if text else []
     except ValueError:
-        raise Usage(f"expected weights like 0.5,0.3,0.2; found `{text}`", hint="write them like 0.5,0.3,0.2") from None
+        raise Usage(f"--factors: expected numbers like 0.5,0.3,0.2, found `{text}`") from None

@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
 from ckptkit.cli.conversion import NoSync, Overwrite, Source
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note_used, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.io.destination import to_destination
 
@@ -36,7 +36,7 @@ def cp(
 ) -> None:
     """Copy a checkpoint or delta unchanged, and verify it.
 
-    ckptkit compares every byte that has a CRC-32, in the format or in a manifest. DST appears whole or not at all.
+    ckptkit compares every byte that has a CRC-32, in the format or in a manifest. DST is complete or absent.
     After an interruption, run the same command again to continue.
 
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
@@ -73,8 +73,7 @@ def report(src: Path, done: CopiedFiles) -> None:
     from ckptkit.checkpoints.find_components import describe_left
     from ckptkit.cli.conversion import list_files
 
-    if done.source != src:
-        note(f"taking {done.source}")
+    note_used(src, done.source)
     first, *others = done.summary()
     say(first)
     print_table(list_files(done), ("  file", "size"))

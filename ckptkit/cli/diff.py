@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import AllowUnmatched, Base, Exclude, Include, Jobs, Map, OptimizerOrder
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note, note_used, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.io.path import to_path
 
@@ -86,8 +86,7 @@ def diff(
         print_json(to_json(result))
     else:
         for asked, taken in ((a, result.a), (b, result.b)):
-            if asked != taken:
-                note(f"taking {taken}")
+            note_used(asked, taken)
         report(result, every=every)
     if not result.is_equal:
         raise typer.Exit(1)
@@ -126,7 +125,7 @@ def report(result: Diff, *, every: bool) -> None:
     report_unmeasured("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], every=every)
     report_measured(measured, every=every)
     others = [kind for kind in kinds if not kind.difference.distance and kind.difference.reason != "shape"]
-    report_unmeasured("another value or dtype", others, every=every)
+    report_unmeasured("entries with another value or dtype", others, every=every)
     for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
         if names:
             say(f"only in {side}, {path}:")

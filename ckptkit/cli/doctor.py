@@ -68,7 +68,7 @@ def doctor(
     else:
         report(diagnosis, every=every)
         if diagnosis.fixed:
-            say(f"fixed: wrote {diagnosis.fixed.path}")
+            say(f"wrote {diagnosis.fixed.path}, which is now:")
             report(diagnosis.fixed, every=every)
     if not diagnosis.is_ok:
         raise typer.Exit(1)
@@ -99,7 +99,8 @@ def report(diagnosis: Diagnosis, *, every: bool) -> None:
         say(f"... {len(diagnosis.findings) - len(shown):,} more: --all lists them")
     fixes = dict.fromkeys(finding.fix for finding in shown if finding.fix)
     for fix in fixes:
-        say(f"fixes {spans(number for number, finding in enumerate(shown, 1) if finding.fix == fix)}: {fix}")
+        verb = "ran, to fix" if diagnosis.fixed and fix == str(diagnosis.fixed_by) else "fixes"
+        say(f"{verb} {spans(number for number, finding in enumerate(shown, 1) if finding.fix == fix)}: {fix}")
     if len(fixes) > 1:
         note("hint: run one of them, then run `ckptkit doctor` on its output")
     say(diagnosis.verdict)

@@ -10,7 +10,7 @@ import typer
 
 from ckptkit.checkpoints.account import describe_account
 from ckptkit.checkpoints.find_components import describe_left
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, note_used, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import and_more
 from ckptkit.io.path import to_path
@@ -126,17 +126,16 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
 
 def report(inspected: Inspected, asked: Path) -> None:
     """Print a summary of the checkpoint."""
-    if inspected.whole != asked:
-        note(f"note: showing the latest complete checkpoint of {asked}")
+    note_used(asked, inspected.whole)
     for line in inspected.summary():
         say(line)
     rows = [
-        (kind, group.entries, format_bytes(group.nbytes), *describe_dtypes(group))
+        ("other" if kind == "rest" else kind, group.entries, format_bytes(group.nbytes), *describe_dtypes(group))
         for kind, group in inspected.groups.items()
     ]
     print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if inspected.optimizer_keys == "ids":
-        say("the optimizer numbers its parameters")
+        say("the optimizer's keys are parameter indices, not names")
     for line in (
         *map(describe_adapter, inspected.adapters),
         *([describe_quantized(inspected.quantized)] if inspected.quantized else []),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
-from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, chosen_options, parse_weights, show
+from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, chosen_options, parse_factors, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -28,7 +28,7 @@ def merge(
         ),
     ],
     out: Out,
-    weights: Annotated[str, typer.Option(metavar="W,W,...", help="A factor for each adapter; by default 1.")] = "",
+    factors: Annotated[str, typer.Option(metavar="F,F,...", help="A factor for each adapter; by default 1.")] = "",
     to: To = "hf",
     also: Also = None,
     yes: Yes = False,
@@ -56,5 +56,5 @@ def merge(
     adapters = [with_others(adapter, also) for adapter in adapters]
     with progress_bar("merging") as progress:
         wanted = {"to": to, **chosen_options(options), **dry_run_option(out, yes=yes)}
-        done = run(model, adapters, out, weights=parse_weights(weights), **wanted, progress=progress)
+        done = run(model, adapters, out, weights=parse_factors(factors), **wanted, progress=progress)
     show(model, with_hub_note(done, yes=yes), "merged", json=json)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import zip_longest
 from math import isfinite
 from pathlib import Path
@@ -44,15 +45,37 @@ def reserve_stdout() -> None:
     sys.stdout = os.fdopen(stdout, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
+@cache
+def current_directory() -> str:
+    """Return the current directory with a slash; "" if it was deleted, or the user typed a path that starts with it."""
+    try:
+        directory = f"{os.getcwd()}/"
+    except FileNotFoundError:
+        return ""
+    return "" if any(directory in word for word in sys.argv) else directory
+
+
+def printable(text: str) -> str:
+    """Return text for a terminal: paths are relative as the user typed them, and control characters are escaped."""
+    directory = current_directory()
+    return visible(text.replace(directory, "") if len(directory) > 1 else text)
+
+
 def note(text: str) -> None:
     """Print a line to stderr, unless --quiet is given."""
     if not _quiet:
-        typer.echo(visible(text), err=True)
+        typer.echo(printable(text), err=True)
+
+
+def note_used(asked: Path, used: Path) -> None:
+    """Print which checkpoint is used, if the user named the run that contains it."""
+    if used != asked:
+        note(f"using {used}, the latest complete checkpoint of {asked}")
 
 
 def say(text: str) -> None:
     """Print a line to stdout, unless --quiet is given."""
-    print_line(visible(text))
+    print_line(printable(text))
 
 
 def print_line(text: str) -> None:
@@ -89,21 +112,21 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": error.to_json()})
         return
-    typer.echo(visible(f"error: {error.line}"), err=True)
+    typer.echo(printable(f"error: {error.line}"), err=True)
     if error.hint:
-        typer.echo(visible(f"hint: {error.hint}"), err=True)
+        typer.echo(printable(f"hint: {error.hint}"), err=True)
 
 
 def print_problem(problem: CkptError) -> None:
     """Print a problem that a check found, in at most two lines, even with --quiet."""
-    typer.echo(visible(f"problem: {problem.line}"))
+    typer.echo(printable(f"problem: {problem.line}"))
     if problem.hint:
-        typer.echo(visible(f"  hint: {problem.hint}"))
+        typer.echo(printable(f"  hint: {problem.hint}"))
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
     """Print a table. On a narrow terminal, wide cells wrap onto further lines."""
-    cells = [[visible(str(cell)) for cell in row] for row in (header, *rows)]
+    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     if sys.stdout.isatty():
         narrow_columns(widths, terminal_width() - 2 * (len(widths) - 1))

@@ -151,11 +151,11 @@ def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
         *(upload_row(upload, "left alone") for upload in done.keep),
     ]
     if table:
-        print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
+        print_table(table, ("upload", "started", "host", "idle", "unfinished", "finished", "verdict"))
     for line in done.summary():
         say(line)
     if left := sum(upload.whole_bytes for upload in done.stale):
-        note(f"note: {format_bytes(left)} of whole objects stay there: delete them with the store's own tools")
+        note(f"note: {format_bytes(left)} of finished objects stay there: delete them with the store's own tools")
     if done.stale and not done.aborted:
         note("hint: the same with --yes does it")
 
@@ -186,7 +186,7 @@ def report(done: Pruned) -> None:
         say(line)
     if done.deleted or not gone:
         return
-    pin = f"; `ckptkit pin {gone[0].path}` keeps one whatever the rules say"
+    pin = f"; `ckptkit pin {gone[0].path}` protects a checkpoint from every rule"
     note(f"hint: run the same command with --yes to do it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 
 

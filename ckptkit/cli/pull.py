@@ -78,8 +78,8 @@ def report(done: Pulled) -> None:
     before = done.nbytes - done.fetched_bytes
     here = f"; {format_bytes(before)} were there already" if before else ""
     say(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
-    say("every file was compared with its checksum on the Hub")
+    say("every file matches its checksum on the Hub")
     if done.format:
-        say(f"to look at it: ckptkit inspect {done.output}")
+        say(f"next: ckptkit inspect {done.output}")
     else:
         say("note: it contains no checkpoint in a known format")

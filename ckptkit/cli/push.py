@@ -10,7 +10,7 @@ import typer
 
 from ckptkit.cli.consent import Yes
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note_used, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.io.path import to_path
 from ckptkit.words import count, format_bytes
@@ -85,8 +85,7 @@ def to_json(done: Pushed) -> dict[str, Any]:
 
 def report(src: Path, done: Pushed) -> None:
     """Print the result for a reader."""
-    if done.source != src:
-        note(f"taking {done.source}")
+    note_used(src, done.source)
     access = "private" if done.is_private else "public"
     destination = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
     kind = f"{'new, ' if done.is_new else ''}{access}"

@@ -61,7 +61,7 @@ def show_owners(shards: ShardMap) -> None:
         fullest = max(shards.owners, key=lambda owner: owner.nbytes)
         times = fullest.nbytes / shards.mean if shards.mean else 1.0
         what = f"{count(len(shards.owners), shards.by)}, {format_bytes(shards.mean)} each on average"
-        say(f"{what}; {shards.by} {fullest.mark} holds the most, {times:.2f} times that")
+        say(f"{what}; {shards.by} {fullest.mark} has the most, {times:.2f} times the average")
 
 
 def bar_row(bar: Bar, by: str) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note_used, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
@@ -100,8 +100,7 @@ def count_json(counted: Count) -> dict[str, Any]:
 
 def report(path: Path, result: Stats, *, each: bool) -> None:
     """Print the result for a reader: a line for each module or tensor, and a line for all."""
-    if result.path != path:
-        note(f"taking {result.path}")
+    note_used(path, result.path)
     total = result.total
     rows: list[Row] = [(tensor.name, tensor) for tensor in result.tensors]
     if not each:

@@ -18,6 +18,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 UsageError: Any = typer.BadParameter.__base__  # from click, or from the copy of click in newer versions of typer
 Parameter = TyperArgument | TyperOption
 _PLAIN = (bool, int, float, str)
+_COMMON = ("also", "jobs", "no_sync", "quiet", "json", "help")  # parameters of most commands
 
 
 class PlainCommand(TyperCommand):
@@ -47,6 +48,20 @@ class PlainCommand(TyperCommand):
         except UsageError as error:
             error.ctx = error.ctx or ctx  # click does not set the command if an option lacks its value
             raise
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, the options of this command, and the options that most commands have."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Common options": []}
+        params = {param.name: param for param in self.get_params(ctx)}
+        last = [params.pop(name) for name in _COMMON if name in params]
+        for param in (*params.values(), *last):
+            kind = "Arguments" if isinstance(param, TyperArgument) else "Common options" if param in last else "Options"
+            if record := param.get_help_record(ctx):
+                sections[kind].append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """Return the words of the usage line: `SRC`, `SRC...` if repeatable, `[OUT]` if optional."""

@@ -70,7 +70,7 @@ def verify(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Check that a checkpoint is whole and undamaged.
+    """Check that a checkpoint is complete and undamaged.
 
     Checks its structure, and every byte that has a recorded checksum. PATH may also be a delta or a directory of
     deltas.
@@ -154,7 +154,8 @@ def manifest(
         print_json(to_json(written))
         return
     for part in written:
-        say(f"{part.path / 'ckptkit.json'}: {count(len(part.sums), 'file')}, {format_bytes(part.nbytes)}")
+        amount = f"{count(len(part.sums), 'file')}, {format_bytes(part.nbytes)}"
+        say(f"wrote {part.path / 'ckptkit.json'}: checksums of {amount}")
         for text in describe_left(part.left_behind, "not in the manifest"):
             note(f"note: {text}")
 
@@ -203,14 +204,14 @@ def report(verified: Sequence[Verified], deltas: Collection[Path], *, fast: bool
     if fast and not all(part.proved_files for part in verified):
         note("only the structure was checked: drop --fast to read every byte")
     elif any(part.unchecked_bytes and not part.has_manifest and part.path not in deltas for part in verified):
-        note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
+        note("unchecked bytes have no checksum: run `ckptkit manifest` to record checksums for later checks")
 
 
 def report_comparison(verified: Sequence[Verified]) -> None:
     """Print whether the checkpoints are equal to the one of --against, and each note once."""
     pairs = [part.compared for part in verified if part.compared is not None]
     for pair in pairs:
-        equal = "are the same" if pair.has_same_entries else "were compared, and are not the same"
+        equal = "are the same" if pair.has_same_entries else "differ"
         say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}")
         if not pair.has_same_entries:
             note(f"hint: `ckptkit diff {pair.a} {pair.b}` says by how much they differ")

@@ -85,10 +85,10 @@ def normalize_weights(weights: Sequence[float], sources: int) -> tuple[float, ..
         return (1 / sources,) * sources
     if len(weights) != sources:
         raise Usage(
-            f"expected {count(sources, 'weight')}, one for each checkpoint, found {len(weights)}",
-            hint="pass a weight for each, like --weights 2,1,1",
+            f"expected {count(sources, 'factor')}, one for each checkpoint, found {len(weights)}",
+            hint="pass a factor for each, like 2,1,1",
         )
     if not all(isfinite(weight) and weight > 0 for weight in weights):
-        raise Usage(f"expected positive weights, found {', '.join(map(str, weights))}")
+        raise Usage(f"expected positive factors, found {', '.join(map(str, weights))}")
     total = fsum(weights)
     return tuple(weight / total for weight in weights)

@@ -37,7 +37,7 @@ from ckptkit.state.draft import Conversion, draft_of_model
 from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, spell_out
 from ckptkit.state.pipeline import write
 from ckptkit.state.report import Converted, Written, complete, report
-from ckptkit.words import count
+from ckptkit.words import count, either
 
 if TYPE_CHECKING:
     from ckptkit.conversion.salvaging.repair import SurveyFunction
@@ -84,7 +84,7 @@ def require_format(output: Path) -> str:
     """Return the format that the output's file name implies. Raises `Usage` if the name may be a directory's."""
     format_name = format_of_file(output.name)
     if format_name is None:
-        raise Usage("missing option '--to'", hint=f"pass one of {', '.join((*writable_formats(), ADAPTER))} as --to")
+        raise Usage(f"--to: expected {either((*writable_formats(), ADAPTER))}, found none")
     return format_name
 
 

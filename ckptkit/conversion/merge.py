@@ -40,11 +40,11 @@ def merge(
         raise Usage("expected at least one adapter to merge, found none")
     if weights and len(weights) != len(given):
         raise Usage(
-            f"expected {count(len(given), 'weight')}, one for each adapter, found {len(weights)}",
-            hint="pass a weight for each, like --weights 1,0.5",
+            f"expected {count(len(given), 'factor')}, one for each adapter, found {len(weights)}",
+            hint="pass a factor for each, like 1,0.5",
         )
     if not all(map(isfinite, weights)):
-        raise Usage(f"expected finite weights, found {', '.join(map(str, weights))}")
+        raise Usage(f"expected finite factors, found {', '.join(map(str, weights))}")
     options["merge"] = True
     base = model if isinstance(model, Checkpoint) else to_model_path(model)
     return run_conversion([base, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))

@@ -63,7 +63,7 @@ class Diagnosis(Summarized):
     def not_read(self) -> str:
         """Return which tensors doctor did not read, and the command that reads them."""
         but = f", except {' and '.join(f'`{name}`' for name in self.compared)}" if self.compared else ""
-        return f"not read: tensors{but} (`ckptkit verify {self.path}`)"
+        return f"tensors were not read{but}: run `ckptkit verify {self.path}` to check them"
 
     def summary(self) -> Iterator[str]:
         yield self.verdict
@@ -111,7 +111,7 @@ def doctor(
         )
     converted = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
-    left_out = [f"not in the output: `{entry.name}`" for entry in converted.dropped] + describe_left(
+    left_out = [f"not copied: `{entry.name}`" for entry in converted.dropped] + describe_left(
         converted.left_behind, "not copied"
     )
     return replace(

@@ -174,7 +174,7 @@ class Finding:
         """Return the tensor, the number of tensors, and the message in one line."""
         if self.tensor is None:
             return self.message
-        return f"{self.tensor}{f' ({self.count:,})' if self.count > 1 else ''}: {self.message}"
+        return f"{self.tensor}{f' ({self.count:,} entries)' if self.count > 1 else ''}: {self.message}"
 
     @property
     def count(self) -> int:

@@ -205,10 +205,9 @@ def cut_regions(root: Path, name: str, size: int, extents: Iterable[Extent], rep
         if is_same or not extent.length:
             continue
         if extent.offset < at or end > size:
-            what = (
-                f"overlaps the data that ends at {at}" if extent.offset < at else f"ends after the file, at byte {size}"
-            )
-            message = f"the data at bytes {extent.offset}:{end} {what}"
+            fault = "overlap the data that ends" if extent.offset < at else "end after the end of the file,"
+            what = f"{fault} at byte {at if extent.offset < at else size}"
+            message = f"the {extent.length} bytes at byte {extent.offset} {what}"
             report(Corrupt(message, path=root / name, tensor=extent.name or None, offset=extent.offset))
             continue
         if extent.offset > at:

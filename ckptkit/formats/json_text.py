@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt
+from ckptkit.errors import RESTORE, CkptError, Corrupt
 from ckptkit.io.file import recognize
 
 
@@ -18,7 +18,12 @@ def parse_json(data: bytes, path: Path) -> Any:
     except CkptError as error:
         raise error.blame(path=path) from None
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON ({error})", path=path, hint=recognize(data[:512])) from error
+        raise not_json(error, data, path) from error
+
+
+def not_json(error: Exception, data: bytes, path: Path) -> Corrupt:
+    """Return the error for `data` of file `path` that is not valid JSON."""
+    return recognize(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import RESTORE, Corrupt, Unsupported, truncated
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import opening, read_at, recognize
 from ckptkit.layout import Chunk, Spec
@@ -88,12 +88,7 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
         head = read_at(file, min(size, 512), 0)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _LIMIT):
-            message = (
-                f"expected at least {length + 8} bytes (header), found {size}"
-                if size >= 8
-                else f"expected at least 8 bytes, found {size}"
-            )
-            raise Corrupt(message, path=path, hint=recognize(head))
+            raise recognize(head, path) or truncated(length + 8 if size >= 8 else 8, size, path=path, by="header")
         header = parse_json(read_at(file, length, 8), path)
     if not isinstance(header, dict):
         raise Corrupt("the header is not a JSON object", path=path)
@@ -170,12 +165,10 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
             what = "overlaps the one before" if offset < at else "leaves a gap before it"
             raise Corrupt(f"the tensor at byte {offset} {what}, which ends at {at}", path=path, tensor=name)
         at += length
-    if at != size:
-        raise Corrupt(
-            f"expected {at} bytes (header), found {size}",
-            path=path,
-            hint="copy the file again: it is truncated" if size < at else "use another copy: bytes were appended",
-        )
+    if size < at:
+        raise truncated(at, size, path=path, by="header")
+    if size > at:
+        raise Corrupt(f"expected {at} bytes (header), found {size}: bytes were appended", path=path, hint=RESTORE)
 
 
 def check_writable(name: str, spec: Spec) -> None:

@@ -44,7 +44,7 @@ from ckptkit.state.directories import check_free, contains
 from ckptkit.summary import Summarized
 from ckptkit.trainers import step_of
 from ckptkit.version import __version__
-from ckptkit.words import count, format_bytes
+from ckptkit.words import count, describe_checksums, format_bytes
 
 _JOURNAL = "pieces.jsonl"  # lists the pieces already copied, so that an interrupted copy can continue
 
@@ -82,8 +82,7 @@ class CopiedFiles(Summarized):
             return
         yield f"copied {self.source} to {self.output}"
         yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)} in {self.seconds:.2f} s"
-        unchecked = f"; {format_bytes(self.unchecked_bytes)} without a checksum" if self.unchecked_bytes else ""
-        yield f"{format_bytes(self.checked_bytes)} compared with a checksum of the source{unchecked}"
+        yield describe_checksums(self.checked_bytes, self.unchecked_bytes)
         before = self.nbytes - self.sent_bytes
         yield from [f"{format_bytes(before)} were there already"] if before else []
 

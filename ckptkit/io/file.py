@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, Self
 
-from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
+from ckptkit.errors import RESTORE, CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import again
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import open_regular, open_to_write
@@ -274,12 +274,16 @@ class ReadAhead:
         return read
 
 
-def recognize(head: bytes) -> str | None:
-    """Return a hint on the real type of a file with unexpected first bytes `head`; None if it is unknown."""
+def recognize(head: bytes, path: Path | None = None) -> Corrupt | None:
+    """Return the error for a file with unexpected first bytes `head`, if they show what happened; else None."""
     if head.startswith(b"version https://git-lfs"):
-        return "this is a Git LFS pointer, not the file itself: run `git lfs pull`"
-    if head and not any(head):
-        return "the file starts with zeros: it was allocated but never written, as after a crash or on a bad mount"
+        message = "expected the file itself, found a Git LFS pointer to it"
+        return Corrupt(message, path=path, hint="run `git lfs pull` in the repository that the file is in")
+    if not head:
+        return Corrupt("the file is empty", path=path, hint=RESTORE)
+    if not any(head):
+        message = "the file starts with zeros: it was allocated but never written, as after a crash or on a bad mount"
+        return Corrupt(message, path=path, hint=RESTORE)
     return None
 
 

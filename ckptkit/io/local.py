@@ -9,7 +9,7 @@ import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, translate_os_errors
+from ckptkit.errors import Incomplete, IOFailure, Unsafe, translate_os_errors, truncated
 from ckptkit.io.disk import close
 
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
@@ -43,10 +43,7 @@ class LocalFile:
             while done < len(buffer):
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
                 if count == 0:
-                    message = (
-                        f"expected at least {offset + len(buffer)} bytes, found {self.size}: the file is truncated"
-                    )
-                    raise Corrupt(message, path=self.path)
+                    raise truncated(offset + len(buffer), self.size, path=self.path)
                 done += count
 
     def write_at(self, buffer: memoryview, offset: int) -> None:

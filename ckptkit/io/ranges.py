@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
+from ckptkit.errors import Incomplete, IOFailure, Unsafe, Unsupported, truncated
 from ckptkit.io.path import RemotePath, at_once, is_remote
 from ckptkit.io.stores import Read, translate_store_errors
 
@@ -80,8 +80,7 @@ class RemoteFile:
         """Fill `buffer` from `offset`. Raises `Corrupt` if the file ends before, `IOFailure` if it cannot be read."""
         stop = offset + len(buffer)
         if stop > self.size:
-            message = f"expected at least {stop} bytes, found {self.size}: the file is truncated"
-            raise Corrupt(message, path=self.path)
+            raise truncated(stop, self.size, path=self.path)
         if not buffer:
             return
         if len(buffer) > _WINDOW:
@@ -113,7 +112,7 @@ class RemoteFile:
                 hint = "run the command again: another process deletes this file"
                 raise IOFailure("the file vanished while it was being read", path=self.path, hint=hint) from error
         if len(data) != stop - start:
-            message = f"expected {stop - start} bytes at {start} from the store, found {len(data)}"
+            message = f"expected {stop - start} bytes at byte {start} from the store, found {len(data)}"
             raise IOFailure(message, path=self.path, hint="run the same command again")
         return data
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
-from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.json_text import not_json, parse_json
 from ckptkit.io.file import children, names_in, read_small
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import hint_on_id, is_model_id, spelled_like, to_model_path, to_path
@@ -161,10 +161,11 @@ def read_companions(directory: Path, *, follow_links: bool = False) -> Companion
 
     if not (directory / CONFIG).is_file():
         return None
+    text = read(CONFIG)
     try:
-        config = json.loads(read(CONFIG))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON ({error})", path=directory / CONFIG) from error
+        raise not_json(error, text, directory / CONFIG) from error
     if not isinstance(config, dict) or not config:
         return None
     if not ("model_type" in config or "architectures" in config):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.verify import require_sound, verify_part
-from ckptkit.errors import Usage
+from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.file import absent
 from ckptkit.runs.keeper import keeper_of, require_complete, run_of
 from ckptkit.runs.pins import is_pinned
@@ -37,6 +37,9 @@ def unpin(*checkpoints: Source) -> list[Path]:
         keeper_of(path.parent).refresh()
     pinned = [path for path in chosen if is_pinned(path)]
     for path in chosen:
+        if path not in pinned and not path.exists():
+            hint = f"run `ckptkit ls {path.parent}` to list the checkpoints and their pins"
+            raise NotACheckpoint("neither pinned nor a checkpoint", path=path, hint=hint)
         if path not in pinned:
             require_complete(path)
     for path in pinned:

@@ -163,7 +163,7 @@ def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, 
     if work := keeper.work_on(saved.path):
         return replace(entry, reason=work)
     if not demote:
-        return replace(entry, reason="nothing keeps it", freed_bytes=entry.nbytes)
+        return replace(entry, reason="no rule keeps it", freed_bytes=entry.nbytes)
     if saved.is_weights_only:
         return replace(entry, reason="only weights already")
     try:

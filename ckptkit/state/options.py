@@ -20,7 +20,7 @@ from ckptkit.models.names.custom import read_table
 from ckptkit.models.names.family import Family
 from ckptkit.settings import Help, option_name, settings_of
 from ckptkit.state.selection import LIKE, Edits
-from ckptkit.words import parse_bytes
+from ckptkit.words import either, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class ConvertOptions:
     ] = None
     under: Annotated[str, Help("Put everything under this key, such as model.", "KEY")] = ""
     optimizer_keys: Annotated[
-        str | None, Help("Write the optimizer's parameters by name (names) or by number (ids).", "names|ids")
+        str | None, Help("Write the optimizer's parameters by name (names) or by index (ids).", "names|ids")
     ] = None
     optimizer_order: Annotated[
         str | None,
@@ -145,7 +145,7 @@ class ConvertOptions:
     weights_from: Annotated[
         str | None,
         Help(
-            "Which copy of the weights: master (fp32, also from the optimizer's masters or "
+            "Which copy of the weights: master (fp32, also the optimizer's master weights or "
             "remainders), or module (16 bits).",
             "master|module",
         ),
@@ -200,7 +200,7 @@ class ConvertOptions:
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
         for option, words in CHOICES.items():
             if (value := getattr(self, option)) is not None and value not in words:
-                raise Usage(f"{option_name(option)}: expected {', '.join(words)}, found `{value}`")
+                raise Usage(f"{option_name(option)}: expected {either(words)}, found `{value}`")
         if self.rename or self.dtype:
             self.edits.check_rules()
         if self.names or self.map:

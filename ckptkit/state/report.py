@@ -23,7 +23,7 @@ from ckptkit.models.fit import abridge
 from ckptkit.models.names.weights import UNKNOWN, LeftOut
 from ckptkit.state.draft import Conversion, Entries
 from ckptkit.summary import Summarized
-from ckptkit.words import count, format_bytes
+from ckptkit.words import count, describe_checksums, format_bytes
 
 
 class Written(NamedTuple):
@@ -129,7 +129,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
 def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
     """Return a warning for each group of tensors, and each kind of state files, that no rule or option drops."""
     lines = [
-        f"not in the output: `{lost.name}`, {count(lost.entries, 'entry')}, {format_bytes(lost.nbytes)} ({lost.why}); "
+        f"not copied: `{lost.name}`, {count(lost.entries, 'entry')}, {format_bytes(lost.nbytes)} ({lost.why}); "
         f"--include '{lost.name}*' writes it alone"
         for lost in dropped
         if lost.why == UNKNOWN
@@ -241,9 +241,4 @@ def speed(done: Converted) -> str:
 
 def checked(done: Converted) -> str:
     """Return a line on the part of the source that had checksums and was verified."""
-    compared, others = format_bytes(done.checked_bytes), format_bytes(done.unchecked_bytes)
-    if not done.unchecked_bytes:
-        return f"{compared} of the source compared with its CRC-32"
-    if not done.checked_bytes:
-        return f"not compared: the source has no CRC-32 for its {others}"
-    return f"{compared} of the source compared with its CRC-32; {others} have no CRC-32"
+    return describe_checksums(done.checked_bytes, done.unchecked_bytes)

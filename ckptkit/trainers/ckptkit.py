@@ -16,7 +16,7 @@ def wrote(seen: Evidence) -> str | None:
     """Return ckptkit's title if a manifest names the source, or all entries of ckptkit's training loop are there."""
     source = seen.read_source()
     if source:
-        return f"ckptkit, of a `{source.get('format')}` checkpoint"
+        return f"ckptkit, converted from a `{source.get('format')}` checkpoint"
     is_own = seen.keys == _OWN or (TRAINING in seen.files and _OWN - {"model"} <= seen.keys)
     return "ckptkit train (FSDP)" if is_own else None
 
@@ -30,6 +30,7 @@ CKPTKIT = TrainerFacts(
     wrote=wrote,
     steps=("ckpt-([0-9]{1,18})",),
     others=(TRAINING,),
+    states=(r"tokens\.(?:bin|json)",),
     of_runs=("train.toml", "metrics.jsonl"),
     metrics={METRICS: MetricsFile(1 << 20, to_numbers)},
 )

@@ -347,7 +347,10 @@ TORCH = TrainerFacts(
         Mark("torch.save", format="pt"),
         Mark("torch.distributed.checkpoint, as safetensors", format="hf", by_ranks=True),
     ),
-    states=(r"(?:optim(?:izer)?|scheduler|lr_scheduler|scaler|rng_state|sampler)[._].*|optim(?:izer)?(?:_state)?s?",),
+    states=(
+        r"(?:optim(?:izer)?|scheduler|lr_scheduler|scaler|rng_state|sampler)[._].*|optim(?:izer)?(?:_state)?s?",
+        r"extra(?:_state)?(?:_[0-9]+)?\.(?:pt|pth|bin)",
+    ),
     steps=(r"(?:ep(?:och)?[-_]?[0-9]+[-_])?(?:ckpt|checkpoint|step|global_step|iter|ba)[-_]?([0-9]{1,18})(?:_ckp)?",),
     epochs=(r"epoch(?:[-_]?|=)([0-9]{1,18})(?:\.ckpt)?",),
     step_keys=(("", ("step",)), ("", ("global_step",))),

@@ -396,7 +396,7 @@ def test_requests_that_make_no_sense(produce: Produce, tmp_path: Path) -> None:
     assert caught.value.hint == "drop --merge"
     with pytest.raises(Usage, match="base of the adapter"):
         ckptkit.consolidate(saved, out, merge=True)
-    with pytest.raises(Usage, match="expected 1 weight, one for each adapter, found 2"):
+    with pytest.raises(Usage, match="expected 1 factor, one for each adapter, found 2"):
         ckptkit.merge(base, saved, out, weights=[1, 2])
     with pytest.raises(Usage, match="finite"):
         ckptkit.merge(base, saved, out, weights=[float("nan")])
@@ -432,7 +432,7 @@ def test_globs_are_of_the_merged_names(produce: Produce, tmp_path: Path) -> None
 
 def test_what_takes_the_place_of_the_bases_has_no_half(produce: Produce, tmp_path: Path) -> None:
     made = produce(lora)
-    with pytest.raises(Unsupported, match="cannot scale") as raised:
+    with pytest.raises(Unsupported, match="no factor can scale") as raised:
         ckptkit.merge(made.root / "base", made.root / "saved", tmp_path / "out", weights=[0.5])
     assert raised.value.tensor == "base_model.model.lm_head.weight"
 

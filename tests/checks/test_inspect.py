@@ -89,7 +89,7 @@ def test_what_our_own_training_saves(tmp_path: Path, form: str) -> None:
     assert found.world_size == (None if form == "full" else 1)
     consolidate(tmp_path / "ckpt-5", tmp_path / "out")
     made = inspect(tmp_path / "out")
-    assert made.trainer == f"ckptkit, of a `{found.layout.format}` checkpoint"
+    assert made.trainer == f"ckptkit, converted from a `{found.layout.format}` checkpoint"
     assert (made.parameters, made.step, list(made.groups)) == (16, None, ["model"])
     assert inspect(tmp_path / "out" / "model.safetensors").trainer is None
 

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_in_json(run: Path, tmp_path: Path) -> None:
-    ran = ckptkit("average", run, tmp_path / "out", "--last", 2, "--weights", "3,1", "--json")
+    ran = ckptkit("average", run, tmp_path / "out", "--last", 2, "--factors", "3,1", "--json")
     assert (ran.returncode, ran.stderr) == (0, "")
     result = json.loads(ran.stdout)
     assert result.keys() >= KEYS | {"checked_bytes", "unchecked_bytes", "peak_rss_bytes"}
@@ -46,8 +46,8 @@ def test_for_a_reader(run: Path, tmp_path: Path) -> None:
     for words in (
         "  0.5     ",
         "ckpt-9",
-        "not in the output: `optim`, 1 entry",
-        "9.6 MB of the source compared with its CRC-32",
+        "not copied: `optim`, 1 entry",
+        "checksums verified for all 9.6 MB that were read",
     ):
         assert words in ran.stdout
     ran = ckptkit("average", run, tmp_path / "new", "--last", 3, "--dry-run")

@@ -30,7 +30,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_same(pair: tuple[Path, Path]) -> None:
     done = ckptkit("diff", pair[1], pair[0].parent)
     assert (done.returncode, done.stdout) == (0, "the same: 60 tensors, 2.88 KB\n")
-    assert f"taking {pair[1]}" in done.stderr
+    assert f"using {pair[1]}" in done.stderr
     found = json.loads(ckptkit("diff", pair[0], pair[0], "--json").stdout)
     assert found["equal"] is True
     assert found["different"] == found["only_in_a"] == found["only_in_b"] == []

@@ -151,11 +151,11 @@ def test_pins_on_the_command_line(run: Path) -> None:
 
 def test_inspect_at_a_glance(run: Path) -> None:
     warning, *lines = on_terminal(80, "inspect", run)
-    assert warning.endswith("`latest` names global_step15, which is not complete; taking global_step10")
+    assert warning.endswith("`latest` names global_step15, which is not complete; using global_step10")
     assert max(map(len, lines[1:])) <= max(80, len(lines[1]))
     text = "\n".join(lines)
     for words in (
-        f"note: showing the latest complete checkpoint of {run}",
+        f"using {run / 'global_step10'}, the latest complete checkpoint of {run}",
         f"{run / 'global_step10'}: dcp checkpoint, step 10, written by 3 ranks",
         "trainer: torch.distributed.checkpoint",
         "no manifest",

@@ -114,4 +114,4 @@ def test_usage(model: Path) -> None:
 def test_the_latest_of_a_run_is_said(model: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ckpt-3").symlink_to(model)
-    assert "taking" in ckptkit("stats", tmp_path / "run").stderr
+    assert "the latest complete checkpoint of" in ckptkit("stats", tmp_path / "run").stderr

@@ -16,13 +16,16 @@ from tests.command import ckptkit
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["inspect"], "missing argument 'PATH'"),
-        (["reshard", "a", "b"], "missing option '--to'"),
-        (["reshard", "a", "b", "--to", "many"], "invalid value for '--to'"),
-        (["consolidate", "a", "b", "--jobs", "0"], "invalid value for '--jobs'"),
-        (["consolidate", "a", "b", "--jobs", "-1"], "invalid value for '--jobs'"),
-        (["convert", "a", "b", "--to", "zip"], "'zip' is not one of 'dcp', 'hf', 'universal', 'ranks', 'pt'"),
-        (["diff", "a", "b", "--rtol", "-0.5"], "invalid value for '--rtol'"),
+        (["inspect"], "missing argument `PATH`"),
+        (["reshard", "a", "b"], "missing option --to"),
+        (["reshard", "a", "b", "--to", "many"], "--to: expected a whole number, found `many`"),
+        (["consolidate", "a", "b", "--jobs", "0"], "--jobs: expected 1 or more, found `0`"),
+        (["consolidate", "a", "b", "--jobs", "-1"], "--jobs: expected 1 or more, found `-1`"),
+        (
+            ["convert", "a", "b", "--to", "zip"],
+            "--to: expected `dcp`, `hf`, `universal`, `ranks`, `pt` or `adapter`, found `zip`",
+        ),
+        (["diff", "a", "b", "--rtol", "-0.5"], "--rtol: expected 0 or more, found `-0.5`"),
         (["consolidat"], "hint: run `ckptkit consolidate`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

@@ -135,7 +135,7 @@ def test_state_of_the_training_is_not_taken_for_another_model(tmp_path: Path) ->
         optimizer = torch.optim.AdamW(model.parameters())
         ckptkit.Run(tmp_path / "run").save(step, model, optimizer, metrics={"loss": 1.0}, more={"a": 1})
     done = ckptkit.average(tmp_path / "run", tmp_path / "out", last=2)
-    assert describe_left(done.left_behind, "not copied") == ["not copied: metrics.json (state of the training)"]
+    assert describe_left(done.left_behind, "not copied") == ["not copied: metrics.json (training state)"]
 
 
 def test_weights_are_divided_by_their_sum(run: Path, tmp_path: Path) -> None:

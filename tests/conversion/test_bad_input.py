@@ -134,7 +134,7 @@ def test_a_flipped_bit_in_any_chunk_is_an_error_that_names_it(checkpoint: Path, 
     for file, offset, length, name in places(checkpoint):
         at = offset + random.Random(offset).randrange(length)
         flip(checkpoint / file, at)
-        with pytest.raises(Corrupt, match=f"bytes at {offset}.*these bytes are damaged") as caught:
+        with pytest.raises(Corrupt, match=f"bytes at byte {offset}.*these bytes are damaged") as caught:
             consolidate(checkpoint, tmp_path / "out")
         assert (caught.value.path, caught.value.tensor) == (checkpoint / file, name.removeprefix("model."))
         assert not (tmp_path / "out").exists()

@@ -186,4 +186,4 @@ def test_a_file_of_another_save_is_one_problem(tmp_path: Path) -> None:
         assert "another save" in str(problem.hint)
     diagnosis = ckptkit.doctor(tmp_path / "step-1")
     assert [one.code for one in diagnosis.findings] == ["corrupt"]
-    assert diagnosis.not_read == f"not read: tensors (`ckptkit verify {tmp_path / 'step-1'}`)"
+    assert diagnosis.not_read == f"tensors were not read: run `ckptkit verify {tmp_path / 'step-1'}` to check them"

@@ -188,7 +188,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert f"ckptkit doctor {root} --fix {root}-fixed" in shown.stdout.replace("\n", " ")
     done = cli(*line, "--fix", f"{root}-fixed")
     assert done.returncode == 0, done.stderr
-    assert f"fixed: wrote {root}-fixed" in done.stdout
+    assert f"wrote {root}-fixed, which is now:" in done.stdout
     again = cli(*line, "--fix", f"{root}-fixed", "--json")
     assert again.returncode == 5
     assert json.loads(again.stdout)["error"]["code"] == "occupied"

@@ -616,7 +616,7 @@ add_option(
     "complete-optimizer-hf", "--complete-optimizer", said="--complete-optimizer", commands=frozenset({"convert-hf"})
 )
 add_option("fill-from-unneeded", "--salvage", "--fill-from", "OTHER", said="other-model")
-add_option("average-weights", "--weights", "1,1,1", said="weights", commands=frozenset({"average", "merge"}))
+add_option("average-weights", "--factors", "1,1,1", said="factors", commands=frozenset({"average", "merge"}))
 
 # -- what a directory is -----------------------------------------------------------------------------------------------
 

@@ -214,7 +214,7 @@ def test_of_several_parts_the_models_is_pushed(hub: Hub, produce: Produce) -> No
 def test_the_latest_of_a_run(hub: Hub, sharded: Path) -> None:
     ran = ckptkit(hub, "push", sharded.parent, "org/tiny")
     assert "ckpt-5" in ran.stderr
-    assert "taking" in ran.stderr
+    assert "the latest complete checkpoint of" in ran.stderr
 
 
 def test_what_lies_on_two_disks(hub: Hub, sharded: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit import consolidate
-from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
+from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.layout.renames import find_prefix_rule
 from ckptkit.models.expected import expected
 from ckptkit.models.known_types import find_table, is_tied
@@ -167,7 +167,7 @@ def test_base_can_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     consolidate(tmp_path / "ckpt", tmp_path / "out", base="org/model")
     assert same_logits(model, tmp_path / "out")
-    with pytest.raises(Usage, match="org/other"):
+    with pytest.raises(IOFailure, match="org/other"):
         consolidate(tmp_path / "ckpt", tmp_path / "none", base="org/other")
 
 

@@ -95,7 +95,7 @@ GUESSED = {
 def test_a_stray_file_in_a_run_is_not_taken_for_the_run(tmp_path: Path) -> None:
     run = lay(tmp_path / "run", 100, 200)
     torch.save({"w": torch.zeros(4)}, run / "final.pt")
-    with pytest.warns(RunAround, match=r"taking step-200, and not final\.pt beside it"):
+    with pytest.warns(RunAround, match=r"using step-200, and not final\.pt beside it"):
         assert value_in(run) == 200
 
 
@@ -104,7 +104,7 @@ def test_why_a_lower_step_is_taken_is_said_beside_a_stray_file_too(tmp_path: Pat
     torch.save({"w": torch.zeros(4)}, run / "final.pt")
     (run / "last_checkpoint").write_text("step-100")
     with (
-        pytest.warns(RunAround, match="taking step-100"),
+        pytest.warns(RunAround, match="using step-100"),
         pytest.warns(LatestDiffers, match="highest step is step-200"),
     ):
         assert value_in(run) == 100
@@ -113,7 +113,7 @@ def test_why_a_lower_step_is_taken_is_said_beside_a_stray_file_too(tmp_path: Pat
 def test_a_model_that_a_run_lies_in_is_taken_and_said(tmp_path: Path) -> None:
     run = lay(tmp_path / "run", 100, 200)
     save_file({"w": torch.full((4,), 7.0)}, run / "model.safetensors")
-    with pytest.warns(RunAround, match="taking the model in this directory, and not .* step-200"):
+    with pytest.warns(RunAround, match="using the model in this directory, and not .* step-200"):
         assert value_in(run) == 7
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_a_run_lies_in_is_taken_and_said(tmp_path: Path) -> None:
 def test_the_checkpoint_that_the_trainer_resumes_from_is_taken_and_said(tmp_path: Path, how: str) -> None:
     run = lay(tmp_path / "run", 100, 200, 300)
     NAMED[how](run)
-    with pytest.warns(LatestDiffers, match="taking step-100, which `.*` names; the highest step is step-300"):
+    with pytest.warns(LatestDiffers, match="using step-100, which `.*` names; the highest step is step-300"):
         assert value_in(run) == 100
     with pytest.warns(LatestDiffers):
         assert ckptkit.cp(run, tmp_path / "cp").source.name == "step-100"
@@ -143,7 +143,7 @@ def test_else_the_highest_step_is_taken(tmp_path: Path, how: str) -> None:
 def test_what_may_name_another_checkpoint_is_said(tmp_path: Path, how: str) -> None:
     run = lay(tmp_path / "run", 100, 200, 300)
     GUESSED[how](run)
-    with pytest.warns(LatestDiffers, match="names step-100; taking step-300"):
+    with pytest.warns(LatestDiffers, match="names step-100; using step-300"):
         assert value_in(run) == 300
 
 
@@ -170,12 +170,12 @@ def test_what_is_guessed_is_not_pruned(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("lay_last", "value", "words"),
     [
-        (last("last.ckpt", 400), 100, "taking last.ckpt, which `last.ckpt` names; the highest step is step-300"),
-        (last("last-v1.ckpt", 400), 100, "taking last-v1.ckpt"),
-        (last("last.ckpt", 100), 100, "taking last.ckpt"),  # written after step 300: the training went back
-        (last("checkpoint_last.pt", 400), 100, "taking checkpoint_last.pt"),
-        (last("last.ckpt", None), 300, "`last.ckpt` does not say its step: it may be later; taking step-300"),
-        (tracker("latest", "step-400"), 300, "`latest` names step-400, which does not exist; taking step-300"),
+        (last("last.ckpt", 400), 100, "using last.ckpt, which `last.ckpt` names; the highest step is step-300"),
+        (last("last-v1.ckpt", 400), 100, "using last-v1.ckpt"),
+        (last("last.ckpt", 100), 100, "using last.ckpt"),  # written after step 300: the training went back
+        (last("checkpoint_last.pt", 400), 100, "using checkpoint_last.pt"),
+        (last("last.ckpt", None), 300, "`last.ckpt` does not say its step: it may be later; using step-300"),
+        (tracker("latest", "step-400"), 300, "`latest` names step-400, which does not exist; using step-300"),
         (link("last", "step-400"), 300, "`last` names step-400, which does not exist"),
     ],
 )
@@ -191,7 +191,7 @@ def test_an_unfinished_checkpoint_that_is_named_is_said(tmp_path: Path) -> None:
     (run / "step-300").mkdir()
     (run / "step-300" / "__0_0.distcp").write_bytes(b"")
     (run / "latest").write_text("step-300")
-    with pytest.warns(LatestDiffers, match="`latest` names step-300, which is not complete; taking step-200"):
+    with pytest.warns(LatestDiffers, match="`latest` names step-300, which is not complete; using step-200"):
         assert value_in(run) == 200
 
 

@@ -85,7 +85,7 @@ def test_why_each_entry_is_not_written(tmp_path: Path) -> None:
     assert {left.name: left.why for left in done.dropped} == {"ema": UNKNOWN, "rng_state": TRAINING, "epoch": VALUE}
     assert done.entries == {"written": 1, "dropped": 2, "left": 1}
     found = run("consolidate", tmp_path / "all.pt", tmp_path / "more")
-    assert "warning: not in the output: `ema`, 1 entry, 36 B" in found.stderr
+    assert "warning: not copied: `ema`, 1 entry, 36 B" in found.stderr
     with pytest.raises(Mismatch, match="`ema` would be lost: 1 tensor"):
         ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "strict", strict=True, names="keep")
     done = ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "asked", exclude=["ema.*"], strict=True, names="keep")

@@ -38,7 +38,7 @@ def test_every_file_of_an_adapter_is_known(tmp_path: Path) -> None:
     done = ckptkit.consolidate(place, tmp_path / "out", strict=True)
     assert {left.name: left.why for left in done.left_behind} == {
         "README.md": "describes these weights only",
-        **dict.fromkeys(("additional_config.json", "args.json", "rng_state.pth"), "state of the training"),
+        **dict.fromkeys(("additional_config.json", "args.json", "rng_state.pth"), "training state"),
     }
 
 

@@ -21,7 +21,7 @@ from ckptkit.formats.archives.zip_entries import (
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, PersistentId
 from ckptkit.formats.pickles.tensor_calls import STORAGES
-from ckptkit.io.file import opening, read_at
+from ckptkit.io.file import opening, read_at, recognize
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.dtypes import DTYPES
 
@@ -110,7 +110,8 @@ def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) 
         raise Corrupt(f"expected {numel} elements in the storage at byte {at}, found {count}")
     nbytes = count * itemsize
     if start + nbytes > length:
-        raise Corrupt(f"expected a storage at bytes {start}:{start + nbytes}, found the end of the file at {length}")
+        found = f"found the end of the file at byte {length}"
+        raise Corrupt(f"expected a storage of {nbytes} bytes at byte {start}, {found}")
     return ZipEntry(start, nbytes, 0)
 
 
@@ -233,9 +234,11 @@ def datastates_error(path: Path | None = None) -> Unsupported:
     return Unsupported("the file is in the format of DataStates, not of torch.save", path=path, hint=hint)
 
 
-def unlike_torch(path: Path) -> Unsupported | None:
-    """Return the error for a program that torch wrote, or a file of DataStates; None for any other file."""
+def unlike_torch(path: Path) -> CkptError | None:
+    """Return the error for a program that torch wrote, a file of DataStates, or a pointer or empty file; else None."""
     with opened(path) as (read, length):
+        if strange := recognize(read(0, min(length, HEAD)), path):
+            return strange
         if is_of_datastates(read, length):
             return datastates_error(path)
         try:

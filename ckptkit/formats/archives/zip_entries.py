@@ -12,7 +12,7 @@ from struct import Struct
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import RESTORE, Corrupt, Unsupported
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, parse_tensor
 from ckptkit.io.file import recognize
 from ckptkit.layout import Chunk
@@ -128,7 +128,7 @@ def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return every entry of the archive by its name without the archive's own prefix, which ends at the first slash."""
     count, size, offset = find_directory(read, length)
     if offset + size > length or size > _DIRECTORY_LIMIT:
-        raise Corrupt(f"the zip directory at {offset}:{offset + size} does not fit an archive of {length} bytes")
+        raise Corrupt(f"the zip directory of {size} bytes at byte {offset} does not fit an archive of {length} bytes")
     directory = read(offset, size)
     entries: dict[str, ZipEntry] = {}
     at = 0
@@ -170,10 +170,10 @@ def read_entry_place(
     offset = start + local[9] + local[10]
     if offset + unpacked > limit:
         raise Corrupt(
-            f"a zip entry at {offset}:{offset + unpacked} does not fit the {limit} bytes of the archive's entries"
+            f"a zip entry of {unpacked} bytes at byte {offset} does not fit the {limit} bytes of the archive's entries"
         )
     if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
-        raise Corrupt(f"the zip entry at {offset}:{offset + unpacked} is not followed by its own description")
+        raise Corrupt(f"the zip entry of {unpacked} bytes at byte {offset} is not followed by its own description")
     return offset, unpacked
 
 
@@ -199,10 +199,8 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
         head = read(0, min(length, 64))
         if head[8:9] == b"{":
             raise Unsupported("expected an archive of torch.save, found safetensors")
-        raise Corrupt(
-            "expected an archive of torch.save: this is another kind of file, or its end is missing",
-            hint=recognize(head),
-        )
+        message = "expected an archive of torch.save: this is another kind of file, or its end is missing"
+        raise recognize(head) or Corrupt(message, hint=RESTORE)
     count, size, offset = end[4:7]
     if count == 0xFFFF or _ALL_ONES in (size, offset):
         at = length - _end.size - _end64_locator.size

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, SALVAGE, CkptError, Corrupt, Incomplete, Report, and_more, refuse
+from ckptkit.errors import ELSEWHERE, SALVAGE, CkptError, Corrupt, Incomplete, Report, and_more, refuse, truncated
 from ckptkit.formats.archives.locate import ends_of
 from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
@@ -219,16 +219,12 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
         if (offset, offset + length) == (start, end):
             continue
         if offset < end:
-            message = f"the item at {offset}:{offset + length} overlaps that of `{before}`, which ends at {end}"
+            other = f"the item of `{before}`, which ends at byte {end}"
+            message = f"the item of {length} bytes at byte {offset} overlaps {other}"
             raise Corrupt(message, path=path, tensor=name, offset=offset)
         start, end, before = offset, offset + length, name
         if end > size:
-            raise Corrupt(
-                f"expected at least {max(sum(item[:2]) for item in items)} bytes (metadata), found {size}",
-                path=path,
-                tensor=name,
-                offset=size,
-            )
+            raise truncated(max(sum(item[:2]) for item in items), size, path=path, tensor=name, by="metadata")
 
 
 def has_number_key(way: KeyPath, optimizers: Container[KeyPath]) -> bool:

@@ -89,12 +89,11 @@ def read_metadata(path: Path) -> Attributes:
         value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
         metadata = attributes_of(value)
     except CkptError as error:
-        error.hint = error.hint or recognize(data[:512])
-        raise error.blame(path=path) from None
+        raise recognize(data[:512], path) or error.blame(path=path) from None
     except (TypeError, ValueError):
         metadata = {}
     if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
-        raise Corrupt("expected DCP metadata, found another pickle", path=path, hint=recognize(data[:512]))
+        raise Corrupt("expected DCP metadata, found another pickle", path=path, hint=RESTORE)
     return metadata
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import RESTORE, Corrupt, Unsupported
 from ckptkit.formats.pickles.opcodes import SanitizedPickle, TableReader
 
 TABLES_FROM = 1 << 20  # bytes: in smaller pickles, compiling the patterns of tables costs more than they save
@@ -270,7 +270,8 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     try:
         return _load(data, names, at, is_flat=is_flat)
     except _MALFORMED as error:
-        raise Corrupt(f"the file is damaged or truncated: no valid pickle in bytes {at}:{len(data)}") from error
+        message = f"expected a pickle at byte {at}, found {len(data) - at} bytes that are damaged or truncated"
+        raise Corrupt(message, hint=RESTORE) from error
 
 
 def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: TableReader | None = None) -> tuple[Any, int]:

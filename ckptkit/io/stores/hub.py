@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from ckptkit.errors import IOFailure, NotACheckpoint, Usage
+from ckptkit.errors import CkptError, IOFailure, NotACheckpoint
 from ckptkit.io.stores import Read, StoreEntry
 from ckptkit.version import __version__
 
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 _KINDS = {"datasets": "dataset", "spaces": "space"}
 _TRIES = 3
-_MAX_SHOWN = 300  # characters of an error that are shown
 _TIMEOUT = 30  # seconds without receiving a byte
 
 
 class HubStore:
     """The repository at `hf://[datasets/]org/name[@revision]`."""
 
-    hint = "run `hf auth login` or set HF_TOKEN if the repository is private or gated; no local path has this name"
+    hint = "check the network and the name; if the repository is private, run `hf auth login` or set HF_TOKEN"
 
     def __init__(self, url: str) -> None:
         self._kind, self._id, self._revision = parse_repository(url.partition("://")[2])
@@ -77,6 +76,12 @@ class HubStore:
 
     def forget(self) -> None:
         """Do nothing: a commit never changes."""
+
+    def refusal(self, error: Exception, path: Path) -> CkptError:
+        """Return ckptkit's error for an exception of the Hub's client."""
+        from ckptkit.io.stores.hub_errors import MAIN, to_hub_error
+
+        return to_hub_error(error, self._id, self._revision or MAIN).blame(path=path)
 
 
 class HubDownload:
@@ -152,20 +157,20 @@ def find_snapshot(place: str) -> Path | None:
 
 @contextmanager
 def downloading(model: str) -> Iterator[None]:
-    """Turn any error of the Hub's client inside the block into a `Usage` of one line about `model`."""
+    """Turn an error of the Hub's client inside the block into one of ckptkit's that names `model`."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import RepositoryNotFoundError
+
+    from ckptkit.io.stores.hub_errors import MAIN, to_hub_error
 
     try:
         yield
     except Exception as error:  # the client raises its own, its HTTP library's and the system's
-        reason = " ".join(str(error).split())[:_MAX_SHOWN] or type(error).__name__
         if constants.HF_HUB_OFFLINE:
-            reason = "HF_HUB_OFFLINE is set, and the Hub's cache does not contain it"
-        elif isinstance(error, RepositoryNotFoundError):
-            reason = "there is no such repository, or it is not visible to you"
-        hint = f"check the id, or pass a local directory; `{model.partition('/')[0]}` is not a directory here"
-        raise Usage(f"could not get `{model}` from the Hub: {reason}", hint=hint) from error
+            message = f"HF_HUB_OFFLINE is set, and the Hub's cache does not contain `{model}`"
+            raise IOFailure(message, hint="unset HF_HUB_OFFLINE, or pass a local directory") from error
+        problem = to_hub_error(error, model, MAIN)
+        problem.message = f"no local path is called `{model}`, and getting it from the Hub failed: {problem.message}"
+        raise problem from error
 
 
 def connect() -> HfApi:

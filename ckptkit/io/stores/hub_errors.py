@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupied, Usage, translate_os_errors
 
 MAIN = "main"
-AGAIN = "run the same command again: it sends only what is missing"
+AGAIN = "run the same command again"
 _TOKEN = re.compile(r"hf_\w+")
 _LOGIN = "run `hf auth login` or set HF_TOKEN"
 _QUOTA = re.compile(r"storage|quota|exceed", re.IGNORECASE)  # words in the Hub's message when a quota is reached

@@ -41,9 +41,9 @@ JOINED = " + "  # separator between source names of one tensor
 OF_ONE = "/shard_"  # the suffix after it distinguishes objects of layers and ranks with one name
 
 # Reasons why an entry does not belong to the model. No option asks to leave out entries that are UNKNOWN.
-TRAINING = "state of the training"
+TRAINING = "training state"
 AVERAGE = "counter of the average"
-VALUE = "not a tensor"
+VALUE = "non-tensor"
 UNKNOWN = "unknown: perhaps another model"
 
 
@@ -249,9 +249,9 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
         globs = [f"{escape(candidate)}.*" for candidate in candidates]
         return SeveralModels(message, path=layout.path, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
-    contents = ", ".join(f"{count(n, 'entry')} under `{name}`" for name, n in tops.most_common(4)) or "no tensors"
+    contents = ", ".join(f"{count(n, 'entry')} under `{name}`" for name, n in tops.most_common(4))
     return Mismatch(
-        f"expected model weights, found only {contents}",
+        f"expected model weights, found {f'only {contents}' if contents else 'no tensors'}",
         path=layout.path,
         hint="look for the model in a directory beside it",
     )

@@ -79,7 +79,7 @@ def apply(
             sync=not no_sync,
             progress=progress,
         )
-    show(base, done, "patched", json=json)
+    show(base, done, "patched a copy of", json=json)
 
 
 def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> None:

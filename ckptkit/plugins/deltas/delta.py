@@ -67,7 +67,7 @@ class WrittenDelta(Summarized):
 
     def summary(self) -> Iterator[str]:
         verb = "would write" if self.dry_run else "wrote"
-        yield f"{verb} {self.output}: what changed from {self.base} to {self.new}"
+        yield f"{verb} {self.output}: the changes from {self.base} to {self.new}"
         changed = len(self.record.tensors)
         every = count(changed + self.record.unchanged, "tensor")
         yield f"{per_cent(self.density)} of the elements changed, in {changed:,} of {every}"

@@ -156,7 +156,7 @@ def print_strategies(estimated: Estimated) -> None:
     """Print a row per strategy, with a column for host memory if any is used."""
     host = ["host"] if estimated.budgets[0].host else []
     say("states: parameters, gradients and optimizer; units: gathered parameters and their gradients")
-    header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
+    header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "peak in")
     print_table([row(budget) for budget in estimated.budgets], header)
 
 
@@ -205,11 +205,12 @@ def bar(part: int, whole: int) -> str:
 def verdict(estimated: Estimated, budget: Budget) -> str:
     """Return whether a strategy fits; if not, on how many GPUs it would."""
     assert estimated.gpu_memory is not None
-    name, needs = label(budget.setup), f"needs {format_bytes(budget.peak)} of {format_bytes(estimated.gpu_memory)}"
+    name = label(budget.setup)
+    needs = f"needs {format_bytes(budget.peak)}, each GPU has {format_bytes(estimated.gpu_memory)}"
     if estimated.fits(budget):
         return f"{name} fits: {needs}"
     enough = estimated.fits_at(budget)
-    remedy = f"it would fit on {count(enough, 'GPU')}" if enough else "no number of GPUs is enough"
+    remedy = f"it would fit on {count(enough, 'GPU')}" if enough else "more GPUs do not help"
     return f"{name} does not fit: {needs}; {remedy}"
 
 

@@ -9,7 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import Corrupt, NotACheckpoint, Usage
+from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.formats.json_text import not_json
 from ckptkit.io.file import read_small
 from ckptkit.io.path import hint_on_id, is_model_id, remarks_on_id
 from ckptkit.io.stores.hub import downloading
@@ -188,10 +189,11 @@ def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
 def read_config(model: str) -> dict[str, Any]:
     """Read the config of `model`: a config.json, a directory with one, or a Hub id (only the config is fetched)."""
     path = find_config(model)
+    text = read_small(path.resolve(), _CONFIG_LIMIT)  # files in the Hub cache are symbolic links
     try:
-        config = json.loads(read_small(path.resolve(), _CONFIG_LIMIT))  # files in the Hub cache are symbolic links
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON ({error})", path=path) from error
+        raise not_json(error, text, path) from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise NotACheckpoint("expected the config of a model, found no `model_type`", path=path)
     return config

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse, truncated
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
@@ -148,8 +148,7 @@ class Orbax(FormatReader):
             if name not in file_names:
                 report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
             elif (size := file_size(path / name)) < ends[name]:
-                message = f"expected at least {ends[name]} bytes, found {size}: the file is truncated"
-                report(Corrupt(message, path=path / name, hint=_USE_ANOTHER))
+                report(truncated(ends[name], size, path=path / name))
         return replace(layout, descriptions=tuple(name for name in file_names if name not in ends))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum

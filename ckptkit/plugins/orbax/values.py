@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
-from ckptkit.errors import Corrupt, Unsafe, Unsupported
+from ckptkit.errors import Corrupt, Unsafe, Unsupported, truncated
 from ckptkit.io.file import OpenFiles, children, file_size, names_in, read_at, read_small
 from ckptkit.io.path import at_once, is_remote
 from ckptkit.io.ranges import Range, read_ahead
@@ -197,6 +197,5 @@ def read_value(value: Value, files: OpenFiles) -> bytes:
         return value.content
     file = files[value.path]
     if value.offset + value.length > file.size:  # check before allocating that much memory
-        message = f"expected at least {value.offset + value.length} bytes, found {file.size}: the file is truncated"
-        raise Corrupt(message, path=file.path)
+        raise truncated(value.offset + value.length, file.size, path=file.path)
     return read_at(file, value.length, value.offset)

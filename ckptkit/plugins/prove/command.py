@@ -119,5 +119,5 @@ def describe_logits(logits: Logits) -> str:
     return (
         f"the logits of {tokens}, {why}: mean KL {logits.kl:.3g} nats, at most {logits.max_kl:.3g}; they differ by up "
         f"to {logits.max_abs:.3g} (the largest logit is {logits.scale:.3g}); the most likely next token is the same at "
-        f"{logits.same_choice}{first}"
+        f"{logits.same_choice} of {tokens}{first}"
     )

@@ -107,8 +107,17 @@ class Proved(Summarized):
     @property
     def is_ok(self) -> bool:
         """Return whether tensors, configs and logits of `out` equal those of `source`."""
-        are_alike = all(diff.is_equal for diff in self.tensors) and not any(one.is_certain for one in self.configs)
-        return are_alike and self.logits.is_ok
+        return not self.differing
+
+    @property
+    def differing(self) -> list[str]:
+        """Return which of tensors, config.json and logits differ."""
+        found = {
+            "tensors": not all(diff.is_equal for diff in self.tensors),
+            "config.json": any(one.is_certain for one in self.configs),
+            "logits": not self.logits.is_ok,
+        }
+        return [name for name, differs in found.items() if differs]
 
     def summary(self) -> Iterator[str]:
         if self.configs:
@@ -116,8 +125,12 @@ class Proved(Summarized):
         if self.unreached:
             lengths = ", ".join(f"{key} {length:,}" for key, length in self.unreached.items())
             yield f"not reached with {self.logits.tokens:,} tokens: {lengths}; pass more with --tokens FILE"
-        run = f"{self.out} computes what {self.source} does for {count(self.logits.tokens, 'token')}"
-        yield f"{'proved' if self.is_ok else 'not proved'}: {run}"
+        tokens = f"tried with {count(self.logits.tokens, 'token')}"
+        if self.is_ok:
+            rounding = ", up to rounding" if self.logits.rounded else ""
+            yield f"proved: {self.out} computes the same as {self.source}{rounding} ({tokens})"
+        else:
+            yield f"not proved: {self.out} and {self.source} differ in {' and '.join(self.differing)} ({tokens})"
 
 
 def prove(

@@ -42,7 +42,7 @@ def test_there_and_back(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert ckptkit("verify", delta, "--base", pair[1]).returncode == 1
     applied = ckptkit("apply", pair[0], delta, out)
     assert applied.returncode == 0
-    assert applied.stdout.splitlines()[0] == f"patched {pair[0]} into {out}"
+    assert applied.stdout.splitlines()[0] == f"patched a copy of {pair[0]} into {out}"
     assert contents(out) == raws(step(policy()))
     again = ckptkit("apply", pair[0], delta, out)
     assert (again.returncode, "the destination exists" in again.stderr) == (5, True)

@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckptkit import estimate, open_layout
-from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.estimate.architecture import read_architecture
 from ckptkit.plugins.estimate.estimate import Estimated
@@ -225,7 +225,7 @@ def test_a_config_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert estimate("org/model", world_size=8).model.numel == 8_030_261_248
-    with pytest.raises(Usage, match="org/other"):
+    with pytest.raises(IOFailure, match="org/other"):
         estimate("org/other", world_size=8)
 
 

@@ -35,7 +35,7 @@ def test_proved(source: Path, tmp_path: Path) -> None:
     tensors, logits, verdict = done.stdout.splitlines()
     assert tensors.startswith("the tensors are the same: 36 tensors, ")
     assert logits.startswith("the logits of 3 tokens, with rounded weights: mean KL ")
-    assert verdict == f"proved: {tmp_path / 'out'} computes what {source} does for 3 tokens"
+    assert verdict == f"proved: {tmp_path / 'out'} computes the same as {source}, up to rounding (tried with 3 tokens)"
     assert "36 tensors were converted to be compared" in done.stderr
 
 
@@ -51,7 +51,7 @@ def test_not_proved(source: Path, tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("the tensors are not the same: model.layers.1.self_attn.q_proj.weight; ")
     assert lines[1].endswith("; model.layers.1 is the first block to differ")
-    assert lines[2].startswith("not proved: ")
+    assert lines[2].endswith("differ in tensors and logits (tried with 64 tokens)")
     found = json.loads(prove(tmp_path / "out", "--against", source, "--json").stdout)
     assert (found["ok"], found["logits"]["first"]) == (False, "model.layers.1")
     assert found["tensors"][0]["different"] == ["model.layers.1.self_attn.q_proj.weight"]

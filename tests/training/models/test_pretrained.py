@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ckptkit.errors import NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import IOFailure, NotACheckpoint, Unsupported, Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
@@ -381,5 +381,5 @@ def test_a_hub_id_is_resolved_to_a_directory(tmp_path: Path, monkeypatch: pytest
     blueprint.build()
     with pytest.raises(Unsupported, match="org/shape"):
         resolve_model("org/shape")
-    with pytest.raises(Usage, match="org/other"):
+    with pytest.raises(IOFailure, match="org/other"):
         resolve_model("org/other")
