@@ -153,6 +153,11 @@ class Usage(CkptError):
     code, exit_code = "usage", 2
 
 
+def too_small(name: str, least: float, found: object) -> Usage:
+    """Return the error for an option or argument `name` below its minimum."""
+    return Usage(f"--{name.replace('_', '-')}: expected {least} or more, found {found}")
+
+
 class NotACheckpoint(CkptError):
     """A path that no format recognizes."""
 
@@ -160,7 +165,8 @@ class NotACheckpoint(CkptError):
 
 
 RESTORE = "restore the file from a copy"
-SALVAGE = "keep the other tensors with --salvage of consolidate, convert or reshard"
+SALVAGE = "run `ckptkit consolidate SRC OUT --salvage` to keep the other tensors"
+SALVAGE_HERE = "pass --salvage to keep the other tensors"  # for commands that have the option
 DAMAGED = f"{RESTORE}, or {SALVAGE}"
 
 

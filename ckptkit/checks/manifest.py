@@ -34,7 +34,7 @@ def make_manifest(
     ]  # a file beside a model is listed in the model's manifest
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
-        hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
+        hint = "pass --overwrite to replace it, or run `ckptkit verify` to compare the files with it"
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
     report = report_progress(progress, sum(map(size_of, parts)))
     results = [verify_and_record(part, jobs, report) for part in parts]

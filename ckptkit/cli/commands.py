@@ -15,7 +15,7 @@ from typer.main import get_command
 from ckptkit.cli.settings import name_options
 from ckptkit.cli.values import PlainCommand, PlainGroup, UsageError, print_help
 from ckptkit.entry_points import PluginTable, load
-from ckptkit.errors import Usage
+from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
 from ckptkit.version import __version__
 from ckptkit.words import either
 
@@ -31,7 +31,8 @@ SYNONYMS = {
     "download": "pull",
 }
 OPTION_SYNONYMS = {
-    **dict.fromkeys(("average", "merge"), {"--weights": "--factors"}),  # the name before 0.2
+    "average": {"--weights": "--factors"},  # the name before 0.2
+    "merge": {"--weights": "--factors"},
     "consolidate": dict.fromkeys(("--model", "--config"), "--base"),
     "reshard": dict.fromkeys(("--world-size", "--ranks", "--gpus", "--nproc"), "--to"),
     "convert": {**dict.fromkeys(("--ranks", "--gpus"), "--world-size"), "--format": "--to"},
@@ -111,6 +112,8 @@ def fit_hint(hint: str, words: Sequence[str]) -> str | None:
     options = {
         option for parameter in make_command(name).params for option in (*parameter.opts, *parameter.secondary_opts)
     }
+    if "--salvage" in options:
+        hint = hint.replace(SALVAGE, SALVAGE_HERE)
     first, *more = re.split(r"((?:; |, or |, and |: or | or (?=pass |drop |run )))", hint)
     pairs = [("", first), *zip(more[::2], more[1::2], strict=True)]
     kept = [

@@ -58,7 +58,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     given = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
     if last is None:
         if len(given) < 2:
-            hint = "pass another, or --last N for the last N of a run"
+            hint = "pass another checkpoint, or --last N for the last N of a run"
             raise Usage(
                 "expected at least 2 checkpoints to average, found 1",
                 path=path_of(given[0]) if given else None,
@@ -70,7 +70,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     run = path_of(given[0])
     complete = RunFolder(run).up_to_latest()
     if not 0 < last <= len(complete):
-        hint = "`ckptkit ls` shows the checkpoints of a run"
+        hint = f"run `ckptkit ls {run}` to list its checkpoints"
         raise Usage(
             f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}",
             path=run,

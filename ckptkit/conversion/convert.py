@@ -214,7 +214,7 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
                 conversion = draft_adapters(adapted, dst, options)
                 return replace(conversion, notes=[*remarks, *conversion.notes])
         if options.to == ADAPTER or options.experts:
-            hint = "pass --to hf and drop --experts to write the model"
+            hint = "drop --experts" if options.experts else "pass --to hf to write the model"
             raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint=hint)
         if options.adapter_config:
             raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="drop --adapter-config")

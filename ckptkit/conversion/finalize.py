@@ -36,9 +36,9 @@ def finalize(
     begun, text = find_staging_key(output)
     if text is None:
         raise NotACheckpoint(
-            "no parts of this output have been made",
+            "expected the parts of an output, found none",
             path=output,
-            hint="run the conversion with --part 1/N to --part N/N first",
+            hint="run `ckptkit consolidate SRC OUT --part 1/N` to `--part N/N` first",
         )
     sources, options, count = parse_key(text, begun)
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)

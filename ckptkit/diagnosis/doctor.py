@@ -22,7 +22,7 @@ from ckptkit.diagnosis.exports import find_broken_export
 from ckptkit.diagnosis.finding import Finding, Fix
 from ckptkit.diagnosis.optimizer import list_missing_states
 from ckptkit.diagnosis.shapes import compared_ties
-from ckptkit.errors import CkptError, Usage, and_more
+from ckptkit.errors import CkptError, and_more, too_small
 from ckptkit.io.path import remarks_on_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
@@ -91,7 +91,7 @@ def doctor(
     Raises `NotACheckpoint` if there is no checkpoint, `Usage` if the model does not exist.
     """
     if world_size is not None and world_size < 1:
-        raise Usage(f"`world_size`: expected at least 1, found {world_size}")
+        raise too_small("world_size", 1, world_size)
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint, model, like, world_size)
     findings += [finding for kind in KINDS for finding in kind(case)] if case else []

@@ -306,7 +306,7 @@ def absent(path: Path) -> NotACheckpoint:
 
 
 def destination_exists(path: Path) -> Occupied:
-    return Occupied("the destination exists", path=path, hint="choose another, or replace it with --overwrite")
+    return Occupied("the destination exists", path=path, hint="choose another, or pass --overwrite to replace it")
 
 
 def folders(path: Path) -> list[Path]:

@@ -208,8 +208,7 @@ def to_local(place: str | os.PathLike[str]) -> Path:
     """Return the local path that a user wants to write to. Raises `Usage` for any URL except `file:`."""
     path = to_live_path(place)
     if is_remote(path):
-        hint = "write to a local directory; `ckptkit push` takes it to the Hub"
-        raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
+        raise Usage(f"expected a local path, found `{place}`", hint="pass a local path, and copy it with `ckptkit cp`")
     return path
 
 

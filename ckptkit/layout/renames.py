@@ -184,7 +184,7 @@ def parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
     """Return a rule `REGEX=>TEXT`, compiled. Raises `Usage` if it is invalid."""
     pattern, arrow, text = rule.partition("=>")
     if not arrow:
-        raise Usage(f"`=>` is missing in --rename '{rule}'", hint="write a rule like --rename '^model\\.=>'")
+        raise Usage(f"--rename: expected REGEX=>TEXT, found `{rule}`", hint="write a rule like --rename '^model\\.=>'")
     try:
         compiled = re.compile(pattern)
         compiled.sub(text, "")

@@ -119,7 +119,7 @@ def refuse_checkpoint(path: Path) -> None:
     """Raise `NotACheckpoint` if `path` is a checkpoint instead of a run."""
     checkpoint = Checkpoint.at(path)
     if checkpoint.own_step is not None:
-        raise NotACheckpoint("this is a checkpoint, not a run", path=path, hint=f"pass the run, {path.parent}")
+        raise NotACheckpoint("this is a checkpoint, not a run", path=path, hint=f"pass the run, `{path.parent}`")
     if checkpoint.components:
         hint = "pass a directory that contains checkpoints, such as ckpt-500"
         raise NotACheckpoint("this is one checkpoint, not a run", path=path, hint=hint)

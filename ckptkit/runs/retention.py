@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import Corrupt, Usage
+from ckptkit.errors import Corrupt, Usage, too_small
 from ckptkit.io.file import read_small
 from ckptkit.runs.keeper import find_holds
 from ckptkit.trainers import metrics_files
@@ -59,7 +59,7 @@ class Policy:
     def __post_init__(self) -> None:
         for name, number in (("keep_last", self.last), ("keep_every", self.every)):
             if number is not None and number < 1:
-                raise Usage(f"`{name}`: expected at least 1, found {number}")
+                raise too_small(name, 1, number)
 
     @property
     def keeps_all(self) -> bool:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.errors import Usage
+from ckptkit.errors import Usage, too_small
 from ckptkit.io.path import RemotePath, is_remote, known_store
 from ckptkit.runs.keeper import run_of
 from ckptkit.summary import Summarized
@@ -76,7 +76,7 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
     """
     root = run_of(run)
     if older < 0:
-        raise Usage(f"`older`: expected at least 0 seconds, found {older:g}")
+        raise too_small("older", 0, f"{older:g} seconds")
     if not is_remote(root):
         hint = "run `ckptkit prune RUN --keep-last N --yes`, which also removes the remains of interrupted saves"
         raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)

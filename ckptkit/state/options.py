@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypedDict, T
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES
 from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_order
 from ckptkit.entry_points import PluginTable
-from ckptkit.errors import Usage
+from ckptkit.errors import Usage, too_small
 from ckptkit.formats import FORMATS, FormatWriter, get_writer, writable_formats
 from ckptkit.io.progress import Progress
 from ckptkit.models.names import FAMILIES, HUB, KEEP, check_names, get_family
@@ -512,7 +512,7 @@ def require_least(options: ConvertOptions) -> None:
     for name, setting in settings_of(ConvertOptions).items():
         value = getattr(options, name)
         if setting.least is not None and value is not None and value < setting.least:
-            raise Usage(f"{name}: expected {setting.least} or more, found {value}")
+            raise too_small(name, setting.least, value)
 
 
 def parse_part(part: str) -> tuple[int, int]:

@@ -64,8 +64,8 @@ class Edits:
     def check_left(self, names: Collection[str], path: Path) -> None:
         """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
         if (self.include or self.exclude) and not any(map(self.admit, names)):
-            hint = "change --include or --exclude; `ckptkit inspect --tensors` shows all names"
-            raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=path, hint=hint)
+            hint = "change --include or --exclude; run `ckptkit inspect --tensors` to list all names"
+            raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=path, hint=hint)
 
     def dtype_rules(self, sources: Iterable[str]) -> list[DtypeRule]:
         """Return the rules of `--dtype` for a conversion of tensors whose names in the source are `sources`."""
@@ -110,8 +110,8 @@ class Edits:
         for pattern in () if self.allow_unmatched else patterns:
             if not any(is_match(name, pattern) for name in names):
                 near = nearest(pattern, names)
-                hint = f"the nearest names are {', '.join(near)}; " if near else ""
-                hint += "`ckptkit inspect --tensors` shows all names; --allow-unmatched ignores the pattern"
+                hint = f"match one of the nearest names, {', '.join(near)}; " if near else ""
+                hint += "run `ckptkit inspect --tensors` to list all names; or pass --allow-unmatched"
                 raise Usage(f"{option} '{pattern}' matches no {what}", path=path, hint=hint)
 
     @property

@@ -22,7 +22,10 @@ def home(produce: Produce) -> Path:
 
 def test_merging_is_reported(home: Path, tmp_path: Path) -> None:
     both = ("merge", home / "base", home / "run", home / "saved", tmp_path / "out", "--dry-run")
-    for words, said_of_it in (((), "both have a trained `lm_head.weight`"), (("--factors", "1,0.5"), "no factor can scale")):
+    for words, said_of_it in (
+        ((), "both have a trained `lm_head.weight`"),
+        (("--factors", "1,0.5"), "no factor can scale"),
+    ):
         done = ckptkit(*both, *words)
         assert done.returncode == 3
         assert said_of_it in done.stderr

@@ -77,7 +77,7 @@ def test_errors(run: Path) -> None:
         occupied = ckptkit("prune", run, "--keep-last", "1", "--yes")
     for ran, code, said in (
         (ckptkit("prune", run), 2, "no rule says what to keep"),
-        (ckptkit("prune", run, "--keep-every", "0"), 2, "`keep_every`: expected at least 1, found 0"),
+        (ckptkit("prune", run, "--keep-every", "0"), 2, "--keep-every: expected 1 or more, found 0"),
         (ckptkit("prune", run / "absent", "--keep-last", "1"), 3, "no such directory"),
         (occupied, 5, "another process is deleting"),
     ):

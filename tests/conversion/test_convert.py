@@ -258,7 +258,7 @@ def test_overwrite_is_not_suggested_for_a_checkpoint_of_a_training(produce: Prod
     assert caught.value.hint == "choose another destination"
     with pytest.raises(Occupied, match="the destination exists") as caught:
         convert(training, tmp_path / "made", to="hf")
-    assert caught.value.hint == "choose another, or replace it with --overwrite"
+    assert caught.value.hint == "choose another, or pass --overwrite to replace it"
 
 
 # -- types of keys -----------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_errors_keep_the_url() -> None:
 
 @pytest.mark.parametrize("place", ["s3://bucket/a", "memory://", RemotePath("hf://org/name")])
 def test_a_destination_is_local(place: str | Path) -> None:
-    with pytest.raises(Usage, match="local directories only"):
+    with pytest.raises(Usage, match="expected a local path"):
         to_local(place)
 
 

@@ -231,7 +231,7 @@ def test_two_at_once(run: Path) -> None:
 def test_requests_that_make_no_sense(run: Path, tmp_path: Path) -> None:
     with pytest.raises(Usage, match="no rule says what to keep"):
         prune(run, yes=True)
-    with pytest.raises(Usage, match="`keep_last`: expected at least 1, found 0"):
+    with pytest.raises(Usage, match="keep_last: expected 1 or more, found 0"):
         prune(run, keep_last=0, yes=True)
     with pytest.raises(Usage, match="expected METRIC"):
         prune(run, keep_best="loss:low", yes=True)
@@ -245,7 +245,7 @@ def test_requests_that_make_no_sense(run: Path, tmp_path: Path) -> None:
             prune(path, keep_last=1, yes=True)
     with pytest.raises(NotACheckpoint, match="this is a checkpoint, not a run") as caught:
         prune(run / "ckpt-5", keep_last=1, yes=True)
-    assert caught.value.hint == f"pass the run, {run}"
+    assert caught.value.hint == f"pass the run, `{run}`"
     assert names(tmp_path / "empty") == set()
 
 

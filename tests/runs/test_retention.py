@@ -135,9 +135,9 @@ def test_other_spellings_are_refused(text: str) -> None:
 
 
 def test_policies_that_make_no_sense() -> None:
-    with pytest.raises(Usage, match="`keep_last`: expected at least 1, found 0"):
+    with pytest.raises(Usage, match="keep_last: expected 1 or more, found 0"):
         Policy(0)
-    with pytest.raises(Usage, match="`keep_every`: expected at least 1, found -5"):
+    with pytest.raises(Usage, match="keep_every: expected 1 or more, found -5"):
         Policy(every=-5)
 
 

@@ -84,7 +84,7 @@ class UniversalEntries:
                 "the optimizer contains the parameter, the model does not", path=wanted.root, tensor=unknown[0]
             )
         if not entries.states:
-            hint = "convert it with an optimizer by name, or write another format"
+            hint = "pass --to hf for the weights alone: `universal` needs an optimizer"
             raise Mismatch("expected optimizer states by parameter name, found none", path=wanted.root, hint=hint)
         return entries
 

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckptkit.errors import Usage
+from ckptkit.errors import Usage, too_small
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.plugins.estimate.architecture import Architecture
 
@@ -72,7 +72,7 @@ class Setup:
             ("recompute_every", 0), ("prefetch", 0),
         ):  # fmt: skip
             if getattr(self, name) < least:
-                raise Usage(f"{name}: expected {least} or more, found {getattr(self, name)}")
+                raise too_small(name, least, getattr(self, name))
         for name in ("param_dtype", "master_dtype"):
             if getattr(self, name).name not in _COMPUTABLE:
                 raise Usage(

@@ -92,7 +92,7 @@ def report(
     listing = list_checkpoints(root)
     if out is None and (listing.root != root or is_remote(root)):
         problem = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
-        raise Usage(problem, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
+        raise Usage(problem, path=root, hint=f"run `ckptkit report {root} OUT.html`")
     dst = roots_of(root)[0] / NAME if out is None else to_local(out)
     checkpoint = newest(listing)
     latest = None if checkpoint is None else inspect(checkpoint)

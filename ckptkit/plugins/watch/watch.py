@@ -109,9 +109,9 @@ def watch(
     commands = [*(WatchCommand.parse(one, is_ours=True) for one in several(do))]
     commands += [WatchCommand.parse(one, is_ours=False) for one in several(exec)]
     if not commands:
-        raise Usage("no command to run was passed", hint="give --do 'consolidate {ckpt} {out}', or --exec")
+        raise Usage("no command to run was passed", hint="pass --do 'consolidate {ckpt} {out}', or --exec")
     if not (every > 0 and timeout > 0) or tries < 1:
-        raise Usage("`every` and `timeout` must be more than 0, and `tries` at least 1")
+        raise Usage("expected --every and --timeout of more than 0 seconds, and --tries of 1 or more")
     root = run_of(run).absolute()
     keeper = keeper_of(root)
     keeper.refresh()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, translate_os_errors
+from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, too_small, translate_os_errors
 from ckptkit.io.path import is_model_id
 
 
@@ -165,7 +165,7 @@ class ModelConfig:
 def require_at_least(least: int, name: str, value: float) -> None:
     """Raise `Usage` unless `value` is at least `least`; NaN raises too."""
     if not value >= least:
-        raise Usage(f"{name}: expected {least} or more, found {value}")
+        raise too_small(name, least, value)
 
 
 BYTES = 256
