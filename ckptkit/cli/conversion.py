@@ -235,8 +235,7 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     """Print the result for a reader."""
     from ckptkit.state.report import amounts, headline
 
-    if src is not None:
-        note_used(src, done.source)
+    note_used(src, done.source)
     say(headline(done, verb))
     if done.weights:
         rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]

@@ -67,10 +67,10 @@ def note(text: str) -> None:
         typer.echo(printable(text), err=True)
 
 
-def note_used(asked: Path, used: Path) -> None:
-    """Print which checkpoint is used, if the user named the run that contains it."""
+def note_used(asked: Path | None, used: Path) -> None:
+    """Print which checkpoint is used, if the user named the run that contains it, or no path."""
     if used != asked:
-        note(f"using {used}, the latest complete checkpoint of {asked}")
+        note(f"using {used}, the latest complete checkpoint{f' of {asked}' if asked else ''}")
 
 
 def say(text: str) -> None:

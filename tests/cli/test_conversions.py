@@ -38,12 +38,12 @@ def files(root: Path) -> set[str]:
 
 def test_reshard_in_a_run_and_above_it(run: Path) -> None:
     ran = ckptkit("reshard", "--to", 16, cwd=run)
-    assert (ran.returncode, ran.stderr) == (0, "using ckpt-2, the latest complete checkpoint of .\n")
+    assert (ran.returncode, ran.stderr) == (0, "using ckpt-2, the latest complete checkpoint\n")
     assert ran.stdout.startswith("resharded ckpt-2 into ckpt-2-to16 for 16 ranks\n")
     assert files(run / "ckpt-2-to16") == {".metadata", "ckptkit.json", *(f"__{rank}_0.distcp" for rank in range(16))}
     shutil.rmtree(run / "ckpt-2-to16")
     ran = ckptkit("reshard", "--to", 2, cwd=run.parent)
-    assert (ran.returncode, ran.stderr) == (0, "using run/ckpt-2, the latest complete checkpoint of run\n")
+    assert (ran.returncode, ran.stderr) == (0, "using run/ckpt-2, the latest complete checkpoint\n")
     assert ran.stdout.startswith("resharded run/ckpt-2 into run/ckpt-2-to2 for 2 ranks\n")
     ran = ckptkit("reshard", "--to", 1, "-q", cwd=run / "ckpt-1")
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
@@ -111,7 +111,7 @@ def test_what_a_reader_is_told(run: Path, tmp_path: Path) -> None:
     assert "found the model under the key `model`\n" in said
     (tmp_path / "hf" / "ckptkit.json").unlink()
     said = ckptkit("convert", tmp_path / "hf", tmp_path / "back", "--to", "dcp", "--under", "model").stdout
-    assert "not compared: the source has no CRC-32 for its " in said
+    assert "no checksums verified: the source has none for the " in said
 
 
 @pytest.mark.parametrize(

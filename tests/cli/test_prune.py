@@ -64,7 +64,7 @@ def test_in_json(run: Path) -> None:
         "step": 1,
         "nbytes": nbytes,
         "freed_bytes": nbytes,
-        "reason": "nothing keeps it",
+        "reason": "no rule keeps it",
         "deletes": [],
     }
     assert plan["other"][0]["step"] is None

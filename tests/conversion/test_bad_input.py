@@ -13,7 +13,7 @@ import pytest
 
 from ckptkit import consolidate
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.errors import CkptError, Corrupt, NoRoom, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, NoRoom, NotACheckpoint, Unsafe
 from ckptkit.formats import locate
 from tests import producers
 from tests.conftest import Produce
@@ -65,17 +65,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
         Corrupt,
         "2 of 3 files are missing: __1_0.distcp, __2_0.distcp",
     ),
-    "shard all zeros": (lambda p: (p / SHARD).write_bytes(bytes(os.stat(p / SHARD).st_size)), Corrupt, "archive"),
+    "shard all zeros": (
+        lambda p: (p / SHARD).write_bytes(bytes(os.stat(p / SHARD).st_size)),
+        Corrupt,
+        "starts with zeros",
+    ),
     "shard of another rank": (lambda p: shutil.copy(p / "__0_0.distcp", p / SHARD), Corrupt, ""),
     "shard a link": (lambda p: replace_by_link(p / SHARD), Unsafe, "symbolic link"),
     "shard a pipe": (lambda p: replace_by_pipe(p / SHARD), Unsafe, "not a regular file"),
     "shard a socket": (lambda p: replace_by_socket(p / SHARD), CkptError, ""),
     "shard a directory": (lambda p: replace_by_directory(p / SHARD), Unsafe, "not a regular file"),
     "metadata missing": (lambda p: (p / ".metadata").unlink(), Corrupt, "did not finish"),
-    "metadata empty": (lambda p: truncate(p / ".metadata", 0), Corrupt, "damaged or truncated"),
+    "metadata empty": (lambda p: truncate(p / ".metadata", 0), Corrupt, "the file is empty"),
     "metadata cut": (lambda p: truncate(p / ".metadata", 1000), Corrupt, "damaged or truncated"),
     "metadata short of a byte": (lambda p: truncate(p / ".metadata", -1), Corrupt, "damaged or truncated"),
-    "metadata text": (lambda p: (p / ".metadata").write_text("version https://git-lfs\n"), Unsupported, "opcode"),
+    "metadata text": (lambda p: (p / ".metadata").write_text("version https://git-lfs\n"), Corrupt, "Git LFS pointer"),
     "metadata a number": (lambda p: (p / ".metadata").write_bytes(b"\x80\x04K\x05."), Corrupt, "expected DCP metadata"),
     "metadata a link": (lambda p: replace_by_link(p / ".metadata"), Unsafe, "symbolic link"),
     "everything missing": (lambda p: remove(*p.iterdir()), NotACheckpoint, "no checkpoint"),

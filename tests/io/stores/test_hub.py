@@ -175,10 +175,10 @@ def test_what_the_cache_has_is_read_offline(hub: Hub, produce: Produce, tmp_path
 
 def test_an_error_of_the_hub_is_one_line(hub: Hub, produce: Produce, tmp_path: Path) -> None:
     source = str(produce(producers.fsdp2).root)
-    for offline in ("0", "1"):
+    for offline, code in (("0", 3), ("1", 4)):
         said = ckptkit(hub, "consolidate", source, str(tmp_path / "out"), "--base", "org/none", HF_HUB_OFFLINE=offline)
         message = said.value["error"]["message"]
-        assert said.code == 2
+        assert said.code == code
         assert "org/none" in message
         assert "\n" not in message
         assert ("HF_HUB_OFFLINE is set" in message) is (offline == "1")
