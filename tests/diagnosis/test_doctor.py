@@ -654,7 +654,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["finding", "tensor:", "problem"]
-    assert any("missing" in line and "model.layers.*.mlp.up_proj.weight (2): " in line for line in lines)
+    assert any("missing" in line and "model.layers.*.mlp.up_proj.weight (2 entries): " in line for line in lines)
     assert any(line.startswith("fixes ") and "--vocab-size 40" in line for line in lines)
     assert lines[-1].endswith("findings")
     found = json.loads(cli(*words, "--json").stdout)

@@ -25,7 +25,6 @@ from ckptkit.errors import (
     Unsupported,
     ignore,
     translate_os_errors,
-    truncated,
 )
 from ckptkit.formats import locate, unpack
 from ckptkit.io.file import file_size, is_there
@@ -146,7 +145,8 @@ def problem_of(stored: Chunk | Blob, root: Path, sizes: dict[str, int | CkptErro
         return Corrupt("the file cannot be read", path=root / stored.path)
     if stored.offset + stored.length <= size:
         return None
-    return truncated(stored.offset + stored.length, size, path=root / stored.path)
+    # not `truncated`, whose numbers differ for each tensor: the summary groups tensors by this message
+    return Corrupt(f"the file is truncated: it ends at byte {size}", path=root / stored.path)
 
 
 SurveyFunction = Callable[[Layout], Survey]
