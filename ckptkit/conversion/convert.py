@@ -84,7 +84,9 @@ def require_format(output: Path) -> str:
     """Return the format that the output's file name implies. Raises `Usage` if the name may be a directory's."""
     format_name = format_of_file(output.name)
     if format_name is None:
-        raise Usage(f"--to: expected {either((*writable_formats(), ADAPTER))}, found none")
+        raise Usage(
+            f"--to: expected {either((*writable_formats(), ADAPTER))}, found none", hint="pass --to with one of them"
+        )
     return format_name
 
 

@@ -197,7 +197,7 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
         ("convert a b --to foo", "--to: expected `dcp`, `hf`, "),
         ("convert a", "missing argument"),
         ("merge a b", "missing argument: expected BASE ADAPTER... OUT"),
-        ("convert a b", "missing option --to"),
+        ("convert a b", "--to: expected dcp, hf, "),
         ("convert a b --to hf --jobs x", "--jobs: expected a whole number, found `x`"),
         ("convert a b --to hf --jobs 0", "--jobs: expected 1 or more, found `0`"),
         ("consolidate a b --dtype", "--dtype: expected a value, found none"),
