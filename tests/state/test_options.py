@@ -78,7 +78,7 @@ def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
     for size in (0, -1, "0", "-1"):
         with pytest.raises(Usage, match=f"expected a size, found `{size}`"):
             consolidate(absent, tmp_path / "out", max_shard_size=size)
-    with pytest.raises(Usage, match="`=>` is missing"):
+    with pytest.raises(Usage, match="rename: expected REGEX=>TEXT"):
         consolidate(absent, tmp_path / "out", rename="x")
     with pytest.raises(Usage, match="expected a part like 1/8"):
         consolidate(absent, tmp_path / "out", part="3/2")
