@@ -14,21 +14,26 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 
 import ckptkit
+from ckptkit.cli.commands import COMMANDS, make_command
 from ckptkit.diagnosis.messages import MESSAGES
 from scripts.changes import release
 from scripts.markdown import ROOT, WIDTH, fill_part, paragraph
 
 DOCS = ROOT / "docs"
 OPTIONS, PYTHON, LOADS = DOCS / "options.md", DOCS / "python.md", DOCS / "messages.md"
-HEAD = """# Options
+SHARED = "Options of several commands"
+HEAD = f"""# Options
 
-The help of every command, as its `--help` prints it. Written by `scripts/docs --write`.
+What `ckptkit COMMAND --help` prints. An option that several commands share is listed once, under
+[{SHARED.lower()}](#{SHARED.lower().replace(" ", "-")}). Written by `scripts/docs --write`.
 """
 _ASK = """
 import contextlib, io, json, sys
@@ -80,15 +85,52 @@ def list_commands() -> list[str]:
     return re.findall(r"^  ([a-z]+)  +[A-Z]", ask([[]])[0].out, re.MULTILINE)
 
 
+@dataclass(frozen=True, slots=True)
+class Manual:
+    """The help of a command: its usage, its paragraphs, and its arguments and options, each with its help text."""
+
+    usage: str
+    paragraphs: list[str]
+    parameters: list[tuple[str, str]]
+
+
+def read_help(name: str) -> Manual:
+    """Return the help of a command."""
+    command = make_command(name)
+    context = command.make_context(name, [], resilient_parsing=True)
+    records = [each.get_help_record(context) for each in command.params if each.name != "help"]
+    usage = " ".join(["ckptkit", name, *command.collect_usage_pieces(context)])
+    return Manual(usage, command.help.split("\n\n"), [(words, " ".join(text.split())) for words, text in records])
+
+
 def write_options() -> str:
-    """Return docs/options.md: the help of every command."""
-    commands = list_commands()
-    contents = paragraph(" ".join(f"[{command}](#{command})" for command in commands))
-    pages = [
-        f"## {command}\n\n```text\n{answer.out.strip()}\n```\n"
-        for command, answer in zip(commands, ask([[command] for command in commands]), strict=True)
+    """Return docs/options.md: the help of every command, and once the options that several commands share."""
+    manuals = {name: read_help(name) for name in COMMANDS.own}
+    users = Counter(parameter for manual in manuals.values() for parameter in manual.parameters)
+    shared = [parameter for parameter, commands in users.most_common() if commands > 1 and parameter[0][0] == "-"]
+    contents = paragraph(" ".join(f"[{name}](#{name})" for name in manuals))
+    common = f"## {SHARED}\n\n{list_parameters([*shared, ('-h, --help', 'Show the help of the command.')])}\n"
+    return "\n".join([HEAD, contents, common, *(write_manual(*each, shared) for each in manuals.items())])
+
+
+def write_manual(name: str, manual: Manual, shared: Collection[tuple[str, str]]) -> str:
+    """Return the section of a command, which only names the options that it shares with others."""
+    own = [parameter for parameter in manual.parameters if parameter not in shared]
+    names = [re.findall("--[a-z-]+", words)[0] for words, _ in manual.parameters if (words, _) in shared]
+    texts = [
+        f"    {text.removeprefix('Example: ')}" if text.startswith("Example: ") else paragraph(text).strip()
+        for text in (" ".join(text.split()) for text in manual.paragraphs)
     ]
-    return "\n".join([HEAD, contents, *pages])
+    also = paragraph(f"Shared options: {', '.join(f'`{option}`' for option in names)}.").strip()
+    return "\n\n".join([f"## {name}", f"    {manual.usage}", *texts, list_parameters(own), also]) + "\n"
+
+
+def list_parameters(parameters: Iterable[tuple[str, str]]) -> str:
+    """Return arguments and options with their help texts as a list."""
+    return "\n".join(
+        fill(f"- `{words}`: {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for words, text in parameters
+    )
 
 
 def write_functions() -> str:
