@@ -1,8 +1,8 @@
 """Write what the documentation takes from the program: the help of every command, functions, messages of others.
 
-`scripts/docs --write` writes docs/options.md, the functions in docs/python.md and the messages of failed loads in
-docs/messages.md; without it they are only compared, and the exit status is 1 if one is stale. `scripts/docs --release`
-writes the entries of docs/changes/ into CHANGELOG.md.
+`scripts/docs --write` writes docs/options.md, docs/results.md, the functions and classes in docs/python.md and the
+messages of failed loads in docs/messages.md. Without it they are only compared, and the exit status is 1 if one is
+stale. `scripts/docs --release` writes the entries of docs/changes/ into CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import ckptkit
 from ckptkit.cli.commands import COMMANDS, make_command
 from ckptkit.diagnosis.messages import MESSAGES
 from scripts.changes import release
 from scripts.markdown import ROOT, WIDTH, fill_part, paragraph
+from scripts.results import write_fields, write_json
 
 DOCS = ROOT / "docs"
-OPTIONS, PYTHON, LOADS = DOCS / "options.md", DOCS / "python.md", DOCS / "messages.md"
+OPTIONS, PYTHON, LOADS, RESULTS = (DOCS / f"{name}.md" for name in ("options", "python", "messages", "results"))
+CONVERSION_OPTIONS = ckptkit.ConvertOptions.__name__
 SHARED = "Options of several commands"
 HEAD = f"""# Options
 
@@ -135,31 +138,73 @@ def list_parameters(parameters: Iterable[tuple[str, str]]) -> str:
 
 def write_functions() -> str:
     """Return the public functions with their signatures and the first line of what each says of itself."""
-    functions = [(name, getattr(ckptkit, name)) for name in ckptkit.__all__]
-    return "\n\n".join(
-        f"### {name}\n\n{(inspect.getdoc(thing) or '').partition(chr(10))[0]}\n\n```python\n{sign(name, thing)}\n```"
-        for name, thing in functions
-        if inspect.isfunction(thing)
+    functions = {name: thing for name in ckptkit.__all__ if inspect.isfunction(thing := getattr(ckptkit, name))}
+    shared = conversion_options()
+    sections = [
+        f"### {name}\n\n{first_line(function)}\n\n```python\n{sign(f'ckptkit.{name}', function, shared)}\n```"
+        for name, function in functions.items()
+    ]
+    options = "\n".join(["```python", *shared, "```"])
+    users = "`average`, `consolidate`, `convert`, `merge` and `reshard` take these keyword arguments:"
+    return "\n\n".join([*sections, f"### {CONVERSION_OPTIONS}\n\n{users}\n\n{options}"])
+
+
+def conversion_options() -> list[str]:
+    """Return the parameters that every function with all options of a conversion has."""
+    functions = (ckptkit.average, ckptkit.consolidate, ckptkit.convert, ckptkit.merge, ckptkit.reshard)
+    spelled = [[spell(each) for each in inspect.signature(function).parameters.values()] for function in functions]
+    return [text for text in spelled[0] if all(text in others for others in spelled)]
+
+
+def write_classes() -> str:
+    """Return the classes that users construct, with their parameters, docstrings and public methods."""
+    from ckptkit.storage import Reader, Writer  # imports torch
+
+    classes = {"ckptkit.Run": ckptkit.Run, "ckptkit.storage.Reader": Reader, "ckptkit.storage.Writer": Writer}
+    return "\n\n".join(write_class(name, holder) for name, holder in classes.items())
+
+
+def write_class(path: str, holder: type) -> str:
+    """Return a class: its signature, its docstring, and the methods that it adds, those of torch's interface aside."""
+    inherited = {name for base in holder.__mro__[1:] for name in vars(base)}
+    methods = {
+        name: method
+        for name, method in vars(holder).items()
+        if inspect.isfunction(method) and not name.startswith("_") and name not in inherited
+    }
+    listed = [(sign(name, method, width=sys.maxsize), first_line(method)) for name, method in methods.items()]
+    text = "\n\n".join(
+        part if part.startswith("- ") else paragraph(part).strip()
+        for part in (inspect.getdoc(holder) or "").split("\n\n")
     )
+    return "\n\n".join(
+        [f"### {holder.__name__}", f"```python\n{sign(path, holder)}\n```", text, list_parameters(listed)]
+    ).strip()
 
 
-def sign(name: str, function: object) -> str:
-    """Return the signature of a function, on one line if that fits."""
-    assert callable(function)
+def first_line(thing: object) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def sign(name: str, function: Callable[..., Any], shared: Collection[str] = (), width: int = WIDTH) -> str:
+    """Return the signature of a function, on one line if it fits; the `shared` parameters together as `**options`."""
     signature = inspect.signature(function)
-    shown = [spell(parameter) for parameter in signature.parameters.values()]
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
+    shown = [spell(parameter) for parameter in parameters]
+    if shared and set(shared) <= set(shown):
+        shown = [*(text for text in shown if text not in shared), f"**options: {CONVERSION_OPTIONS}"]
+    kinds = [parameter.kind for parameter in parameters]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         shown.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    end = f") -> {signature.return_annotation}"
-    line = f"ckptkit.{name}({', '.join(shown)}{end}"
-    return line if len(line) <= WIDTH else "\n".join([f"ckptkit.{name}(", *(f"    {text}," for text in shown), end])
+    end = ")" if isinstance(function, type) else f") -> {signature.return_annotation}"
+    line = f"{name}({', '.join(shown)}{end}"
+    return line if len(line) <= width else "\n".join([f"{name}(", *(f"    {text}," for text in shown), end])
 
 
 def spell(parameter: inspect.Parameter) -> str:
     """Return a parameter as it is written; a default that is no plain value is dots."""
-    star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
-    text = f"{star}{parameter.name}: {parameter.annotation}"
+    text = str(parameter.replace(default=parameter.empty, annotation=parameter.empty)) + f": {parameter.annotation}"
     if parameter.default is parameter.empty:
         return text
     default = parameter.default
@@ -177,7 +222,8 @@ def pages() -> dict[Path, str]:
     """Return what each page should be, by its path."""
     return {
         OPTIONS: write_options(),
-        PYTHON: fill_part(PYTHON.read_text(), "functions", write_functions()),
+        PYTHON: fill_part(fill_part(PYTHON.read_text(), "functions", write_functions()), "classes", write_classes()),
+        RESULTS: fill_part(fill_part(RESULTS.read_text(), "json", write_json()), "fields", write_fields()),
         LOADS: fill_part(LOADS.read_text(), "loads", write_messages()),
     }
 

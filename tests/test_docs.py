@@ -89,7 +89,7 @@ def test_every_page_is_listed() -> None:
     assert sorted(listed) == [page.name for page in GUIDE if page.name != "README.md"]
 
 
-@pytest.mark.parametrize("page", [docs.OPTIONS, docs.PYTHON, docs.LOADS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [docs.OPTIONS, docs.PYTHON, docs.LOADS, docs.RESULTS], ids=lambda page: page.name)
 def test_what_comes_from_the_program_is_up_to_date(page: Path) -> None:
     if page == docs.OPTIONS and f"typer=={version('typer')}\n" not in matrix.CONSTRAINTS.read_text():
         pytest.skip("other versions of typer print the help in another form")
