@@ -51,14 +51,7 @@ def consolidate(size_gb: float, runs: int) -> None:
             modes=("warm", "cold"),
         )
         size = size_of(bf16)
-    print(
-        paragraph(
-            f"""{size} from 8 ranks; medians of {runs} runs, taken in turns. In brackets: times what cat took, with sync
-            where the program syncs. Warm: the input was in the page cache; cold: its pages were dropped (posix_fadvise
-            DONTNEED) before each run. Peak RSS of the largest process. ckptkit compares every CRC-32 on the way; the
-            others compare nothing, and of them only `cat, sync` syncs."""
-        )
-    )
+    print(paragraph(f"{size} from 8 ranks; medians of {runs} runs. Of the other programs, only `cat, sync` syncs."))
     print(table(results))
 
 
@@ -74,7 +67,7 @@ def large(size_gb: float, runs: int) -> None:
             modes=("warm", "cold"),
         )
         size = size_of(src)
-    print(paragraph(f"{size} from 8 ranks; medians of {runs} runs, taken in turns. All else as in the table above."))
+    print(paragraph(f"{size} from 8 ranks; runs: {runs}."))
     print(table(results))
 
 
@@ -111,8 +104,8 @@ def inspect(runs: int) -> None:
         )
     print(
         paragraph(
-            f"""Medians of {runs} runs, taken in turns; interpreter start and imports included. In brackets: times what
-            importing torch took, or torch's own reading of the same."""
+            f"""Medians of {runs} runs, with the start of the interpreter and all imports. The reference is `import
+            torch`, or torch's own read of the same metadata."""
         )
     )
     print(table(results))

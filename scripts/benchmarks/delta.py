@@ -43,8 +43,8 @@ def delta(size_gb: float, runs: int) -> None:
     print(rows_of([["changed", "elements", *programs], *sizes]), end="\n\n")
     print(
         paragraph(
-            f"""Sizes, of a model of bfloat16 of {model}; the last bit of random elements differs. Below: medians of
-            {runs} runs, taken in turns. In brackets: times what cat or cp took."""
+            f"""The table above has the sizes for a bfloat16 model of {model}, in which the last bit of random elements
+            differs. The table below has medians of {runs} runs; the reference is `cat` or `cp`."""
         )
     )
     print(table(results))

@@ -36,9 +36,8 @@ def manage(size_gb: float, runs: int) -> None:
         shutil.copytree(hf, home / "copy")
         results = measure(contenders, home / "out", runs=runs, modes=("warm",))
         size = size_of(hf)
-    text = f"""{size} of bf16 each; medians of {runs} runs, taken in turns, with the input in the page cache. In
-        brackets: times what cat took of the same files, and for averages, times what the script took. The scripts load
-        with safetensors, and compute with torch; they do not sync."""
+    text = f"""{size} of bf16 in each checkpoint; medians of {runs} runs, warm. The reference is `cat`, and for averages
+        the script. The scripts load with safetensors, compute with torch, and do not sync."""
     print(paragraph(text))
     print(table(results))
 

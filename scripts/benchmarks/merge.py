@@ -47,8 +47,7 @@ def merge(size_gb: float, runs: int) -> None:
     print(
         paragraph(
             f"""A llama of {size} in bfloat16, and a LoRA of rank {RANK} in float32 on all its linear layers; medians of
-            {runs} runs, in turns. In brackets: times what PEFT took, which does not sync. Peak RSS of the largest
-            process."""
+            {runs} runs. The reference is PEFT, which does not sync."""
         )
     )
     print(table(results))

@@ -31,9 +31,8 @@ def names(size_gb: float, runs: int) -> None:
     folded = "; ".join(f"{family}: {how}" for family, how in FAMILIES.items())
     print(
         paragraph(
-            f"""A Llama of {size} in bfloat16 from {RANKS} ranks, under other names ({folded}); medians of {runs} runs,
-            in turns. In brackets: times what cat took. No output is synced. Every CRC-32 is compared. Peak RSS of the
-            largest process."""
+            f"""A Llama of {size} in bfloat16 from {RANKS} ranks, under other names ({folded}); medians of {runs} runs.
+            No output is synced."""
         )
     )
     print(table(results))

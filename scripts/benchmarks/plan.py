@@ -22,7 +22,8 @@ def plan(runs: int) -> None:
     for tensors in (100, 200, 400, 800):
         seconds = median(plan_once(tensors) for _ in range(runs))
         rows.append([f"{tensors * RANKS:,}", f"{seconds:.2f}", f"{seconds / tensors / RANKS * 1e6:.1f}"])
-    text = f"Medians of {runs} runs: cover checked, plan made and cut into blocks, of bf16 chunks from {RANKS} ranks."
+    text = f"""Medians of {runs} runs, with bf16 chunks from {RANKS} ranks: check that the chunks cover their tensors,
+        make the plan, cut it into blocks."""
     print(paragraph(text))
     print(table(rows))
 

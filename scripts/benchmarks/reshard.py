@@ -33,10 +33,9 @@ def reshard(size_gb: float, runs: int) -> None:
         size = size_of(src)
     print(
         paragraph(
-            f"""{size} (fp32 model and AdamW's state) from 8 ranks to {TO}; medians of {runs} runs, taken in turns, with
-            the input in the page cache. In brackets: times what cat took, with sync where the program syncs. Of ckptkit
-            the whole command counts; of torch the two calls alone, not the start of its processes, and its memory is
-            the sum over these, libraries counted in each."""
+            f"""{size} (fp32 model and AdamW's state) from 8 ranks to {TO}; medians of {runs} runs, warm. The time of
+            ckptkit is that of the whole command. The time of torch is that of the two calls, without the start of its
+            processes. Its memory is the sum over the processes, with the libraries in each."""
         )
     )
     print(table(results))

@@ -18,12 +18,11 @@ STEPS = {
     "consolidate --dry-run": "ckptkit consolidate {src} {out} --dry-run",
     f"reshard --to {FEWER} --dry-run": f"ckptkit reshard {{src}} {{out}} --to {FEWER} --dry-run",
 }
-HEAD = f"""The first layers of Llama 3.1 405B in bf16 as {RANKS:,} ranks would save them. Simulated: the files are
-    sparse, so that every tensor is zeros. Real: the metadata, pickled by torch, and each chunk's archive, as ckptkit
-    writes it, with its CRC-32. `read` opens the checkpoint and checks it; `plan` goes on to where every byte is and
-    shall be in a Hugging Face model, or in one of 4 or 16 parts of it, each by a process of its own, which all read
-    the metadata first; the dry runs are whole commands, in which that of `reshard` also makes the new
-    metadata. One run each, single-threaded; in brackets microseconds a chunk; then the most memory of the process."""
+HEAD = f"""The first layers of Llama 3.1 405B in bf16, as {RANKS:,} ranks would save them. The files are sparse, so
+    every tensor is zeros. The metadata is real, pickled by torch, and so is the archive of each chunk with its CRC-32.
+    `read` opens and checks the checkpoint. `plan` also locates every byte in a Hugging Face model, or in one of 4 or 16
+    parts of it. The dry runs are whole commands; that of `reshard` also makes the new metadata. One run each, in a
+    process of its own with one thread. In brackets: microseconds per chunk; then the peak memory of the process."""
 
 
 def scale(layers: list[int]) -> None:

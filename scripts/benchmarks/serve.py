@@ -45,8 +45,8 @@ def serve(size_gb: float, runs: int) -> None:
     print(
         paragraph(
             f"""A llama of {size} in bfloat16, saved by {RANKS} ranks; every weight is used once after the load. Medians
-            of {runs} runs, in turns. In brackets: times what from_pretrained of the finished export took. Peak RSS of
-            the largest process, mapped files included."""
+            of {runs} runs. The reference is `from_pretrained` of the finished export. Peak RSS includes mapped
+            files."""
         )
     )
     print(table(results))

@@ -31,7 +31,7 @@ def load(size_gb: float, runs: int) -> None:
         contenders = [loads(name, src, number, size_gb) for number in (2, 4) for name in LOADS]
         contenders += [loads(name, model, number, size_gb) for number in (2, 4) for name in HF_LOADS]
         results = measure(contenders, home / "out", runs=runs, modes=("warm",))
-        say(results, runs, f"{size_of(src)} saved by 8 ranks, or the same in one file of Hugging Face's.")
+        say(results, runs, f"{size_of(src)} saved by 8 ranks, or the same in one safetensors file.")
 
 
 def loads(name: str, src: Path, number: int, size_gb: float) -> Contender:
@@ -54,7 +54,7 @@ def save(size_gb: float, runs: int) -> None:
         say(
             results,
             runs,
-            f"{size_of(src)}, sharded over 2 ranks. Of torch's consolidated files none is synced.",
+            f"{size_of(src)}, sharded over 2 ranks. torch does not sync its consolidated files.",
         )
 
 
@@ -75,9 +75,9 @@ def say(results: Sequence[Result], runs: int, what: str) -> None:
     """Print a table, and what it is to be read with."""
     print(
         paragraph(
-            f"""{what} Medians of {runs} runs in fresh processes, taken in turns; in brackets times what torch's own
-            took. What was read lay in the page cache. The call alone counts, from when all ranks begin until the last
-            is done; memory is the sum over the ranks, libraries counted in each."""
+            f"""{what} Medians of {runs} runs in fresh processes, warm. The reference is torch's own call. The time is
+            that of the call alone, from the start of all ranks to the end of the last. Memory is the sum over the
+            ranks, with the libraries in each."""
         )
     )
     print(table(results))

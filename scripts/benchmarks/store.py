@@ -37,10 +37,9 @@ def store(size_gb: float, runs: int) -> None:
         results = measure([*conversions(src, model), *saves(src, size_gb)], home / "out", runs=runs, modes=("warm",))
         size = size_of(src)
     text = f"""{size} of 8 ranks, to {server} on this machine, which shares the cores with the programs; medians of
-        {runs} runs, taken in turns, each to a prefix of its own. In brackets: times what rclone took to copy a finished
-        output, and for saves times what torch took. ckptkit compares every CRC-32 of what it reads, and sends one with
-        every part. Peak RSS of a conversion is of its largest process: of ckptkit's, parts of 16 MiB, of which 8 jobs
-        hold one or two each. That of saves is the sum of 2 ranks, with the model and the libraries."""
+        {runs} runs, each to a prefix of its own. The reference is rclone's copy of a finished output, and for saves
+        torch. ckptkit sends a CRC-32 with every part. Its memory is mostly parts of 16 MiB: 8 jobs have one or two
+        each. The memory of a save is the sum of 2 ranks, with the model and the libraries."""
     print(paragraph(text))
     print(table(results))
 

@@ -42,10 +42,10 @@ def trainers(size_gb: float, runs: int) -> None:
         files = size_of(by_rank)
     print(
         paragraph(
-            f"""{sizes} of 2 ranks, and {files} in a file for each of 4 ranks; medians of {runs} runs, in turns. In
-            brackets: times what the trainer's own tool took, which compares no checksum and does not sync. Peak RSS of
-            the largest process. Both write safetensors in fp32, or a universal checkpoint. The merger of files by rank
-            loads all of them and joins each tensor, as verl's does, but keeps fp32."""
+            f"""{sizes} of 2 ranks, and {files} in a file for each of 4 ranks; medians of {runs} runs. The reference is
+            the trainer's own tool, which compares no checksum and does not sync. Both write safetensors in fp32, or a
+            universal checkpoint. `torch.load of all` loads the files of all ranks and joins each tensor, as verl's
+            merger does, but keeps fp32."""
         )
     )
     print(table(results))

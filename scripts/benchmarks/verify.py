@@ -27,11 +27,5 @@ def verify(size_gb: float, runs: int) -> None:
         ]
         results = measure(contenders, home / "out", runs=runs, modes=("warm", "cold"))
         size = size_of(dcp)
-    print(
-        paragraph(
-            f"""{size} of 8 ranks; medians of {runs} runs, taken in turns. In brackets: times what cat took. Warm: the
-            input was in the page cache; cold: its pages were dropped (posix_fadvise DONTNEED) before each run. Peak RSS
-            of the largest process."""
-        )
-    )
+    print(paragraph(f"{size} from 8 ranks; medians of {runs} runs."))
     print(table(results))
