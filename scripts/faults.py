@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import pkgutil
+import re
 import shutil
 import signal
 import sys
@@ -35,10 +36,6 @@ from tests.faults.tables import FAMILIES, Tally, rows_of
 
 _WORKERS = 2
 _PAGE = ROOT / "docs" / "reliability.md"
-_NOTE = (
-    "Rows in italics are faults that nothing in a checkpoint shows without a manifest. torch and accelerate raise "
-    "exceptions: the message of an exception counts as an error message."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,6 @@ def show(tally: Tally, seconds: float) -> None:
             print(table(rows_of(family, tally)), end="\n\n")
     for case, seen in tally.bad:
         print(f"- {seen.subject}: {seen.verdict}: {describe(case)}: {seen.what}")
-    print(_NOTE)
     print(f"{tally.runs:,} runs in {seconds / 60:.1f} minutes.")
 
 
@@ -118,9 +114,30 @@ def write(tally: Tally, seconds: float, arguments: Sequence[str], groups: Sequen
     command = " ".join(["scripts/faults", *arguments])
     families = [family for family in FAMILIES if tally.has(family)]
     head = f"""`{command}` on {datetime.now(UTC):%Y-%m-%d}: {tally.runs:,} runs of {", ".join(families)} in
-        {seconds / 60:.1f} minutes on {len(os.sched_getaffinity(0))} cores. {_NOTE}"""
-    tables = [table(rows_of(family, tally)) for family in families]
-    write_part(_PAGE, " ".join(["faults", *groups]), "\n\n".join([paragraph(head).strip(), *tables]))
+        {seconds / 60:.1f} minutes on {len(os.sched_getaffinity(0))} cores."""
+    tables, absent = fold([rows_of(family, tally) for family in families])
+    head += f" No run ended with: {', '.join(absent)}." * bool(absent)
+    write_part(_PAGE, " ".join(["faults", *groups]), "\n\n".join([paragraph(head).strip(), *map(table, tables)]))
+
+
+def fold(tables: list[list[list[str]]]) -> tuple[list[list[list[str]]], list[str]]:
+    """Return the tables without the outcomes that no run had, and these outcomes.
+
+    A cell that is 0 becomes empty, except in the row of the sum. A row loses the number of its case.
+    """
+    head = tables[0][0]
+    seen = [i for i in range(len(head)) if i < 2 or any(row[i] != "0" for rows in tables for row in rows[1:])]
+    folded = [[[row[i] for i in seen] for row in rows] for rows in tables]
+    shown = [
+        [rows[0], *([re.sub(r"^\d+ ", "", name), *(blank(name, cell) for cell in row)] for name, *row in rows[1:])]
+        for rows in folded
+    ]
+    return shown, [name for i, name in enumerate(head) if i not in seen]
+
+
+def blank(name: str, cell: str) -> str:
+    """Return the cell of a row, without a 0 unless the row is the sum."""
+    return "" if cell == "0" and name != "**all**" else cell
 
 
 def to_json(tally: Tally, seconds: float) -> dict[str, object]:

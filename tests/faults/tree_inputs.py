@@ -236,7 +236,7 @@ def unfinished(root: Path) -> None:
 
 CASES: tuple[Case, ...] = (
     case(
-        *("69", "trees", "files of trees cut, too long, missing, or something else"),
+        *("69", "trees", "files truncated, too long, missing or replaced"),
         [
             *in_each("half", partial(cut, keep=0.5), (*CHECKED, *UNCHECKED, *CELLS, *DESCRIBED)),
             *in_each("last byte", partial(cut, keep=1), (*CHECKED, *UNCHECKED, *CELLS, *DESCRIBED)),
@@ -248,14 +248,14 @@ CASES: tuple[Case, ...] = (
         ],
     ),
     case(
-        *("70", "trees", "a bit flipped, or zeros in place of data, in trees"),
+        *("70", "trees", "a flipped bit, or zeros in place of data"),
         [*in_each("flip", FLIP, CHECKED), *in_each("page", PAGE, CHECKED)],
     ),
     case(
-        *("71", "trees", "marks of unfinished saves"),
+        *("71", "trees", "markers of unfinished saves"),
         [bad("`.incomplete` is there", "automodel", unfinished, ".incomplete")],
     ),
-    case_of("72", "trees", "maps of AutoTP and layers of AutoEP that cannot be", maps),
-    case_of("73", "trees", "orbax's arrays that cannot be", arrays),
-    case_of("74", "trees", "boxes of Megatron-FSDP's rows that cannot be", rows),
+    case_of("72", "trees", "invalid AutoTP maps and AutoEP layers", maps),
+    case_of("73", "trees", "invalid orbax arrays", arrays),
+    case_of("74", "trees", "invalid boxes of Megatron-FSDP", rows),
 )

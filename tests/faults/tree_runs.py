@@ -128,7 +128,7 @@ def critic(root: Path) -> None:
 
 CASES: tuple[Case, ...] = (
     case(
-        *("75", "trees", "files of runs cut, flipped, too long, missing, or something else"),
+        *("75", "trees", "files of runs truncated, flipped, too long, missing or replaced"),
         [
             *each("half", partial(cut, keep=0.5), (*CHECKED, *CELLS, *DESCRIBED, *BESIDE)),
             *each("last byte", partial(cut, keep=1), (*CHECKED, *CELLS, *DESCRIBED, *BESIDE)),
@@ -141,6 +141,6 @@ CASES: tuple[Case, ...] = (
             *each("page", PAGE, CHECKED),
         ],
     ),
-    case_of("76", "trees", "trackers that name what is not there", trackers),
-    case_of("77", "trees", "states of loaders and ranks that cannot be", states),
+    case_of("76", "trees", "latest-checkpoint files that name a missing checkpoint", trackers),
+    case_of("77", "trees", "invalid states of data loaders and ranks", states),
 )
