@@ -151,7 +151,7 @@ def test_an_interruption_while_the_ranks_start_prints_no_traceback(tmp_path: Pat
         command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
-        while not any(imports_torch(child) for child in children_of(process.pid)):
+        while process.poll() is None and not any(imports_torch(child) for child in children_of(process.pid)):
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         said, errors = process.communicate()  # to the end of the server too, which has the same stderr
