@@ -44,7 +44,7 @@ def test_damage_of_a_tensor_has_one_hint() -> None:
     error = Corrupt("a gap")
     assert error.hint is None
     assert error.blame(tensor="w").hint == DAMAGED
-    assert str(error).endswith("or keep the other tensors with salvage of consolidate, convert or reshard)")
+    assert str(error).endswith("or run `ckptkit consolidate SRC OUT --salvage` to keep the other tensors)")
     assert Corrupt("a gap", tensor="w", hint="use another").hint == "use another"
     assert pickle.loads(pickle.dumps(error)).hint == DAMAGED
 

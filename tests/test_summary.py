@@ -35,7 +35,7 @@ def results(root: Path, tmp_path: Path) -> Iterator[tuple[Summarized, str]]:
     yield ckptkit.inspect(root), "dcp checkpoint"
     yield ckptkit.doctor(root), f"{root}: "
     yield ckptkit.ls(root), "1 checkpoint"
-    yield ckptkit.stats(root), "numbers"
+    yield ckptkit.stats(root), "elements"
     yield ckptkit.stats(root, root), "together: change 0"
     yield ckptkit.estimate({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2}, world_size=2), "each GPU"
 

@@ -96,17 +96,22 @@ def verify(
     if deltas and (fast or against or stats):
         raise Usage("--fast, --against and --stats are for checkpoints", hint="drop them, or verify deltas alone")
     verified: list[Verified] = [kind.check(path, base=base, jobs=jobs) for path, kind in deltas.items()]
+    checkpoints = [path for path in paths if path not in deltas]
     with progress_bar("verify") as progress:
-        verified += check(
-            *(path for path in paths if path not in deltas),
-            fast=fast,
-            against=against,
-            allow_cast=allow_cast,
-            map=map,
-            rename=rename or (),
-            stats=stats,
-            jobs=jobs,
-            progress=progress,
+        verified += (
+            []
+            if deltas and not checkpoints
+            else check(
+                *checkpoints,
+                fast=fast,
+                against=against,
+                allow_cast=allow_cast,
+                map=map,
+                rename=rename or (),
+                stats=stats,
+                jobs=jobs,
+                progress=progress,
+            )
         )
     is_ok = all(part.is_ok for part in verified)
     numbers = [tensor for part in verified for tensor in part.stats]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, cast
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in
 from ckptkit.entry_points import load
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.joined import JoinedPath, joined, roots_of
@@ -120,7 +120,7 @@ def refuse_checkpoint(path: Path) -> None:
     checkpoint = Checkpoint.at(path)
     if checkpoint.own_step is not None:
         raise NotACheckpoint("this is a checkpoint, not a run", path=path, hint=f"pass the run, `{path.parent}`")
-    if checkpoint.components:
+    if checkpoint.is_direct and not named_in(path):
         hint = "pass a directory that contains checkpoints, such as ckpt-500"
         raise NotACheckpoint("this is one checkpoint, not a run", path=path, hint=hint)
 

@@ -224,7 +224,7 @@ def test_what_cannot_be_is_refused(made: Made, tmp_path: Path) -> None:
         (made.saved, "per-expert", {}, "no config.json of the base was found"),
         (made.saved, "per-expert", {"base": gpt_oss}, "a model of type `gpt_oss` with a tensor for each expert"),
         (made.saved, "3d", {"base": more}, "expected 4 experts, found 3"),
-        (made.saved, "rows", {}, "expected flat, per-expert, 3d, found `rows`"),
+        (made.saved, "rows", {}, "experts: expected flat, per-expert or 3d, found `rows`"),
         (dense.saved, "3d", {}, "the adapter has no matrices of experts"),
         (made.base, "3d", {}, "the checkpoint contains no adapter"),
         (changed("some", some, **place), "flat", {}, "expected experts 0 to 2 of `w1`, found 2"),

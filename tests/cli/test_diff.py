@@ -43,7 +43,7 @@ def test_what_differs(pair: tuple[Path, Path]) -> None:
     assert lines[1].split() == ["0.182", "0.3", "all", "model.layers.*.w", "x15"]
     assert lines[2].split()[-2:] == ["optim.state.layers.*.w.exp_avg", "x15"]
     assert lines[3:] == [
-        "another value or dtype:",
+        "entries with another value or dtype:",
         "  step: 3 => 4",
         "not the same: 31 entries differ (15 of the model); compared: 60 tensors, 2.88 KB",
     ]

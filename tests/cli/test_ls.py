@@ -162,7 +162,7 @@ def test_inspect_at_a_glance(run: Path) -> None:
         "parameters, ",
     ):
         assert words in text
-    assert [line.split()[0] for line in lines[-5:-2]] == ["model", "optimizer", "rest"]
+    assert [line.split()[0] for line in lines[-5:-2]] == ["model", "optimizer", "other"]
     found = json.loads(ckptkit("inspect", run, "--json").stdout)
     assert found["trainer"] == found["producer"] == "torch.distributed.checkpoint"
     assert found["groups"]["model"].keys() == {"entries", "nbytes", "dtypes"}

@@ -57,7 +57,7 @@ def test_in_json(model: Path) -> None:
 
 def test_for_a_reader(model: Path) -> None:
     shown = ckptkit("stats", model).stdout.splitlines()
-    assert shown[0] == f"{model}: 17 tensors, 7,212 numbers"
+    assert shown[0] == f"{model}: 17 tensors, 7,212 elements"
     assert shown[1].split() == [
         "norm",
         "mean",

@@ -61,7 +61,7 @@ def test_a_deleted_metadata_is_no_unfinished_save(tmp_path: Path, has_manifest: 
 
 def test_the_tensors_that_doctor_has_read_are_not_called_unread(tmp_path: Path) -> None:
     plain = model(tmp_path / "plain")
-    assert ckptkit.doctor(plain).not_read == f"not read: tensors (`ckptkit verify {plain}`)"
+    assert ckptkit.doctor(plain).not_read == f"tensors were not read: run `ckptkit verify {plain}` to check them"
     tied = model(tmp_path / "tied", tie_word_embeddings=True)
     state = {**ckptkit.open(tied)}
     tensors = {name: tensor.torch() for name, tensor in state.items()}
@@ -69,4 +69,4 @@ def test_the_tensors_that_doctor_has_read_are_not_called_unread(tmp_path: Path) 
     save_file({**tensors, "lm_head.weight": head}, tied / "model.safetensors", metadata={"format": "pt"})
     found = ckptkit.doctor(tied)
     assert found.is_ok
-    assert "tensors, except `lm_head.weight` and `model.embed_tokens.weight`" in found.not_read
+    assert "tensors were not read, except `lm_head.weight` and `model.embed_tokens.weight`" in found.not_read

@@ -41,8 +41,8 @@ def test_what_overlaps_is_reported_once() -> None:
     tiles = cut_regions(Path(), "f", SIZE, [other, one, one, beyond], problems.append)
     assert [(tile.offset, tile.name) for tile in tiles] == [(0, ""), (10, "a"), (30, "")]
     assert [(problem.tensor, problem.offset) for problem in problems] == [("b", 25), ("c", 95)]
-    assert "ends at 30" in problems[0].message
-    assert "ends after the file, at byte 100" in problems[1].message
+    assert "ends at byte 30" in problems[0].message
+    assert "end after the end of the file, at byte 100" in problems[1].message
 
 
 @given(st.lists(st.integers(1, 30), max_size=8), st.integers(1, 40))

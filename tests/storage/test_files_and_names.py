@@ -102,7 +102,7 @@ def test_errors_in_python_name_arguments(tmp_path: Path) -> None:
     torch.save({"w": WEIGHT}, tmp_path / "m.pt")
     with pytest.raises(CkptError) as refused:
         ckptkit.consolidate(tmp_path / "m.pt", tmp_path / "out", names="keep")
-    assert "replace it with overwrite" in str(refused.value)
+    assert "pass overwrite to replace it" in str(refused.value)
     assert "--overwrite" in str(refused.value.hint)
     error = Mismatch(
         "no", hint="pass --keep-last 3 or `ckptkit convert A B --to hf`, --fill-from DIR or --dtype '*=bf16'"

@@ -292,7 +292,7 @@ def test_a_model_without_an_optimizer_has_none_to_name(tmp_path: Path) -> None:
     torch.save({"model": Gpt().state_dict()}, tmp_path / "saved.pt")
     with pytest.raises(Unsupported, match="no optimizer with parameter groups"):
         ckptkit.convert(tmp_path / "saved.pt", tmp_path / "out", to="dcp", optimizer_keys="ids")
-    with pytest.raises(Usage, match="expected names, ids, found `numbers`"):
+    with pytest.raises(Usage, match="optimizer_keys: expected names or ids, found `numbers`"):
         ckptkit.convert(tmp_path / "saved.pt", tmp_path / "out", to="dcp", optimizer_keys="numbers")
     with pytest.raises(Usage, match="has no optimizer"):
         ckptkit.convert(tmp_path / "saved.pt", tmp_path / "out", to="hf", optimizer_keys="ids")

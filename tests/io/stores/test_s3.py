@@ -279,7 +279,7 @@ def test_who_is_not_let_in_is_told_what_to_look_at(
 
 
 def test_a_manifest_is_not_written_there(bucket: Bucket) -> None:
-    with pytest.raises(Usage, match="remote"):
+    with pytest.raises(Usage, match="expected a local path"):
         make_manifest(f"{bucket.url}/out")
     assert not bucket.server.requests
 

@@ -53,7 +53,7 @@ def test_ours_holds_what_the_source_has(kind: str, tmp_path: Path, produce: Prod
     root = produce(zero.on_two).root / kind
     ckptkit.convert(root, tmp_path / "out", to="universal")
     assert (tmp_path / "out" / "latest_universal").read_text() == "global_step2"
-    whole, inner = "ckptkit, of a `deepspeed` checkpoint", "DeepSpeed"
+    whole, inner = "ckptkit, converted from a `deepspeed` checkpoint", "DeepSpeed"
     for source, trainer in ((tmp_path / "out", whole), (tmp_path / "out" / "global_step2", inner)):
         found = Checkpoint.open(source)
         assert (found.layout.format, found.trainer, found.is_complete) == ("universal", trainer, True)

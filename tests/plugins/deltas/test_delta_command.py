@@ -24,7 +24,7 @@ def test_there_and_back(pair: tuple[Path, Path], tmp_path: Path) -> None:
     done = ckptkit("delta", *pair, delta)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == f"wrote {delta}: what changed from {pair[0]} to {pair[1]}"
+    assert lines[0] == f"wrote {delta}: the changes from {pair[0]} to {pair[1]}"
     assert lines[-2:] == [
         "2.54% of the elements changed, in 4 of 7 tensors",
         "122 B, 4.19% of the model's 2.91 KB",

@@ -32,9 +32,9 @@ def test_what_does_not_fit_is_said_plainly() -> None:
     ran = ckptkit("estimate", *LLAMA_70B, "--world-size", 4, "--gpu-memory", "24GB")
     assert ran.returncode == 1
     assert "full_shard does not fit: needs" in ran.stdout
-    assert "of 24 GB; it would fit on" in ran.stdout
+    assert "each GPU has 24 GB; it would fit on" in ran.stdout
     assert "ddp does not fit" in ran.stdout
-    assert "no number of GPUs is enough" in ran.stdout
+    assert "more GPUs do not help" in ran.stdout
 
 
 def test_one_that_fits_is_enough_unless_another_was_asked_for() -> None:

@@ -73,7 +73,7 @@ def test_the_map_needs_no_colors(produce: Produce) -> None:
     shown = ckptkit("inspect", produce(producers.mesh).root, "--shards").stdout
     assert "\x1b" not in shown
     assert re.search(r"^0░+1▒+ +140 B +4 +grid  \(uneven, by axes 0 and 1\)\n2░+3▒+$", shown, re.MULTILINE)
-    assert "4 ranks, 185 B each on average; rank 0 holds the most, 1.19 times that" in shown
+    assert "4 ranks, 185 B each on average; rank 0 has the most, 1.19 times the average" in shown
     assert re.search(r"^3 +140 B +█+", shown, re.MULTILINE)
 
 
