@@ -113,9 +113,13 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
 
 
 def require_size(name: str, stored: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
-    """Raise `Mismatch` if the tensor to load into has another size than the stored tensor."""
-    if isinstance(wanted, Tensor) and wanted.size() != stored.size:
-        shapes = f"expected shape {list(wanted.size())} as in the state to load into, found {list(stored.size)}"
+    """Raise `Mismatch` if the tensor to load into has another size than the stored tensor.
+
+    A tensor that holds pieces of a larger one (torch's `CheckpointableTensor`) has the larger one's size.
+    """
+    size = torch.Size(getattr(wanted, "global_shape", wanted.size())) if isinstance(wanted, Tensor) else stored.size
+    if size != stored.size:
+        shapes = f"expected shape {list(size)} as in the state to load into, found {list(stored.size)}"
         hint = "build the model with the sizes of the checkpoint, or load another checkpoint"
         raise Mismatch(f"{shapes} in the checkpoint", path=root, tensor=name, hint=hint)
 

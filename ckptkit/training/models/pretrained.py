@@ -116,13 +116,8 @@ class Pretrained:
     def _masks(self, positions: Tensor) -> Any:
         """Return the attention masks for the family's config: many families do not derive them from positions."""
         shape = torch.empty(*positions.shape, 0, device=positions.device)
-        return create_masks_for_generate(
-            config=self._skeleton.config,
-            inputs_embeds=shape,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=positions,
-        )
+        # config, embeddings, attention mask, cache (whose name changed in transformers 5.24), positions
+        return create_masks_for_generate(self._skeleton.config, shape, None, None, positions)
 
     def _require_positions(self) -> None:
         if "position_ids" not in signature(self._skeleton.forward).parameters:
