@@ -151,6 +151,9 @@ _MESSAGES = (
     (r"'([^'`]+)'", r"`\1`"),
     (r"^Invalid value for (--\S+): ", r"\1: "),
     (r"`[^`]*` is not one of (.*), ([^,]+)$", r"expected \1 or \2"),
+    (r"(`[^`]*`) is not a valid integer(?: range)?", r"expected a whole number, found \1"),  # as in typer 0.26
+    (r"(`[^`]*`) is not a valid float(?: range)?", r"expected a number, found \1"),
+    (r"(-?[\d.]+) is not in the range x>=([\d.]+)", r"expected \2 or more, found `\1`"),
     (r"^Option (--\S+) requires an argument", r"\1: expected a value, found none"),
     (r"^Option (--\S+) does not take a value", r"\1: expected no value, found one"),
     (r"^Got unexpected extra argument(?:s|\(s\))? \((.*)\)$", r"too many arguments: `\1`"),
