@@ -203,7 +203,7 @@ def smoke(
         failed, skipped = ([check.name for check in checks if check.ok is result] for result in (False, None))
         verdict = f"failed: {', '.join(failed)}" if failed else "all checks passed"
         say(verdict + (f"; skipped: {', '.join(skipped)}" if skipped else ""))
-        note(f"the run is in {run}, its export in {out}")
+        note(f"the results are in {run}" + (f", the export is in {out}" if out.exists() else ""))
     raise typer.Exit(0 if ok else 1)
 
 

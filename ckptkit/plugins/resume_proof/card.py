@@ -23,7 +23,7 @@ def write_card(path: Path, runs: Runs, checks: Sequence[Check]) -> None:
         ("verdict", verdict),
         ("command", f"`{script.command}`"),
         *([("resume with", f"`{script.resume_with}`")] if script.resume_with else []),
-        ("ranks", str(runs.nproc)),
+        *([("ranks", str(runs.nproc))] if script.sets_nproc else []),
         ("steps", f"{script.steps}, saved every {script.save_every}"),
         ("tolerance", describe_tolerance(runs, checks)),
         ("versions", ", ".join(versions())),

@@ -42,18 +42,18 @@ from ckptkit.plugins.resume_proof.values import copy_with
 Array = np.ndarray[Any, Any]
 Change = Callable[[str, Any], Any]  # (name, array or scalar) -> another
 
-# The groups that are changed, and the words for the change.
+# The groups that are changed, and the words for the change: of so many `entries`, or learning `rates`.
 CHANGES = {
-    WEIGHTS: "scaled by 1.25",
-    MOMENTS: "scaled by 4",
-    OPTIMIZER_STEP: "+ 1",
-    OPTIONS: "learning rate halved",
-    SCHEDULER: "moved",
-    RANDOM: "moved",
-    DATA: "moved",
-    SCALER: "halved",
-    EMA: "scaled by 1.25",
-    STEP: "+ 1",
+    WEIGHTS: "scaled {entries} by 1.25",
+    MOMENTS: "scaled {entries} by 4",
+    OPTIMIZER_STEP: "added 1 to {entries}",
+    OPTIONS: "halved {rates}",
+    SCHEDULER: "moved {entries}",
+    RANDOM: "moved {entries}",
+    DATA: "moved {entries}",
+    SCALER: "halved {entries}",
+    EMA: "scaled {entries} by 1.25",
+    STEP: "added 1 to {entries}",
 }
 _FACTORS = {WEIGHTS: 1.25, MOMENTS: 4.0, EMA: 1.25, SCALER: 0.5}
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr", "learning_rate", "eta_min")

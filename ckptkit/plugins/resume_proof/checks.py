@@ -15,13 +15,15 @@ from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count, format_bytes
 
 _LONGEST = 60  # characters of a name that are shown; names of callbacks may have hundreds
+_SHOWN = 3  # lines of output that a message quotes
+_NO_LOSS = "correct it, or leave out --loss to compare only checkpoints"
 _COPIES = 3  # of all checkpoints of a run: the uninterrupted run, the resumed one, and a third beside them
 
 
 def runs_and_saves(runs: Runs) -> str:
     """Check that the script ends, stops at the last step, and saves a checkpoint in the middle and at the end."""
     script, done = runs.script, runs.whole
-    runs.require_done(done, "the script did not end")
+    runs.require_done(done, "the script did not end" if done.exit_code is None else "the script failed")
     steps = sorted(runs.paths)
     if not steps:
         raise CheckFailed(describe_no_checkpoints(done.run))
@@ -34,10 +36,26 @@ def runs_and_saves(runs: Runs) -> str:
     missing = [step for step in (script.save_every, script.steps) if step not in steps]
     if missing:
         expected, found = (", ".join(map(str, some)) for some in ((script.save_every, script.steps), steps))
-        hint = "pass {save_every} to the option that sets how often it saves"
-        raise CheckFailed(f"expected checkpoints at steps {expected}, found {found}: {hint}")
+        raise CheckFailed(f"expected checkpoints at steps {expected}, found {found}: {hint_for_missing(runs)}")
     names = ", ".join(dict.fromkeys(runs.paths[step].name for step in steps))
-    return f"{script.steps} steps on {count(runs.nproc, 'rank')}, saved {names}"
+    ranks = f" on {count(runs.nproc, 'rank')}" if script.sets_nproc else ""
+    return f"{script.steps} steps{ranks}, saved {names}{describe_deleted(runs)}"
+
+
+def hint_for_missing(runs: Runs) -> str:
+    """Return what to do about a checkpoint that is missing at the end of the uninterrupted run."""
+    if runs.was_deleted:
+        return f"the script deletes the one of step {runs.script.save_every}: keep at least two checkpoints"
+    if "{save_every}" not in runs.script.command:
+        return "pass {save_every} to the option that sets how often it saves"
+    return "save every {save_every} steps, and keep at least two checkpoints if the script deletes older ones"
+
+
+def describe_deleted(runs: Runs) -> str:
+    """Return that ckptkit had to stop a run to get the first checkpoint; "" if the script keeps it."""
+    if runs.keeps_first or runs.is_overwritten:
+        return ""
+    return f"; the script deletes {runs.middle_path.name}, so ckptkit stopped a second run to get it: keep at least two"
 
 
 def describe_no_checkpoints(run: Path) -> str:
@@ -84,10 +102,11 @@ def has_finite_losses(runs: Runs) -> str:
     if runs.script.loss is None:
         raise CheckSkipped("no --loss: only checkpoints are compared")
     losses = runs.losses
-    if losses is None:
+    if not runs.whole.losses:
+        raise CheckFailed(describe_no_losses(runs))
+    if losses is None:  # more can also be of an evaluation, or of a step after the last
         found = len(runs.whole.losses)
-        error = CheckSkipped if found else CheckFailed  # more can also be of an evaluation, or of a step after the last
-        raise error(
+        raise CheckSkipped(
             f"--loss: expected a loss for each of {runs.script.steps} steps, found {found}: correct the pattern"
         )
     means = [sum(step) / len(step) for step in losses]
@@ -98,6 +117,16 @@ def has_finite_losses(runs: Runs) -> str:
     early, late = sum(means[:half]) / half, sum(means[half:]) / (len(means) - half)
     falls = "falls" if late < early else "does not fall"
     return f"{len(means)} losses; the mean {falls}, {early:.4g} then {late:.4g}"
+
+
+def describe_no_losses(runs: Runs) -> str:
+    """Return that --loss matches nothing, and the last lines of what the uninterrupted run printed."""
+    if runs.script.loss_file:
+        file, key = runs.script.loss_file
+        there = "" if (runs.whole.run / file).is_file() else ", which does not exist"
+        return f"--loss: found no line with the key {key} in {{run}}/{file}{there}: {_NO_LOSS}"
+    lines = ", ".join(f"`{line}`" for line in runs.whole.last_lines(_SHOWN)) or "nothing"
+    return f"--loss: `{runs.script.loss}` matches no line of the output, which ends with {lines}: {_NO_LOSS}"
 
 
 def is_deterministic(runs: Runs) -> str:
@@ -142,12 +171,20 @@ def has_other_steps(runs: Runs) -> bool:
 def has_same_first_loss(runs: Runs) -> str:
     """Check the first loss after the resume against the same step of the uninterrupted run."""
     expected, found = first_losses(runs)
+    first = f"the first loss after {runs.middle_path.name}"
     if expected == found:
-        return f"step {runs.script.save_every + 1}: {show(found)} in both runs"
+        return f"{first} is {show(found)} in both runs{describe_other_steps(runs)}"
     if is_same_loss(runs, expected, found):
-        return f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: close"
-    hint = "the weights, the data or the random state are not those of the checkpoint (see the checks below)"
-    raise CheckFailed(f"step {runs.script.save_every + 1}: expected {show(expected)}, found {show(found)}: {hint}")
+        return f"{first} is close: expected {show(expected)}, found {show(found)}{describe_other_steps(runs)}"
+    hint = "the weights, the data or the random state differ from the checkpoint (see the checks below)"
+    raise CheckFailed(f"{first}: expected {show(expected)}, found {show(found)}: {hint}")
+
+
+def describe_other_steps(runs: Runs) -> str:
+    """Return how many losses the resumed run printed, "" if as many as it should have."""
+    expected = len(runs.whole.losses) // runs.script.steps * (runs.script.steps - runs.script.save_every)
+    found = len(runs.resumed.execution.losses)
+    return f"; the resumed run printed {found} losses, expected {expected}" if found != expected else ""
 
 
 def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -180,4 +217,4 @@ CHECKS: dict[str, Callable[[Runs], str]] = {
     "resume": resumes,
     "first loss": has_same_first_loss,
 }
-NEEDED = frozenset({"run", "checkpoints", "deterministic", "resume"})
+NEEDED = frozenset({"run", "checkpoints", "losses are finite", "deterministic", "resume"})

@@ -21,6 +21,7 @@ from ckptkit.plugins.resume_proof.options import ScriptOptions
 _MARK = "CKPTKIT_PROOF"  # an environment variable by which all processes of a command are found
 _POLL = 0.002  # seconds between two looks: a small checkpoint is written in some milliseconds
 _TAIL = 1 << 16  # bytes at the end of a log in which its last error is looked for
+_LONGEST = 200  # characters of a line of output in a message
 _OF_PARENT = ("ChildFailedError", "ProcessExitedException")  # of a launcher: the error of its rank is above it
 _OF_GPU = re.compile(
     r"no NVIDIA driver|No CUDA GPUs|not compiled with CUDA|CUDA (is|was) not available|no ROCm", re.IGNORECASE
@@ -51,14 +52,24 @@ class Execution:
     def describe_failure(self) -> str:
         """Return how it ended, with the last error that it printed and where its output is."""
         if self.exit_code is None:
-            return f"still running after {self.seconds:.0f} s; output: {self.log}; hint: raise --time-limit"
-        output = self.log.read_bytes().partition(b"\n")[2]  # without the command itself
-        tail = output[-_TAIL:].decode("utf-8", "replace")
+            seen = "".join(f", last line `{line}`" for line in self.last_lines(1))
+            hint = f"see where it hangs in {self.log}, or raise --time-limit"
+            return f"still running after {self.seconds:.0f} s{seen}: {hint}"
+        tail = self.read_tail()
         if _OF_GPU.search(tail):
             return f"the script needs a GPU, and this machine has none; output: {self.log}"
         errors = [error for error in _ERROR.findall(tail) if not any(name in error for name in _OF_PARENT)]
-        lines = errors or tail.strip().splitlines() or ["no output"]
-        return f"exit code {self.exit_code}: {lines[-1].strip()[:200]}; output: {self.log}"
+        lines = [error.strip()[:_LONGEST] for error in errors] or self.last_lines(1) or ["no output"]
+        return f"exit code {self.exit_code}: {lines[-1]}; output: {self.log}"
+
+    def last_lines(self, number: int) -> list[str]:
+        """Return the last lines of the output that are not empty, cut to a length that fits a message."""
+        lines = [line.strip()[:_LONGEST] for line in self.read_tail().splitlines()]
+        return [line for line in lines if line][-number:]
+
+    def read_tail(self) -> str:
+        """Return the end of the output, without the command itself."""
+        return self.log.read_bytes().partition(b"\n")[2][-_TAIL:].decode("utf-8", "replace")
 
 
 def execute(
@@ -85,10 +96,10 @@ def execute(
     )  # fmt: skip
     try:
         exit_code = wait(process, started + script.time_limit, watch)
+        seconds = time.monotonic() - started
     finally:
         end(process, mark)
-    losses = read_losses(script, run, log)
-    return Execution(run, log, exit_code, losses, time.monotonic() - started)
+    return Execution(run, log, exit_code, read_losses(script, run, log), seconds)
 
 
 def wait(process: subprocess.Popen[bytes], deadline: float, watch: Callable[[], bool]) -> int | None:

@@ -21,7 +21,7 @@ SETTINGS = "settings"  # that a run was started with, as a path to resume from: 
 # The order in which groups are shown.
 GROUPS = (WEIGHTS, MOMENTS, OPTIMIZER_STEP, OPTIONS, SCHEDULER, RANDOM, DATA, SCALER, EMA, STEP, OTHER)
 
-# What to do about a group that does not reach the training.
+# What to do about a group that the script does not restore.
 IMPERATIVES = {
     WEIGHTS: "load the weights under the names that the model has, with strict=True",
     MOMENTS: "load the optimizer's state by parameter name, after `fully_shard` and before the first step",
@@ -29,7 +29,7 @@ IMPERATIVES = {
     OPTIONS: "load the optimizer after the learning rate is set, or save the scheduler too",
     SCHEDULER: "save `scheduler.state_dict()` and load it after the scheduler is made",
     RANDOM: "save the random state of every rank and restore it as the last thing before the first step",
-    DATA: "save the position in the data, restore it, and call `set_epoch` with the epoch to continue",
+    DATA: "save the position in the data, or restore it if it is saved, and call `set_epoch` with its epoch",
     SCALER: "save `scaler.state_dict()` and load it before the first step",
     EMA: "save the averaged weights and load them before the first update",
     STEP: "continue with the step after the one in the checkpoint",
@@ -47,7 +47,10 @@ _BY_WORD = (
     (SCALER, re.compile(r"scaler")),
     (SCHEDULER, re.compile(r"sched")),
     (RANDOM, re.compile(r"(^|_)rngs?(_|$)|random|generator|(^|_)seed$")),
-    (DATA, re.compile(r"loader|sampler|dataset|(^|_)data(_|$)|(^|_)loops?$|(^|_)batch(es)?(?!_size)(_|$)")),
+    (
+        DATA,
+        re.compile(r"loader|sampler|dataset|(^|_)data(_|$)|(^|_)loops?$|(^|_)batch(es)?(?!_size)(_|$)|^pos(ition)?$"),
+    ),
     ("optimizer", re.compile(r"^optim|optimizer|^opt$")),
 )
 

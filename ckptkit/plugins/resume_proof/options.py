@@ -60,6 +60,11 @@ class ScriptOptions:
         return _PLACEHOLDER.sub(lambda match: shlex.quote(str(values[match[1]])), template)
 
     @property
+    def sets_nproc(self) -> bool:
+        """Return whether the command takes the number of ranks; else only the script knows it."""
+        return "{nproc}" in self.command
+
+    @property
     def resumes_by_itself(self) -> bool:
         """Return whether the script finds the checkpoint in its run directory."""
         return "{checkpoint}" not in f"{self.command} {self.resume_with}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +18,15 @@ from ckptkit.errors import Unsupported
 from ckptkit.plugins.resume_proof.compare import GroupDifference, differences
 from ckptkit.plugins.resume_proof.execute import execute
 from ckptkit.plugins.resume_proof.find import checkpoints_of, files_of
-from ckptkit.plugins.resume_proof.groups import MOMENTS, WEIGHTS
+from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, RANDOM, WEIGHTS
 from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, Runs
 from ckptkit.plugins.resume_proof.states import find_damage, read_state
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
 _SUMS = 1e-3  # relative: how far sums in another order may drive the tensors of two equal runs apart in some steps
-_MOMENTS_OF_SAVING = 3  # at the first file of a checkpoint, at half of its files, and at the last
+_MOMENTS_OF_SAVING = (0, 0.5, 1)  # shares of a checkpoint's files: at the first file, at half of them, at the last
+_RANK_STATE = "restore a state of each rank only on the same number of ranks, and make it anew on another"
 _CONFIG = "config.json"
 _RENAME = "save to a directory with another name, and rename it at the end"
 
@@ -36,16 +37,22 @@ def resumes_at_another_size(runs: Runs) -> str:
     That is only so if the global batch does not depend on the number of ranks, which a run from the beginning tells.
     """
     size = runs.script.resume_nproc
-    if size is None or size == runs.nproc or "{nproc}" not in runs.script.command:
+    if size is None or size == runs.nproc or not runs.script.sets_nproc:
         raise CheckSkipped("no other number of ranks: pass --resume-nproc, and {nproc} in --command")
-    require_continuing(runs)
     with runs.room_of("resharded"), runs.room_of("other-size"):
         source = copy_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
         resumed = runs.resume("resharded", source=source, nproc=size)
         shutil.rmtree(source, ignore_errors=True)
-        runs.require_done(resumed.execution, f"the script does not resume on {count(size, 'rank')}")
+        if not resumed.execution.is_done:
+            failure = resumed.execution.describe_failure()
+            names = (name for group in (RANDOM, DATA) for name in runs.middle.names_in(group))
+            hint = f"; hint: {_RANK_STATE}" if names_rank_state(failure, names) else ""
+            raise CheckFailed(f"the script does not resume on {count(size, 'rank')}: {failure}{hint}")
         if resumed.state is None:
             raise CheckFailed(f"on {count(size, 'rank')} the resumed run saved no checkpoint")
+        if runs.has_other_weights:
+            why = f"on {count(runs.nproc, 'rank')} the resumed run differs, too"
+            raise CheckSkipped(f"it resumes on {count(size, 'rank')}; the result was not compared, because {why}")
         control = runs.start("other-size", nproc=size)
         runs.require_done(control, f"the script does not run on {count(size, 'rank')}")
         groups = (WEIGHTS, MOMENTS)
@@ -66,6 +73,16 @@ def resumes_at_another_size(runs: Runs) -> str:
     return f"{runs.nproc} to {count(size, 'rank')}: {apart}"
 
 
+def names_rank_state(failure: str, names: Iterable[str]) -> bool:
+    """Return whether an error names one of the entries with another number: `rng_3` where `rng_0` is one of the names.
+
+    Each rank saves such a state under its own number, so a new rank finds none.
+    """
+    parts = {part for name in names for part in name.split(".")}
+    words = [re.sub(r"\d+", r"\\d+", re.escape(part)) for part in parts if re.search(r"[a-z].*\d", part)]
+    return any(re.search(rf"(?<!\w){word}(?!\w)", failure) for word in words)
+
+
 def furthest(found: list[GroupDifference]) -> float:
     return max((gap.distance for gap in found), default=0.0)
 
@@ -75,7 +92,6 @@ def goes_to_one_file_and_back(runs: Runs) -> str:
     formats = runs.middle.formats
     if formats != ("dcp",) or not (runs.middle_path / ".metadata").exists():
         raise CheckSkipped(f"made for a directory in DCP's format, found {' and '.join(formats)}")
-    require_continuing(runs)
 
     def there_and_back(target: Path) -> None:
         single = target.with_name(f"{target.name}-one-file")
@@ -110,21 +126,23 @@ def copy_with_files(runs: Runs, label: str, write: Callable[[Path], object]) -> 
     return target
 
 
-def require_continuing(runs: Runs) -> None:
-    """Raise `CheckSkipped` where an unchanged resume is not right, so that no other can be judged by it."""
-    if runs.gaps:
-        raise CheckSkipped("the resumed run is not the uninterrupted one yet")
+def kill_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
+    """Return a check for each moment at which the script is killed: numbers of files of the last checkpoint."""
+    total = len(files_of(runs.paths[runs.script.steps]))
+    moments = sorted({max(1, round(total * share)) for share in _MOMENTS_OF_SAVING})
+    return {f"killed while saving {i}": partial(survives_a_kill, wanted=at) for i, at in enumerate(moments, 1)}
 
 
-def survives_a_kill(runs: Runs, part: int) -> str:
-    """Kill the script while it writes the last checkpoint; check that the latest complete one is found and resumes."""
-    require_continuing(runs)
+def survives_a_kill(runs: Runs, wanted: int) -> str:
+    """Kill the script when the last checkpoint has the wanted number of files, and resume from the latest complete one.
+
+    It must end as the resumed run, which may itself differ from the uninterrupted one.
+    """
     last = runs.paths[runs.script.steps]
     if runs.is_overwritten:
         raise CheckSkipped(f"each save replaces {last.name}, so a kill can leave no complete one: {_RENAME}")
     total = len(files_of(last))
-    wanted = max(1, round(total * part / (_MOMENTS_OF_SAVING - 1)))
-    label = f"killed-{part + 1}"
+    label = f"killed-at-{wanted}"
     folder = runs.room / RUNS / label / last.relative_to(runs.whole.run).parent
     names = re.compile(rf"(?<!\d){runs.script.steps}(?!\d)")
     seen = 0
@@ -138,36 +156,33 @@ def survives_a_kill(runs: Runs, part: int) -> str:
         killed = runs.start(label, watch=is_saving)
         if killed.exit_code is not None:
             raise CheckSkipped(f"the save of {last.name} was over before the kill")
+        when = f"at {seen} of {count(total, 'file')}"
         found = find_latest(folder)
         broken = [
             remark for remark in found.remarks if "which is not complete" in remark or "which does not exist" in remark
         ]
         if broken:
-            raise CheckFailed(
-                f"killed at {seen} of {count(total, 'file')} of {last.name}: {broken[0]}: write it after the save"
-            )
+            raise CheckFailed(f"killed {when} of {last.name}: {broken[0]}: write it after the save")
         if found.checkpoint is None:
-            raise CheckFailed(
-                f"killed at {seen} of {count(total, 'file')}: no complete checkpoint: save to a new directory"
-            )
+            hint = "save to a new directory" if runs.keeps_first else "delete older checkpoints only after a new save"
+            raise CheckFailed(f"killed {when}: no complete checkpoint is left: {hint}")
         step, path = found.checkpoint.step, found.checkpoint.path
         damage = find_damage(path)
         if damage:
-            raise CheckFailed(
-                f"killed at {seen} of {count(total, 'file')}: {path.name} looks complete: {damage[0]}: {_RENAME}"
-            )
+            raise CheckFailed(f"killed {when}: {path.name} looks complete: {damage[0]}: {_RENAME}")
         again = execute(runs.script, killed.run, runs.log(f"{label}-resumed"), runs.nproc, checkpoint=path)
         if not again.is_done:
             what = f"{path.name} looks complete, and the script does not resume from it"
-            raise CheckFailed(
-                f"killed at {seen} of {count(total, 'file')}: {what}: {_RENAME}; seen: {again.describe_failure()}"
-            )
+            raise CheckFailed(f"killed {when}: {what}: {_RENAME}; seen: {again.describe_failure()}")
         final = checkpoints_of(killed.run).get(runs.script.steps)
-        gaps = differences(runs.resumed_state, read_state(final.path), runs.tolerance) if final else None
-        if gaps is None or gaps:
-            what = gaps[0].describe() if gaps else "no checkpoint at the last step"
-            raise CheckFailed(f"killed at {seen} of {count(total, 'file')}, and resumed from {path.name}: {what}")
-    return f"at {seen} of {count(total, 'file')} of {last.name}: {path.name} is complete and resumes (step {step})"
+        if final is None:
+            raise CheckFailed(f"killed {when}, and resumed from {path.name}: no checkpoint at the last step")
+        # a resumed run that differs shows only how a resume from the same step ends
+        is_comparable = not runs.gaps or step == runs.script.save_every
+        gaps = differences(runs.resumed_state, read_state(final.path), runs.tolerance) if is_comparable else []
+        if gaps:
+            raise CheckFailed(f"killed {when}, and resumed from {path.name}: {gaps[0].describe()}")
+    return f"{when} of {last.name}: {path.name} is complete and resumes (step {step})"
 
 
 def entries_of(folder: Path) -> list[Path]:
@@ -197,9 +212,11 @@ def exports(runs: Runs) -> str:
     return f"the export computes the same as {last.name}: {count(proved.logits.tokens, 'token')}"
 
 
-LAST_CHECKS: dict[str, Callable[[Runs], str]] = {
-    "another world size": resumes_at_another_size,
-    "one file and back": goes_to_one_file_and_back,
-    **{f"killed while saving {part + 1}": partial(survives_a_kill, part=part) for part in range(_MOMENTS_OF_SAVING)},
-    "export": exports,
-}
+def last_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
+    """Return the checks that follow the verdict on the resumed run, in their order."""
+    return {
+        "another world size": resumes_at_another_size,
+        "one file and back": goes_to_one_file_and_back,
+        **kill_checks(runs),
+        "export": exports,
+    }

@@ -11,7 +11,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.plugins.resume_proof.card import write_card
 from ckptkit.plugins.resume_proof.checks import CHECKS, NEEDED
 from ckptkit.plugins.resume_proof.options import ScriptOptions
-from ckptkit.plugins.resume_proof.others import LAST_CHECKS
+from ckptkit.plugins.resume_proof.others import last_checks
 from ckptkit.plugins.resume_proof.restored import restored_checks
 from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Runs
 from ckptkit.training.smoke.run_check import Check, CheckSkipped, run_check
@@ -35,7 +35,7 @@ def prove(
 
     try:
         if all(make(name, look) for name, look in CHECKS.items()):
-            for name, look in {**restored_checks(runs), **LAST_CHECKS}.items():
+            for name, look in {**restored_checks(runs), **last_checks(runs)}.items():
                 make(name, look)
     finally:
         if not script.keep:

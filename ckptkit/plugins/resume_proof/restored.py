@@ -50,21 +50,23 @@ def restored_checks(runs: Runs) -> dict[str, Look]:
 def is_restored(runs: Runs, group: str) -> str:
     """Check that a change of one group in the checkpoint reaches the resumed training."""
     number, execution, found = runs.changed(group)
-    what = f"{count(number, 'entry')} {CHANGES[group]}"
+    change = CHANGES[group].format(entries=count(number, "entry"), rates=count(number, "learning rate"))
+    what = f"{change} in {runs.middle_path.name}"
     if found is None:
-        raise CheckSkipped(
-            f"{what}: the script stopped, so it was not seen to restore it: {execution.describe_failure()}"
-        )
+        raise CheckSkipped(f"{what}, and the script does not resume from it: {execution.describe_failure()}")
     if found:
-        return f"{what}: {', '.join(one.group for one in found)} at step {runs.script.steps} changed"
+        runs.reached[group] = {one.group for one in found}
+        return f"{what}; that changed {', '.join(one.group for one in found)} at step {runs.script.steps}"
     if not runs.is_finite:
-        raise CheckSkipped(f"{what}: the resumed run ends with NaN or infinite weights, which hide the change")
+        raise CheckSkipped(f"{what}; the resumed run ends with NaN or infinite weights, which hide the change")
     if not may_accuse(runs, group):
         runs.unread.append(group)
-        raise CheckSkipped(f"{what}: not read, and the resumed run has the same {group} without it")
+        raise CheckSkipped(f"{what}; the script does not read it, and has the right {group} at the end")
     runs.lost.append(group)
-    name = runs.middle_path.name
-    raise CheckFailed(f"{group}: a change in {name} ({what}) does not reach the training: {IMPERATIVES[group]}")
+    raise CheckFailed(
+        f"{group}: {what}, and nothing changed at step {runs.script.steps}, so the script does not restore it: "
+        f"{IMPERATIVES[group]}"
+    )
 
 
 def may_accuse(runs: Runs, group: str) -> bool:
@@ -92,7 +94,7 @@ def is_loaded_in_place(runs: Runs) -> str:
         if not stayed_frozen(runs.middle, resumed.state):
             raise CheckSkipped("the script does not take its learning rate and betas from the checkpoint")
         found = list(misplaced(runs, resumed.state))
-    if found and not runs.gaps:
+    if found and not runs.has_other_weights:
         raise CheckSkipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
     if found:
         runs.misloaded += found
@@ -100,7 +102,7 @@ def is_loaded_in_place(runs: Runs) -> str:
     runs.is_in_place = True
     weights, moments = (len(runs.middle.names_in(group)) for group in (WEIGHTS, MOMENTS))
     what = f"{count(weights, 'weight')} and {count(moments, 'moment')}"
-    return f"{what} after steps with a learning rate of 0 are those of the checkpoint"
+    return f"after steps with a learning rate of 0, {what} equal those in {runs.middle_path.name}"
 
 
 def stayed_frozen(middle: SavedState, frozen: SavedState) -> bool:
@@ -135,9 +137,16 @@ def continues(runs: Runs) -> str:
         close = "bit for bit" if runs.tolerance.is_exact else f"within {4 * runs.tolerance.largest:.2g}"
         tensors, entries = len(runs.last.tensors), len(runs.last.values)
         return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
+    if runs.differs_only_in_idle_random_state and not outputs:
+        return (
+            f"step {runs.script.steps}: all is equal but the random state (`{runs.gaps[0].first}`); moving it in "
+            f"{runs.middle_path.name} changed no other state, so nothing in these steps depends on it"
+        )
     seen = "; ".join(gap.describe() for gap in runs.gaps[:3]) or ", ".join(outputs[:3])
     group, why, hint = find_cause(runs, outputs)
-    raise CheckFailed(f"at step {runs.script.steps} differ {seen}; cause: {why}; hint: {hint or IMPERATIVES[group]}")
+    raise CheckFailed(
+        f"different at step {runs.script.steps}: {seen}; cause: {why}; hint: {hint or IMPERATIVES[group]}"
+    )
 
 
 def differing_outputs(runs: Runs) -> list[str]:
@@ -169,7 +178,7 @@ def causes_in_entries(runs: Runs) -> Iterator[Cause]:
         yield cause_of_other_count(runs, gaps[OPTIMIZER_STEP].first)
     for group in (SCHEDULER, SCALER, DATA, RANDOM):
         if group in gaps:
-            yield Cause(group, f"{group}: it reaches the training, and is another at the end")
+            yield Cause(group, f"{group}: the script does not continue with the one in {runs.middle_path.name}")
     if OPTIONS in gaps and SCHEDULER not in groups:
         yield Cause(SCHEDULER, f"{gaps[OPTIONS].describe()}; no scheduler is in the checkpoint")
     if OPTIONS in gaps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,16 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import CkptError
 from ckptkit.plugins.resume_proof.change import change_group
 from ckptkit.plugins.resume_proof.compare import ControlTolerance, GroupDifference, control_tolerance, differences
 from ckptkit.plugins.resume_proof.execute import Execution, execute
-from ckptkit.plugins.resume_proof.find import checkpoints_of, copy_checkpoint, copy_run_files
-from ckptkit.plugins.resume_proof.groups import WEIGHTS
+from ckptkit.plugins.resume_proof.find import checkpoints_of, copy_checkpoint, copy_run_files, files_of
+from ckptkit.plugins.resume_proof.groups import MOMENTS, RANDOM, WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.states import SavedState, read_state
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 
 RUNS, COPIES, LOGS = "runs", "copies", "logs"  # directories below --run
+STOPPED = "stopped"
+_WRITTEN = 0.1  # seconds: files of a directory that did not change for so long are written to their end
 
 
 class Cause(NamedTuple):
@@ -47,8 +52,10 @@ class Runs:
     room: Path
     out: Path
     nproc: int
-    lost: list[str] = field(default_factory=list)  # groups of state that do not reach the training
+    lost: list[str] = field(default_factory=list)  # groups of state that the script does not restore
     unread: list[str] = field(default_factory=list)  # groups that are not read, and at the end as they should be
+    reached: dict[str, set[str]] = field(default_factory=dict)  # the groups at the end that a change of a group changes
+    was_deleted: bool = False  # whether the first checkpoint was seen in a run that has deleted it at its end
     is_in_place: bool = False  # whether weights and moments were proved to be those of the checkpoint
     misloaded: list[Cause] = field(default_factory=list)  # what was not loaded into its place
 
@@ -61,22 +68,44 @@ class Runs:
 
     @cached_property
     def paths(self) -> dict[int, Path]:
-        """Return the checkpoints of the uninterrupted run by step; if each save replaces the last, also the first."""
-        found = checkpoints_of(self.whole.run)
-        if self.is_overwritten and self.script.steps in found:
-            found |= checkpoints_of(self.stopped.run)
+        """Return the checkpoints of the uninterrupted run by step.
+
+        If the script has replaced or deleted the first one, it comes from a run that is ended after the first save.
+        """
+        found = dict(self.kept)
+        if self.script.steps in found and not self.keeps_first:
+            self.start(STOPPED, watch=lambda: self.first_saved() is not None)
+            first = self.first_saved()
+            found |= {self.script.save_every: first} if first else {}
         return {step: checkpoint.path for step, checkpoint in found.items()}
 
     @cached_property
+    def kept(self) -> dict[int, Checkpoint]:
+        """Return the checkpoints that the uninterrupted run has left, by step."""
+        return checkpoints_of(self.whole.run)
+
+    @property
+    def keeps_first(self) -> bool:
+        return self.script.save_every in self.kept
+
+    @property
     def is_overwritten(self) -> bool:
         """Return whether the script writes each checkpoint over the one before."""
-        return any(checkpoint.own_step is None for checkpoint in checkpoints_of(self.whole.run).values())
+        return any(checkpoint.own_step is None for checkpoint in self.kept.values())
 
-    @cached_property
-    def stopped(self) -> Execution:
-        """Return a run that was ended after its first save, whose checkpoint the uninterrupted run has replaced."""
-        label = "stopped"
-        return self.start(label, watch=lambda: bool(checkpoints_of(self.room / RUNS / label)))
+    def first_saved(self) -> Checkpoint | None:
+        """Return the first checkpoint of the stopped run, once it has all its files; None while it does not."""
+        expected = len(files_of(self.kept[self.script.steps].path))
+        try:
+            first = checkpoints_of(self.room / RUNS / STOPPED).get(self.script.save_every)
+            self.was_deleted |= first is not None
+            if first is None or not first.is_complete:
+                return None
+            files = files_of(first.path)
+            age = time.time() - max(file.stat().st_mtime for file in files)
+            return first if first.path.is_file() or (len(files) >= expected and age > _WRITTEN) else None
+        except (OSError, CkptError):  # the script deletes it in this moment
+            return None
 
     @property
     def middle_path(self) -> Path:
@@ -125,6 +154,16 @@ class Runs:
     def gaps(self) -> list[GroupDifference]:
         """Return in which groups the resumed run differs from the uninterrupted one at the last step."""
         return differences(self.last, self.resumed_state, self.tolerance)
+
+    @property
+    def has_other_weights(self) -> bool:
+        """Return whether the resumed run has trained differently: to other weights or moments."""
+        return any(gap.group in (WEIGHTS, MOMENTS) for gap in self.gaps)
+
+    @property
+    def differs_only_in_idle_random_state(self) -> bool:
+        """Return whether only the random state differs, and a change of it in the checkpoint changes no other group."""
+        return {gap.group for gap in self.gaps} == {RANDOM} == self.reached.get(RANDOM)
 
     def changed(self, group: str) -> tuple[int, Execution, list[GroupDifference] | None]:
         """Resume from a copy with one group of state changed.

@@ -92,7 +92,7 @@ def find_script(options: dict[str, Any]) -> Callable[..., list[Check]]:
     """Return what checks the script that options describe. Raises `Usage` for options that do not go together."""
     name = next((name for name in SCRIPTS if name in options), None)
     if name is None:
-        raise Usage(f"{option_name(next(iter(options)))} needs one of {', '.join(map(option_name, SCRIPTS))}")
+        raise Usage(f"{option_name(next(iter(options)))} needs {' or '.join(map(option_name, SCRIPTS))}")
     holder = load(SCRIPTS[name].options)
     unknown = [option for option in options if option not in settings_of(holder)]
     if unknown:

@@ -20,7 +20,7 @@ from torch import nn
 import ckptkit
 from ckptkit.plugins.resume_proof.change import CHANGES, change_group, freeze_optimizer
 from ckptkit.plugins.resume_proof.compare import differences
-from ckptkit.plugins.resume_proof.groups import OPTIONS, SCHEDULER, SETTINGS
+from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, OPTIONS, OTHER, SCHEDULER, SETTINGS, group_of
 from ckptkit.plugins.resume_proof.states import find_damage, read_state
 
 Write = Callable[[dict[str, Any], Path], None]
@@ -147,3 +147,11 @@ def test_files_are_read_one_by_one_if_no_format_joins_them(tmp_path: Path) -> No
     found = read_state(tmp_path / "step_3")
     assert set(CHANGES) <= set(found.groups)
     assert found.unread
+
+
+@pytest.mark.parametrize(
+    ("path", "group"),
+    [("pos", DATA), ("train.position", DATA), ("optim.state.pos.exp_avg", MOMENTS), ("position_ids", OTHER)],
+)
+def test_a_position_is_told_by_its_whole_name(path: str, group: str) -> None:
+    assert group_of(path.split("."), is_tensor=True) == group

@@ -50,7 +50,8 @@ def test_no_process_is_left(tmp_path: Path, end: str) -> None:
     assert done.exit_code == (None if end else 0)
     assert done.losses == (1.5, 0.5)
     if end:
-        assert "still running after 2 s" in done.describe_failure()
+        hint = f"see where it hangs in {tmp_path}/log.txt, or raise --time-limit"
+        assert f"still running after 2 s, last line `loss 0.5`: {hint}" in done.describe_failure()
 
 
 @pytest.mark.parametrize(

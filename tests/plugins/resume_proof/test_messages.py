@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptkit
+from ckptkit.plugins.resume_proof.checks import hint_for_missing, runs_and_saves
+from ckptkit.plugins.resume_proof.options import ScriptOptions
+from ckptkit.plugins.resume_proof.others import kill_checks, names_rank_state, survives_a_kill
+from ckptkit.plugins.resume_proof.runs import Runs
+from ckptkit.training.smoke.run_check import CheckFailed
 from tests.plugins.resume_proof.faults import NUMPY
 from tests.training.test_commands import ckptkit as command
 
@@ -18,14 +24,19 @@ _MAIN = "main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
 _SAVED = 'run / f"step_{step}"'
 
 
-def prove(tmp_path: Path, *changes: tuple[str, str], **options: Any) -> dict[str, tuple[bool | None, str]]:
-    """Prove the script in numpy with some statements changed; return each check's result and detail."""
+def write_script(tmp_path: Path, *changes: tuple[str, str]) -> Path:
+    """Write the script in numpy with some statements changed."""
     text = NUMPY.read_text()
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "train.py").write_text(text)
-    line = f"{sys.executable} {tmp_path}/train.py {{run}} {{steps}} {{save_every}}"
+    return tmp_path / "train.py"
+
+
+def prove(tmp_path: Path, *changes: tuple[str, str], **options: Any) -> dict[str, tuple[bool | None, str]]:
+    """Prove the script in numpy with some statements changed; return each check's result and detail."""
+    line = f"{sys.executable} {write_script(tmp_path, *changes)} {{run}} {{steps}} {{save_every}}"
     asked = {"command": line, "loss": "metrics.jsonl:loss", "nproc": 1, **options}
     checks = ckptkit.smoke(tmp_path / "run", tmp_path / "out", **asked)
     return {check.name: (check.ok, check.detail) for check in checks}
@@ -38,16 +49,97 @@ def prove(tmp_path: Path, *changes: tuple[str, str], **options: Any) -> dict[str
         (_MAIN, "main(Path(sys.argv[1]), 8, 8)", "run", "expected checkpoints at steps 4, 8, found 8"),
         (_MAIN, "pass", "run", "the script saved nothing in {run}"),
         (_SAVED, 'run / ("latest" if step == 8 else "before")', "run", "no checkpoint is named by its step"),
-        (_MAIN, "import time; time.sleep(60)", "run", "still running after 3 s"),
+        (_MAIN, "import time; time.sleep(60)", "run", "did not end: still running after 3 s: see where it hangs"),
+        (_MAIN, "sys.exit(2)", "run", "the script failed: exit code 2"),
         ('if saved:', 'if saved and 1 / 0:', "resume", "does not resume from step_4: exit code 1: ZeroDivision"),
-        ('"loss": float', '"error": float', "losses are finite", "expected a loss for each of 8 steps, found 0"),
+        ('"loss": float', '"error": float', "losses are finite", "no line with the key loss in {run}/metrics.jsonl"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(tmp_path: Path, old: str, new: str, check: str, message: str) -> None:
     limit = {"time_limit": 3} if "sleep" in new else {}
-    ok, detail = prove(tmp_path, (old, new), **limit)[check]
+    found = prove(tmp_path, (old, new), **limit)
+    ok, detail = found[check]
     assert ok is False
     assert message in detail
+    assert check == list(found)[-1]  # nothing else is tried
+
+
+def test_a_pattern_that_matches_nothing_ends_the_proof(tmp_path: Path) -> None:
+    prints = ("        if step % save_every == 0:", "        print('step', step)\n        if step % save_every == 0:")
+    found = prove(tmp_path, prints, loss="error ([0-9.]+)")
+    ok, detail = found["losses are finite"]
+    assert ok is False
+    assert "`error ([0-9.]+)` matches no line of the output, which ends with `step 6`, `step 7`, `step 8`" in detail
+    assert "leave out --loss" in detail
+    assert "deterministic" not in found
+
+
+def runs_of(tmp_path: Path, *changes: tuple[str, str]) -> Runs:
+    """Return the runs of the script in numpy with some statements changed; none is started yet."""
+    line = f"{sys.executable} {write_script(tmp_path, *changes)} {{run}} {{steps}} {{save_every}}"
+    return Runs(ScriptOptions(line), tmp_path / "run", tmp_path / "out", 1)
+
+
+def test_a_script_that_deletes_before_it_saves_loses_everything_when_killed(tmp_path: Path) -> None:
+    save = "            hidden_place.mkdir("
+    delete = "import time; time.sleep(0.5); [shutil.rmtree(old) for old in run.glob('step_*')]"
+    deletes = (save, f"            {delete}\n{save}")
+    runs = runs_of(tmp_path, deletes)
+    assert "the script deletes step_4, so ckptkit stopped a second run to get it" in runs_and_saves(runs)
+    assert runs.middle.values["state.step"].value == 4
+    with pytest.raises(CheckFailed, match="no complete checkpoint is left: delete older checkpoints only after"):
+        survives_a_kill(runs, 1)
+
+
+def test_a_checkpoint_that_is_deleted_at_once_is_told_from_one_that_is_not_saved(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, ("step % save_every == 0", "step % 8 == 0"))
+    with pytest.raises(CheckFailed, match=r"save every \{save_every\} steps, and keep at least two checkpoints if"):
+        runs_and_saves(runs)
+    assert hint_for_missing(replace(runs, was_deleted=True)) == (
+        "the script deletes the one of step 4: keep at least two checkpoints"
+    )
+
+
+def test_a_random_state_that_nothing_depends_on_is_no_failure(tmp_path: Path) -> None:
+    no_dropout = (" * (rng.random((BATCH, WIDTH)) > 0.1)", "")
+    draws = ('rng.bit_generator.state = state["rng"]', 'rng.bit_generator.state = state["rng"]; rng.random()')
+    found = prove(tmp_path, no_dropout, draws)
+    ok, detail = found["resume continues the run"]
+    assert ok
+    assert "all is equal but the random state (`state.rng.state.state`)" in detail
+    assert not [name for name, (ok, _) in found.items() if ok is False]
+    assert found["killed while saving 1"][0]
+
+
+def test_a_script_that_restores_not_all_is_killed_too(tmp_path: Path) -> None:
+    found = prove(tmp_path, ('step = state["step"]', 'step = state["step"] + 1'))
+    assert found["resume continues the run"][0] is False
+    assert "; the resumed run printed 3 losses, expected 4" in found["first loss"][1]
+    assert "is complete and resumes" in found["killed while saving 1"][1]
+
+
+@pytest.mark.parametrize(("files", "moments"), [(1, 1), (2, 2), (3, 3), (9, 3)])
+def test_no_moment_of_a_save_is_tried_twice(tmp_path: Path, files: int, moments: int) -> None:
+    runs = runs_of(tmp_path)
+    runs.paths = {8: tmp_path / "step_8"}
+    runs.paths[8].mkdir()
+    for i in range(files):
+        (runs.paths[8] / f"{i}.bin").touch()
+    assert len(kill_checks(runs)) == moments
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        ("RuntimeError: Missing key in checkpoint state_dict: rng_3.", True),
+        ("FileNotFoundError: step_4/random_states_2.pkl", True),
+        ("RuntimeError: Missing key in checkpoint state_dict: rng.", False),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x16)", False),
+    ],
+)
+def test_a_state_of_a_rank_is_recognized_in_an_error(failure: str, expected: bool) -> None:
+    names = ["rng_0", "rng_1", "random_states_0.torch_manual_seed", "rng.0"]
+    assert names_rank_state(failure, names) is expected
 
 
 @pytest.mark.nightly
@@ -117,6 +209,9 @@ def test_the_command_prints_a_table_and_a_card(tmp_path: Path) -> None:
     card = (tmp_path / "run" / "resume.md").read_text()
     assert "| verdict | all checks passed |" in card
     assert line in card
+    assert "| ranks |" not in card  # the command has no {nproc}
+    assert "8 steps, saved step_4, step_8" in done.stdout
+    assert "the results are in run, the export is in out" in done.stderr
     assert not (tmp_path / "run" / "runs").exists()
     again = command(tmp_path, "smoke", "--command", line)
     assert again.returncode == 5

@@ -34,7 +34,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_an_option_of_a_script_needs_the_command(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="loss needs one of command"):
+    with pytest.raises(Usage, match="loss needs command"):
         ckptkit.smoke(tmp_path / "run", tmp_path / "out", loss="loss ([0-9.]+)")
     with pytest.raises(Usage, match="optimizer does not go with command"):
         ckptkit.smoke(tmp_path / "run", tmp_path / "out", **RIGHT, optimizer="adam")
@@ -47,6 +47,7 @@ def test_placeholders_are_quoted_and_the_shell_keeps_its_own() -> None:
     assert line == "echo ${HOME} '/a b' 2 --from /c"
     assert proof.command_line(Path("/a"), 2, None) == "echo ${HOME} /a 2"
     assert not proof.resumes_by_itself
+    assert proof.sets_nproc
 
 
 def test_losses_are_in_a_file_or_in_the_output() -> None:
