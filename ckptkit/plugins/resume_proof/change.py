@@ -51,11 +51,12 @@ CHANGES = {
     SCHEDULER: "moved {entries}",
     RANDOM: "moved {entries}",
     DATA: "moved {entries}",
-    SCALER: "halved {entries}",
+    SCALER: "lowered {entries}",
     EMA: "scaled {entries} by 1.25",
     STEP: "added 1 to {entries}",
 }
-_FACTORS = {WEIGHTS: 1.25, MOMENTS: 4.0, EMA: 1.25, SCALER: 0.5}
+_SCALE = 2.0**-10  # of a loss scale: doubled every few steps, a higher one could be what it was again at the end
+_FACTORS = {WEIGHTS: 1.25, MOMENTS: 4.0, EMA: 1.25, SCALER: _SCALE}
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr", "learning_rate", "eta_min")
 _SIZES = re.compile(r"world_size|num_workers|num_replicas|batch_size")  # of a data loader: these are no position
 _BIG = 1 << 10  # a random state has words of 32 bits, and small numbers that say where it is: these must stay valid
@@ -102,7 +103,8 @@ def changed(group: str, name: str, value: Any) -> Any:
     if group == DATA and isinstance(value, bytes) and value.startswith(b"\x80"):
         return moved_pickle(value)
     if type(value) is float:
-        return value * 0.5 if value else 1.0
+        factor = _SCALE if group == SCALER and words[-1] == "scale" else 0.5
+        return value * factor if value else 1.0
     is_count = type(value) is int and value >= 0 and not (group == DATA and _SIZES.search(words[-1]))
     return value + 1 if is_count else value
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptkit
-from ckptkit.plugins.resume_proof.change import CHANGES, change_group, freeze_optimizer
+from ckptkit.plugins.resume_proof.change import CHANGES, change_group, changed, freeze_optimizer
 from ckptkit.plugins.resume_proof.compare import differences
-from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, OPTIONS, OTHER, SCHEDULER, SETTINGS, group_of
+from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, OPTIONS, OTHER, SCALER, SCHEDULER, SETTINGS, group_of
 from ckptkit.plugins.resume_proof.states import find_damage, read_state
 
 Write = Callable[[dict[str, Any], Path], None]
@@ -155,3 +155,8 @@ def test_files_are_read_one_by_one_if_no_format_joins_them(tmp_path: Path) -> No
 )
 def test_a_position_is_told_by_its_whole_name(path: str, group: str) -> None:
     assert group_of(path.split("."), is_tensor=True) == group
+
+
+def test_a_lowered_loss_scale_does_not_grow_back_within_a_few_steps() -> None:
+    assert changed(SCALER, "scaler.scale", 2.0**16) == 2.0**6
+    assert changed(SCALER, "scaler.backoff_factor", 0.5) == 0.25
