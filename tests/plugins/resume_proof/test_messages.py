@@ -84,7 +84,8 @@ def test_a_script_that_deletes_before_it_saves_loses_everything_when_killed(tmp_
     save = "            hidden_place.mkdir("
     delete = "import time; time.sleep(0.5); [shutil.rmtree(old) for old in run.glob('step_*')]"
     deletes = (save, f"            {delete}\n{save}")
-    runs = runs_of(tmp_path, deletes)
+    slow = ("            save_file(moments", "            time.sleep(1)\n            save_file(moments")
+    runs = runs_of(tmp_path, deletes, slow)
     assert "the script deletes step_4, so ckptkit stopped a second run to get it" in runs_and_saves(runs)
     assert runs.middle.values["state.step"].value == 4
     with pytest.raises(CheckFailed, match="no complete checkpoint is left: delete older checkpoints only after"):
