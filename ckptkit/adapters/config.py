@@ -21,10 +21,10 @@ from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import read_small
+from ckptkit.models.adapter_facts import ADAPTER_CONFIG, changes_base
 from ckptkit.models.companions import places_of
-from ckptkit.models.computation import ConfigDifference
 
-NAME = "adapter_config.json"
+NAME = ADAPTER_CONFIG
 _LIMIT = 1 << 24  # bytes: the file may be hostile, so its size is bounded
 _MAX_RANK = 1 << 31
 _MAX_REPEATS = 3  # in a pattern: the cost of a regex match grows with this power of the name's length
@@ -39,17 +39,7 @@ _SUPPORTED_KEYS = frozenset(
         *("ensure_weight_tying", "runtime_config", "lora_B_layout", "unsloth_fused_expert_lora"),
     }
 )
-# keys without effect on what an adapter computes, or whose effect is visible in its tensors
-_NOT_COMPUTED = frozenset(
-    (
-        *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "task_type"),
-        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "runtime_config"),
-        *("target_modules", "target_parameters", "exclude_modules", "modules_to_save", "layers_to_transform"),
-        *("layers_pattern", "trainable_token_indices", "megatron_config", "megatron_core"),
-    )
-)
 _ALL = "all-linear"
-_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that modify the base's weights
 
 
 @dataclass(frozen=True)
@@ -195,7 +185,7 @@ class AdapterConfig:
 
         Such an adapter does not fit the published base.
         """
-        return str(self.values.get("init_lora_weights")).lower().startswith(_BASE_CHANGED)
+        return changes_base(self.values)
 
 
 def read_config(path: Path) -> AdapterConfig:
@@ -205,16 +195,6 @@ def read_config(path: Path) -> AdapterConfig:
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise Corrupt("expected the config of an adapter, found no `peft_type`", path=path)
     return AdapterConfig(path, content, values)
-
-
-def find_adapter_differences(one: AdapterConfig, two: AdapterConfig) -> list[ConfigDifference]:
-    """Return the settings that make two adapters with the same tensors compute different results."""
-    differences = []
-    for key in sorted({*one.values, *two.values} - _NOT_COMPUTED):
-        value_one, value_two = one.values.get(key), two.values.get(key)
-        if value_one != value_two and (value_one or value_two):
-            differences.append(ConfigDifference(key, value_one, value_two))
-    return differences
 
 
 def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | None = None) -> AdapterConfig | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from operator import ne
 from pathlib import Path
 
-from ckptkit.adapters.config import find_adapter_config, find_adapter_differences
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, kind_of_keys
 from ckptkit.checkpoints.optimizers.owners import ORDER, read_order
 from ckptkit.checks.differences import Diff, Difference, Reason, differing_entries
@@ -23,7 +23,6 @@ from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DType
 from ckptkit.models.companions import CONFIG
-from ckptkit.models.computation import find_differences
 from ckptkit.state.matching import Side, match, pair_parts, rename_sides, with_names_of_hub
 from ckptkit.state.names import AS_THEY_ARE, NameOptions
 from ckptkit.state.selection import Edits
@@ -78,14 +77,17 @@ def diff(
     matches = [match(part.layout, other.layout) for part, other in parts]
     notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
     notes += [remark for *_, more in matches for remark in more]
-    notes += [line for side in (one, two) for line in describe_left(side.files_beside, f"not compared in {side.path}")]
+    configs, compared_files = compare_configs(one, two)
+    for side in (one, two):
+        beside = [file for file in side.files_beside if file.name not in compared_files]
+        notes += describe_left(beside, f"not compared in {side.path}")
     pairs = [(ours, theirs) for ours, theirs, _ in matches]
     if any(is_one_packed(*pair) for pair in pairs):
         notes.append("8-bit numbers were compared without their scales: `ckptkit stats A B` includes the scales")
     asked.check_globs([side.layout for pair in pairs for side in pair], one.path)
     if not any(side.layout.names for pair in pairs for side in pair):
         raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
-    result = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))
+    result = Diff(one.path, two.path, notes=tuple(notes)).merge(configs)
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
         result = result.merge(diff_sides(ours, theirs, terms, jobs, progress))
@@ -110,7 +112,8 @@ def prove(
     one, two = Checkpoint.open(made), Checkpoint.open(source)
     diffs = compare_tensors(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
     model = one.model_component.path
-    return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in diffs.items()}
+    configs, _ = compare_configs(one, two)
+    return {path: diff.merge(configs) if path == model else diff for path, diff in diffs.items()}
 
 
 def compare_tensors(
@@ -140,25 +143,18 @@ def compare_tensors(
     return diffs
 
 
-def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
-    """Return the keys of config.json that make two models compute differently, and a note if only one has it."""
+def compare_configs(one: Checkpoint, two: Checkpoint) -> tuple[Diff, frozenset[str]]:
+    """Return the facts that make two models compute differently, and notes on facts that were not compared.
+
+    Also returns the names of the files that were compared.
+    """
     result = Diff(one.path, two.path)
-    if one.model_component.is_adapter and two.model_component.is_adapter:
-        ours, others = (find_adapter_config(checkpoint.model_component.path) for checkpoint in (one, two))
-        return replace(result, configs=tuple(find_adapter_differences(ours, others)) if ours and others else ())
     try:
-        our_config, their_config = one.companions.config, two.companions.config
+        ours, theirs = ModelFacts.of(one), ModelFacts.of(two)
     except (Corrupt, IOFailure, Unsafe) as error:
-        return replace(result, notes=(f"{CONFIG} was not compared: {error.message}",))
-    if our_config is not None and their_config is not None:
-        return replace(result, configs=tuple(find_differences(our_config, their_config)))
-    if our_config is their_config:
-        return result
-    entries_missing_in = one.path if our_config is None else two.path
-    return replace(
-        result,
-        notes=(f"{CONFIG} is missing in {entries_missing_in}, so ckptkit did not compare how the models compute",),
-    )
+        return replace(result, notes=(f"{CONFIG} was not compared: {error.message}",)), frozenset()
+    compared = ours.compare(theirs)
+    return replace(result, configs=compared.differences, notes=compared.notes), ours.files & theirs.files
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ from ckptkit.io.file import children, file_size, is_there
 from ckptkit.io.origin import Origin
 from ckptkit.io.progress import Progress, Told, report_progress
 from ckptkit.layout import Extent, FileOffset, Layout
-from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import describe_differences
 from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized, first_few
@@ -221,7 +220,8 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     from ckptkit.checks.differences import problems_of
 
     open_keys = [one for one in compared.configs if not one.is_certain]
-    notes = (f"{CONFIG}: {describe_differences(open_keys, str(compared.b))}",) if open_keys else ()
+    words = f"the models may compute something else: {describe_differences(open_keys, str(compared.b))}"
+    notes = (words,) if open_keys else ()
     problems = (*found.problems, *problems_of(compared))
     return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
 

@@ -12,7 +12,7 @@ from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.examination import examine
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
-from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Shape
@@ -21,8 +21,11 @@ from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_companions, read_config
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import without_extra_state
+from ckptkit.models.names import HUB
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.weights import Weights, find_weights, has_weights
 from ckptkit.models.vocabulary import is_by_token, vocabulary_of
+from ckptkit.state.names import ask_names
 from ckptkit.state.quantized.find import find_quantized
 
 Shapes = Mapping[str, Shape]
@@ -76,6 +79,21 @@ class LoadTarget:
     def renames(self) -> Mapping[str, str]:
         """Return the model's name by checkpoint name, for tensors that one renaming rule maps onto the model."""
         return self.misfits.renamed() if self.misfits and self.checkpoint.family is None else {}
+
+    @cached_property
+    def hub_shapes(self) -> Shapes:
+        """Return the shapes of the model's tensors by the Hub's names; the present ones if there is no translation."""
+        return self.shapes_on_hub(None) or self.shapes
+
+    def shapes_on_hub(self, rows: int | None) -> Shapes | None:
+        """Return the shapes by the Hub's names, with `rows` of the vocabulary; None if ckptkit cannot translate."""
+        if self.weights is None or self.model is None:
+            return None
+        try:
+            named, _ = name_weights(self.weights, ask_names(self.checkpoint, HUB, self.model.config or None, rows=rows))
+        except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
+            return None
+        return named.layout.shapes
 
     @cached_property
     def inconsistencies(self) -> tuple[Inconsistency, ...]:

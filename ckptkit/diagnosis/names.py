@@ -12,19 +12,17 @@ from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
 from ckptkit.diagnosis.finding import Finding, Fix, Value, convert, export, is_model, rewrite
 from ckptkit.diagnosis.shapes import is_another_model, pairs_of
-from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
+from ckptkit.errors import Mismatch
 from ckptkit.layout.renames import by_change, few_globs, rules_for
 from ckptkit.layout.wrappers import WRAPPERS
 from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.weights import find_model_key
 from ckptkit.models.predictors import predictors_in
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
-from ckptkit.state.names import ask_names
 from ckptkit.words import count
 
 
@@ -83,6 +81,7 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
     if model is None or misfits is None or is_another_model(case, pairs_of(case)):
         return
     if not misfits:
+        yield from find_transposed(case, model)
         yield from find_names_on_disk(case, model)
         return
     on_hub = None if misfits.is_small else translate_to_hub(case, model)
@@ -119,11 +118,11 @@ class HubView:
 
 def translate_to_hub(case: LoadTarget, model: TargetModel) -> HubView | None:
     """Return the tensors under the Hub's names, if they have another family's names that ckptkit can translate."""
-    shapes = named_as_on_hub(case, model, None)
+    shapes = case.shapes_on_hub(None)
     rows = vocabulary_of(model.config)
     options: dict[str, Value] = {}
     if shapes is None and rows is not None:
-        shapes = named_as_on_hub(case, model, rows)
+        shapes = case.shapes_on_hub(rows)
         options = {"vocab_size": rows}
     if shapes is None or shapes.keys() == case.shapes.keys():
         return None
@@ -140,6 +139,18 @@ def translate_to_hub(case: LoadTarget, model: TargetModel) -> HubView | None:
     return HubView(shapes, Finding("family", names[0] if names else None, message, fix, names))
 
 
+def find_transposed(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+    """Yield a finding if a family has the Hub's names but stores some tensors transposed."""
+    family = case.checkpoint.family
+    if family is None or not model.asked:
+        return
+    names = tuple(name for name, shape in case.shapes.items() if case.hub_shapes.get(name, shape) != shape)
+    if names:
+        here, there = (list(shapes[names[0]]) for shapes in (case.shapes, case.hub_shapes))
+        message = f"{family.name} stores this tensor as {here}, and {model.name} as {there}"
+        yield Finding("family", names[0], message, export(case.checkpoint, base=model.name), names)
+
+
 def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     """Yield a finding if shards have the names of files, but the model in memory has others (transformers 5)."""
     memory = model.forms[-1]
@@ -149,16 +160,6 @@ def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding
     message = f"files use this name, but in memory {model.name} uses another one, and torch's load asks for that"
     fix = convert(case.checkpoint, names=_IN_MEMORY, base=model.name)
     yield Finding("family", names[0], message, fix, names)
-
-
-def named_as_on_hub(case: LoadTarget, model: TargetModel, rows: int | None) -> Shapes | None:
-    """Return the shapes of the tensors by the Hub's names; None if the names cannot be translated."""
-    assert case.weights is not None
-    try:
-        named, _ = name_weights(case.weights, ask_names(case.checkpoint, HUB, model.config or None, rows=rows))
-    except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
-        return None
-    return named.layout.shapes
 
 
 def padded_rows(case: LoadTarget) -> int:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
+from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.finding import Finding, Fix, export, is_model, rewrite
-from ckptkit.errors import Mismatch, Unsupported, and_more
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, and_more
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.renames import few_globs
-from ckptkit.models.computation import find_differences
+from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal, ties_of
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.vocabulary import vocabulary_in
@@ -101,11 +103,17 @@ def find_shapes(case: LoadTarget) -> Iterator[Finding]:
 
 
 def pairs_of(case: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
-    """Return the shape here and the shape in the model, for each tensor where they differ."""
+    """Return the shape here and the shape in the model, for each tensor where they differ.
+
+    Leaves out tensors whose family stores them in another shape than the Hub.
+    """
     if case.form is None or not case.is_plain:
         return {}
     expected = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
-    return {name: (shape, expected[name]) for name, shape in case.shapes.items() if expected[name] != shape}
+    pairs = {name: (shape, expected[name]) for name, shape in case.shapes.items() if expected[name] != shape}
+    if not pairs or case.checkpoint.family is None:
+        return pairs
+    return {name: pair for name, pair in pairs.items() if case.hub_shapes.get(name) != pair[1]}
 
 
 def is_another_model(case: LoadTarget, pairs: Pairs) -> bool:
@@ -139,20 +147,23 @@ def describe_sizes(shapes: Mapping[str, Shape]) -> str:
 
 def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
     """Yield a finding if the model's config differs from the checkpoint's own config in sizes or in the computation."""
-    own = case.checkpoint.companions
-    if not case.is_asked or own.config is None or case.model is None or not case.model.config:
+    if not case.is_asked or case.model is None or not case.model.config:
         return
-    differ = [pair for pair in find_differences(own.config, case.model.config) if pair.is_certain]
+    try:
+        own = ModelFacts.of(case.checkpoint)
+    except (Corrupt, IOFailure, Unsafe):  # `find_damage` reports files that cannot be read
+        return
+    differ = own.compare(ModelFacts(Path(case.model.name), Companions(config=dict(case.model.config)))).certain
     if not differ:
         return
     words = (
         f"{', '.join(f'{pair.key} {pair.there}, not {pair.here}' for pair in differ[:4])}{and_more(len(differ) - 4)}"
     )
     if pairs:
-        fix = export(case.checkpoint, base=str(own.found_in))
+        fix = None if own.config is None else export(case.checkpoint, base=str(own.found_in))
         yield Finding("config", None, f"{case.model.name} is another model: {words}", fix)
     else:
-        message = f"{case.model.name} computes something else than the config.json in {own.found_in}: {words}"
+        message = f"{case.model.name} computes something else than {own.described_in} in {own.found_in} says: {words}"
         yield Finding("config", None, message)
 
 

@@ -11,34 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.errors import and_more
+from ckptkit.models.harmless_keys import is_harmless
 from ckptkit.models.known_types import default_head_width
 
-# keys, by their last name, that do not change the logits for given tokens and tensors, or that shapes determine
-_HARMLESS = re.compile(
-    "|".join(
-        (
-            r"_.*|name_or_path|model_name|auto_map|.*_version|(tokenizer|processor)_class|base_model_.*|unsloth_.*",
-            r"(torch_)?dtype|use_bfloat16|torchscript|quantization_config|compression_config",
-            r"init(ializer)?_.*|.*_init|.*_init_(std|scale|value|method)|rescale_prenorm_residual",
-            r".*drop_?out.*|.*_pdrop|.*drop_path.*|.*layer_?drop|gradient_checkpointing",
-            r".*_loss|.*_loss_.*|.*_aux_.*|aux_.*|seq_aux|(router|input)_jitter_noise|label_smoothing|ignore_index",
-            r"(apply_spec_augment|mask_(time|feature)_.*|ctc_.*)",
-            r"return_dict|use_return_dict|output_(attentions|hidden_states|router_logits|scores)",
-            r"use_cache|cache_implementation|(.*_)?attn_implementation|use_flash_attn.*|pretraining_tp|ep_size",
-            r"chunk_size_feed_forward|.*_[tp]p_plan",
-            r"(bos|eos|sep|cls|unk|mask|decoder_start|forced_bos|forced_eos)_token(_id)?|(begin_)?suppress_tokens",
-            r"max_length|min_length|do_sample|early_stopping|num_beam.*|diversity_penalty|temperature|top_p|typical_p",
-            r".*(repetition|length)_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|num_return_sequences",
-            r"id2label|label2id|problem_type|finetuning_task|task_specific_params|summary_.*",
-            r"vocab_size|max_position_embeddings|n_positions|n_ctx|seq_length|(model_)?max_(sequence|seq)_?len(gth)?",
-            r"num_nextn_predict_layers|.*mtp.*",  # MTP layers, which predict further tokens
-        )
-    )
-)
 _IDENTITY = ("model_type", "architectures")  # their absence is not a difference
-_USES_PADDING_TOKEN = re.compile(
-    r"Classification|Reward|Roberta|Electra|Camembert"
-)  # classes that use the padding token's id
 _ROPE = ("rope_scaling", "rope_parameters")
 _COMMON_DEFAULTS = {"rope_type": "default", "is_causal": True}  # defaults that all libraries share
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
@@ -46,6 +22,8 @@ _BY_LENGTH = ("dynamic", "longrope", "su")  # rope types that use `max_position_
 _BY_ORIGINAL = ("llama3", "yarn", "longrope", "su")  # rope types that use the length before scaling
 _TEXT = "text_config"
 _LABELS = "id2label"
+_CODE = "auto_map"
+_QUANTIZATION = re.compile(r"(?:.*\.)?(?:quantization|compression)_config(?:\..*)?")
 _SHOWN_BY_TENSORS = re.compile(r".*_bias|bias|is_causal")  # tensors show biases; `is_causal` has a common default
 # different names of libraries for the same number
 _ALIASES = (
@@ -85,7 +63,7 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     If only one of the two models is multimodal, its text model is compared.
     """
     one, two = comparable_parts(config, other)
-    keys, other_keys = flatten(one), flatten(two)
+    keys, other_keys = flatten_both(one, two)
     labels = [ConfigDifference(_LABELS, labels_of(one), labels_of(two))] if has_other_labels(one, two) else []
     differences = sorted(
         [*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain
@@ -100,7 +78,7 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     full, other_full = with_defaults(one), with_defaults(two)
     if full is None or other_full is None:
         return [*labels, *differences]
-    return [*labels, *compare(flatten(full), flatten(other_full), is_full=True)]
+    return [*labels, *compare(*flatten_both(full, other_full), is_full=True)]
 
 
 def has_other_labels(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
@@ -214,29 +192,43 @@ def may_have_defaults(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
     return any(one.get(key, two.get(key)) is None for key in one.keys() ^ two.keys())
 
 
+def flatten_both(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both configs flattened, without the quantization that only one describes: the tensors show it."""
+    keys = flatten(one), flatten(two)
+    if all(any(map(_QUANTIZATION.fullmatch, flat)) for flat in keys):
+        return keys
+    first, second = ({key: value for key, value in flat.items() if not _QUANTIZATION.fullmatch(key)} for flat in keys)
+    return first, second
+
+
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a config that change the computation, flattened; rope parameters are at the top level."""
-    is_padded = any(_USES_PADDING_TOKEN.search(str(name)) for name in config.get("architectures") or ())
-    entries = dict(entries_in(config, ""))
-    return (
-        entries if is_padded else {key: one for key, one in entries.items() if key.rpartition(".")[2] != "pad_token_id"}
-    )
+    return dict(entries_in(config, "", tuple(map(str, config.get("architectures") or ()))))
 
 
-def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that change the computation, with their values, from all sections."""
+def entries_in(config: Mapping[str, Any], section: str, readers: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that change the computation, with their values, from all sections.
+
+    `readers` are the classes of the model, and the model types of the sections around this one.
+    """
     rope = rope_of(config)
     kind = rope.get("rope_type")
+    readers = (*readers, str(config.get("model_type")))
     entries: Iterable[tuple[str, Any]] = ({**config, **default_widths(config), **rope}).items()
     for key, value in entries:
-        if key in _ROPE or _HARMLESS.fullmatch(str(key)) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
+        if key in _ROPE or is_harmless(str(key), readers) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
         if isinstance(value, Mapping):
-            yield from entries_in(value, f"{section}{key}.")
+            yield from entries_in(classes_in(value) if key == _CODE else value, f"{section}{key}.", readers)
         else:
             yield f"{section}{key}", plain_value(str(key), value)
     if config.get(_LENGTH) and kind in _BY_LENGTH:
         yield f"{section}{_LENGTH}", config[_LENGTH]
+
+
+def classes_in(auto_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the classes of a model's own code in `auto_map`, without repositories: `modeling_x.XForCausalLM`."""
+    return {kind: str(name).rpartition("--")[2] for kind, name in auto_map.items() if "Tokenizer" not in kind}
 
 
 def default_widths(config: Mapping[str, Any]) -> dict[str, int]:

@@ -119,14 +119,17 @@ def build(text: str) -> MetaModel:
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a config.json with all defaults of transformers; None if transformers cannot load the config."""
+    """Return a config.json with all defaults of transformers; None if transformers cannot load the config.
+
+    The names of the classes stay as they are.
+    """
     try:
         kind = config_class(import_transformers(), str(config.get("model_type")))
         with quiet():
             full = kind.from_dict(without_hints(dict(config))).to_dict()
     except Exception:  # noqa: BLE001 - transformers' own code may raise anything, and then the keys are what they are
         return None
-    return {**full, "architectures": config.get("architectures")}
+    return {**full, **{key: config.get(key) for key in ("architectures", "auto_map")}}
 
 
 def import_transformers() -> Any:

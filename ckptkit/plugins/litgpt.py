@@ -7,6 +7,12 @@ matrix, `attn.qkv`. Before version 0.5 the matrix was `attn.attn`, interleaved b
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
+from ckptkit.io.file import is_there, read_small
+from ckptkit.layout import Layout
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.rule import Rule, with_bias
 from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
@@ -18,6 +24,27 @@ _MIXTURES = ("mixtral", "qwen3_moe")
 _FUSED, _NEOX = "phi3", "gpt_neox"
 _TYPES = (*_APART, *_MIXTURES, _FUSED, _NEOX)
 _FOUR_NORMS = ("gemma2", "gemma3_text")
+
+_CONFIG = "model_config.yaml"
+_CONFIG_LIMIT = 1 << 20  # bytes; LitGPT writes about a kilobyte
+_NOT_COMPUTED = ("name", "block_size", "padding_multiple", "padded_vocab_size")
+_KEYS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_query_groups": "num_key_value_heads",
+    "head_size": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "rope_base": "rope_theta",
+    "rotary_percentage": "partial_rotary_factor",
+    "sliding_window_size": "sliding_window",
+    "attention_logit_softcapping": "attn_logit_softcapping",
+    "attention_scores_scalar": "query_pre_attn_scalar",
+    "parallel_residual": "use_parallel_residual",
+    "n_expert": "num_local_experts",
+    "n_expert_per_token": "num_experts_per_tok",
+}
+_CONSTANTS = {"null": None, "true": True, "false": False}
 
 _QKV = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
 
@@ -107,9 +134,33 @@ def neox_rules() -> tuple[Rule, ...]:
     )
 
 
+def describe(checkpoint: Layout) -> dict[str, Any]:
+    """Return the settings in model_config.yaml, in keys of config.json where it has them; {} without the file.
+
+    Reads the settings that are one number or word, which the file has in a line of their own at the top level. Source:
+    `save_config` in litgpt/utils.py, and litgpt/config.py.
+    """
+    path = checkpoint.root / _CONFIG
+    if not is_there(path):
+        return {}
+    lines = re.findall(r"^(\w+): *(\S+) *$", read_small(path, _CONFIG_LIMIT).decode(errors="replace"), re.MULTILINE)
+    return {_KEYS.get(key, key): value_of(text) for key, text in lines if key not in _NOT_COMPUTED}
+
+
+def value_of(text: str) -> Any:
+    """Return a scalar of YAML as a constant, a number or a word."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 LITGPT = Family(
     name="litgpt",
     types=_TYPES,
     rules=rules,
+    describe=describe,
     has_tied_head=True,
 )

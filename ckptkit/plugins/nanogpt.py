@@ -6,6 +6,11 @@ the model has no biases, but a GPT-2 needs them: such a model cannot be represen
 
 from __future__ import annotations
 
+from typing import Any
+
+from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.values import load_value
+from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.rule import Rule
@@ -15,6 +20,7 @@ from ckptkit.models.names.steps import SwappedAxes, TensorStep
 _TYPES = ("gpt2",)
 _MATRICES = tuple(f"h.{{layer}}.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
 _OTHERS = ("h.{layer}.ln_1", "h.{layer}.ln_2", "ln_f")
+_ARGS = "model_args"
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
@@ -38,6 +44,15 @@ def is_linear(shape: Shape) -> bool:
     return len(shape) == 2 and shape[0] == 3 * shape[1]
 
 
+def describe(checkpoint: Layout) -> dict[str, Any]:
+    """Return the arguments of the model, whose keys are those of GPT-2's config.json; {} without saved arguments."""
+    entries = {checkpoint.key(name): blob for name, blob in checkpoint.blobs.items()}
+    if (_ARGS,) in entries:
+        return {str(key): value for key, value in pairs_of(load_value(checkpoint.root, entries[_ARGS,])) or ()}
+    inside = {key: blob for key, blob in entries.items() if len(key) == 2 and key[0] == _ARGS}
+    return {str(key[1]): load_value(checkpoint.root, blob) for key, blob in inside.items()}
+
+
 NANOGPT = Family(
     name="nanogpt",
     tells_shape=is_linear,
@@ -45,6 +60,7 @@ NANOGPT = Family(
     drops=(r"(transformer\.)?h\.#\.attn\.(masked_)?bias",),  # the mask of attention
     biased=r"transformer\.(h\.#\.)?(attn\.c_attn|(attn|mlp)\.c_proj|mlp\.c_fc|ln_[12f])",
     rules=rules,
+    describe=describe,
     trainer="nanoGPT",
     has_tied_head=True,
 )

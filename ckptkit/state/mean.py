@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.errors import Caution, Mismatch, and_more
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.dtypes import DType
-from ckptkit.models.companions import Companions, find_companions
-from ckptkit.models.computation import describe_differences, find_differences
+from ckptkit.models.companions import find_companions
+from ckptkit.models.computation import describe_differences
 from ckptkit.models.fit import restore_tied
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
@@ -39,28 +40,28 @@ def align(models: Sequence[Model]) -> Model:
 
 
 def check_configs(models: Sequence[Model]) -> list[str]:
-    """Return notes on sources without config.json, and on config keys that may matter.
+    """Return notes on sources whose computation is unknown, and on facts that may matter.
 
     Raises `Mismatch` if two sources describe models that compute differently with equal shapes. With a base, whose
     config.json is used for all, this is a warning.
     """
-    all_companions = [find_companions(model.part.path, None) for model in models]
-    described = [companions for companions in all_companions if companions.config is not None]
-    first, *others = described or [Companions()]
+    facts = [ModelFacts.of(model.part) for model in models]
+    described = [one for one in facts if one.are_known]
     remarks: list[str] = []
-    for other in others:
-        different = find_differences(first.config or {}, other.config or {})
+    for other in described[1:]:
+        first = described[0]
+        different, notes, where = first.compare(other)
+        remarks += notes
         if different and different[0].is_certain and models[0].ask_base is None:
             key, here, there, _ = different[0]
-            more = and_more(sum(companions.is_certain for companions in different) - 1)
-            message = f"`{key}` in config.json: expected {here} as in {first.found_in}, found {there}{more}"
+            more = and_more(sum(one.is_certain for one in different) - 1)
+            message = f"`{key}` in {where}: expected {here} as in {first.found_in}, found {there}{more}"
             hint = "average checkpoints of one model, or pass --base MODEL, whose config.json is right for all"
             raise Mismatch(message, path=other.found_in, hint=hint)
         if different:
-            differ = (
-                f"the config.json in {first.found_in} differs: {describe_differences(different, str(other.found_in))}"
-            )
-            remarks.append(Caution(differ))
+            does = "computes" if different[0].is_certain else "may compute"
+            words = describe_differences(different, str(other.found_in))
+            remarks.append(Caution(f"{first.found_in} {does} something else than {other.found_in}: {words}"))
     missing = len(models) - len(described)
     if missing:
         remarks.append(

@@ -34,12 +34,22 @@ LLAMA = {"model_type": "llama", **SIZES}
         ("a_key_that_nobody_knows", 1, 2),
         ("image_token_id", 7, 9),
         ("layer_types", ["full_attention"], ["sliding_attention"]),
+        ("auto_map", {"AutoModel": "modeling_a.A"}, {"AutoModel": "modeling_a.B"}),
+        ("quantization_config", {"group_size": 64}, {"group_size": 128}),
     ],
 )
 def test_what_changes_the_computation_differs(key: str, one: object, two: object) -> None:
     first, *_ = find_differences({**ODD, key: one}, {**ODD, key: two})
     assert first.is_certain
-    assert first.key.split(".")[-1] in (key, "factor", "long_factor", "rope_theta", "rms_norm_eps")
+    assert first.key.split(".")[-1] in (
+        key,
+        "factor",
+        "long_factor",
+        "rope_theta",
+        "rms_norm_eps",
+        "AutoModel",
+        "group_size",
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,14 +59,24 @@ def test_what_changes_the_computation_differs(key: str, one: object, two: object
         {"attention_dropout": 0.5, "hidden_dropout_prob": 0.1, "resid_pdrop": 0.1, "initializer_range": 0.5},
         {"bos_token_id": 5, "eos_token_id": [5, 6], "pad_token_id": 7, "vocab_size": 99},
         {"max_position_embeddings": 99, "router_aux_loss_coef": 0.5, "output_router_logits": True},
-        {"architectures": ["FSDPOddForCausalLM"], "auto_map": {"AutoModel": "m.M"}, "id2label": {"0": "a"}},
+        {"architectures": ["FSDPOddForCausalLM"], "auto_map": {"AutoTokenizer": "m.T"}, "id2label": {"0": "a"}},
         {"rope_scaling": None, "sliding_window": None, "mlp_bias": False, "rope_parameters": {"rope_type": "default"}},
         {"head_dim": 8},
         {"text_config": {"dtype": "float16"}},
+        {"quantization_config": {"group_size": 64}},
     ],
 )
 def test_harmless_keys_do_not_differ(change: dict[str, Any]) -> None:
     assert find_differences(ODD, {**ODD, **change}) == []
+
+
+def test_custom_code_of_a_known_type_counts() -> None:
+    one = {**LLAMA, "auto_map": {"AutoModelForCausalLM": "org/model--modeling_a.A"}}
+    assert find_differences(one, {**one, "auto_map": {"AutoModelForCausalLM": "modeling_a.A"}}) == []
+    (found,) = find_differences(one, {**one, "auto_map": {"AutoModelForCausalLM": "modeling_a.B"}})
+    assert found == ("auto_map.AutoModelForCausalLM", "modeling_a.A", "modeling_a.B", True)
+    (found,) = find_differences(one, LLAMA)
+    assert not found.is_certain
 
 
 def test_a_key_of_one_config_is_open() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,16 @@ from ckptkit.checkpoints.account import (
     read_account,
 )
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.conversion.salvaging.copies import Faults, filled_tensors, lost_entries, lost_tensors
 from ckptkit.conversion.salvaging.fill import fill
 from ckptkit.conversion.salvaging.repair import SurveyFunction, repair, survey
 from ckptkit.engine.scan import sum_file
-from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsupported
+from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.io.file import file_size, read_small
 from ckptkit.io.origin import Origin
 from ckptkit.layout import Fault, Layout
+from ckptkit.models.computation import describe_differences
 from ckptkit.models.names.weights import find_weights, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
@@ -176,7 +178,21 @@ def salvage(
         notes.append(f"{checkpoint.path} has no metadata: ckptkit used that of {faults.described_by}; {words}")
     origin = Origin.of(other.path)
     filled, remarks = fill(repaired, other, faults, NameOptions(options.table, options.rename, options.base))
+    if faults.filled:
+        remarks += warn_of_other_model(filled, other, options)
     return Salvage(filled, faults, other.path, (origin,), (*notes, *remarks))
+
+
+def warn_of_other_model(checkpoint: Checkpoint, other: Checkpoint, options: ConvertOptions) -> Iterator[Caution]:
+    """Yield a warning if the model that filled a checkpoint computes something else with the same tensors."""
+    try:
+        compared = ModelFacts.of(checkpoint, options.base).compare(ModelFacts.of(other))
+    except (Corrupt, IOFailure, Unsafe) as error:
+        yield Caution(f"ckptkit did not compare how the model of --fill-from computes: {error.message}")
+        return
+    if compared.differences:
+        differences = describe_differences(compared.differences, str(other.path))
+        yield Caution(f"--fill-from took tensors of a model whose {compared.described_in} differs: {differences}")
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:

@@ -186,12 +186,16 @@ def read_sizes(root: Path, family: Family) -> Config:
     return family.config_of(sizes if isinstance(sizes, dict) else {})
 
 
+def reported_by(family: Family, checkpoint: Layout) -> dict[str, Any]:
+    """Return the facts about the computation in a checkpoint's own files, in keys of config.json."""
+    return {**(read_sizes(checkpoint.root, family) or {}), **family.describe(checkpoint)}
+
+
 def contradictions(checkpoint: Layout, change: FamilyChange | None, asked: AskedNames) -> list[Caution]:
     """Return a warning if config.json makes the model compute something else than the checkpoint's own files say."""
     if change is None or change.here is None or asked.config is None:
         return []
-    reported = {**(read_sizes(checkpoint.root, change.here) or {}), **change.here.describe(checkpoint)}
-    differences = find_contradictions(reported, asked.config)
+    differences = find_contradictions(reported_by(change.here, checkpoint), asked.config)
     text = f"config.json differs from what {change.here.whose} files say of the training"
     return [Caution(f"{text}: {describe_differences(differences, 'config.json')}")] if differences else []
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.conversion.as_consolidated import ConsolidatedView, both_consolidated
 from ckptkit.conversion.convert import warn_of_weights
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
@@ -22,8 +23,7 @@ from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, Told, report_progress
 from ckptkit.io.staging import Stage
-from ckptkit.models.companions import CONFIG
-from ckptkit.models.computation import describe_differences, find_differences
+from ckptkit.models.computation import describe_differences
 from ckptkit.plugins.deltas.record import DeltaRecord
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.summary import Summarized
@@ -171,11 +171,13 @@ class ComparedPair:
         return changes, sums.checked_bytes
 
     def compare_configs(self) -> Iterator[str]:
-        """Yield a note if the two config.json files compute different models; a delta does not contain the config."""
-        before, after = (side.checkpoint.companions.config for side in self.sides)
-        if before is not None and after is not None and (config_differences := find_differences(before, after)):
-            differences = describe_differences(config_differences, str(self.sides[1].path))
-            yield f"a delta does not contain {CONFIG}, and the new one differs: {differences}; copy it too"
+        """Yield a note if the two models compute different results; a delta does not contain their configs."""
+        before, after = (ModelFacts.of(side.checkpoint) for side in self.sides)
+        compared = before.compare(after)
+        if compared.differences:
+            differences = describe_differences(compared.differences, str(self.sides[1].path))
+            files = compared.described_in
+            yield f"a delta does not contain {files}, and the new model differs: {differences}; copy it too"
 
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
         """Return the planned delta for these changes."""

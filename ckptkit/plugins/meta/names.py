@@ -64,12 +64,12 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of params.json in keys of config.json.
+    """Return the contents of params.json, in keys of config.json where it has them.
 
     Source of `use_scaled_rope`: `apply_scaling` in llama-models, models/llama3/model.py, which uses the factors of
     Llama 3.1.
     """
-    config = {hub: params[own] for own, hub in _SIZES.items() if own in params}
+    config = {_SIZES.get(own, own): value for own, value in params.items() if own not in ("moe", "use_scaled_rope")}
     moe = params.get("moe")
     if isinstance(moe, Mapping):
         config |= {hub: moe[own] for own, hub in _OF_MIXTURE.items() if own in moe}

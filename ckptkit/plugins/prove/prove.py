@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.checks.diff import compare_tensors
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.io.file import read_small
 from ckptkit.io.path import remarks_on_id
 from ckptkit.io.progress import Progress
 from ckptkit.models.companions import Companions, find_companions
-from ckptkit.models.computation import ConfigDifference, describe_differences, find_differences, rope_of
+from ckptkit.models.computation import ConfigDifference, describe_differences, rope_of
 from ckptkit.models.transformers_model import missing_package
 from ckptkit.plugins.prove.model import Logits, Runnable
 from ckptkit.state.names import NameOptions
@@ -187,9 +188,7 @@ def prove(
         theirs.path,
         tuple(differences.values()),
         logits,
-        configs=()
-        if their_companions.config is None
-        else tuple(find_differences(our_companions.config, their_companions.config)),
+        configs=ModelFacts.of(ours).compare(ModelFacts.of(theirs, None if base is None else str(base))).differences,
         unreached={key: length for key, length in find_lengths(described).items() if length >= ids.shape[1]},
         notes=tuple(notes),
     )

@@ -1,0 +1,182 @@
+"""The facts about a model's computation that are not in its tensors. Every command compares two models here.
+
+They are in config.json or in a trainer's own files (such as Meta's params.json), in an adapter's config, in the modules
+after a transformer (sentence-transformers), and in Python files with the model's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats.json_text import parse_json
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.file import is_there
+from ckptkit.models.adapter_facts import ADAPTER_CONFIG, bases_of, find_adapter_differences, read_adapter_config
+from ckptkit.models.companions import CONFIG, MODULES, Companions, find_companions
+from ckptkit.models.computation import (
+    ConfigDifference,
+    compare,
+    find_contradictions,
+    find_differences,
+    flatten_both,
+)
+from ckptkit.models.names import family_of
+from ckptkit.models.names.naming import reported_by
+from ckptkit.models.names.weights import find_weights
+
+
+class ComparedFacts(NamedTuple):
+    """The differences between the facts of two models, certain ones first, and notes on facts that were not compared.
+
+    `described_in` names the files that were compared, such as config.json.
+    """
+
+    differences: tuple[ConfigDifference, ...]
+    notes: tuple[str, ...] = ()
+    described_in: str = CONFIG
+
+    @property
+    def certain(self) -> tuple[ConfigDifference, ...]:
+        return tuple(one for one in self.differences if one.is_certain)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts about the model at `path`: its model files, and what the trainer's own files report.
+
+    `reported` is in keys of config.json, where config.json has them; `reported_in` names the files. `adapter` is the
+    config of an adapter.
+    """
+
+    path: Path
+    companions: Companions = field(default_factory=Companions)
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    reported_in: str = ""
+    adapter: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, source: Checkpoint | Component, base: str | None = None) -> ModelFacts:
+        """Return the facts of the model in a checkpoint; its model files are in `base` if given.
+
+        Raises `Corrupt`, `IOFailure` or `Unsafe` for a file that cannot be read.
+        """
+        component = source.model_component if isinstance(source, Checkpoint) else source
+        facts = cls(source.path, find_companions(component.path, base))
+        if component.is_adapter:
+            return replace(facts, adapter=read_adapter_config(component.path))
+        try:
+            weights = find_weights(component.layout)
+        except (Mismatch, Unsupported):  # no model, or several
+            return facts
+        shapes, root = weights.layout.shapes, weights.layout.root
+        family = family_of(shapes, component.trainer, "", lambda name: is_there(root / name))
+        if family is None:
+            return facts
+        reported = reported_by(family, weights.whole)
+        return replace(facts, reported=reported, reported_in=family.sizes_file or f"files of {family.name}")
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        return self.companions.config
+
+    @property
+    def found_in(self) -> Path:
+        """Return the directory of config.json, or else the checkpoint."""
+        return self.companions.found_in or self.path
+
+    @property
+    def described_in(self) -> str:
+        """Return the name of the files with the facts: config.json, or else the trainer's own files."""
+        return CONFIG if self.config is not None else self.reported_in if self.reported else ""
+
+    @property
+    def are_known(self) -> bool:
+        return self.config is not None or bool(self.reported)
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Return the names of the files with these facts."""
+        if self.adapter is not None:
+            return frozenset((ADAPTER_CONFIG,))
+        return frozenset(
+            (self.described_in, *(name for name in self.companions.files if is_module(name) or is_code(name)))
+        )
+
+    @cached_property
+    def modules(self) -> dict[str, Any]:
+        """Return the classes of the modules after a transformer, and their settings; {} for other models."""
+        files = {name: parse_json(data, Path(name)) for name, data in self.companions.files.items() if is_module(name)}
+        settings = {name.partition("/")[0]: one for name, one in files.items() if "/" in name}
+        listed = files.get(MODULES)
+        entries = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        types = [str(one.get("type")).rpartition(".")[2] for one in entries]
+        return {MODULES: types, **settings} if types else {}
+
+    def compare(self, other: ModelFacts) -> ComparedFacts:
+        """Return the differences that let two models compute different results from equal tensors."""
+        if self.adapter is not None and other.adapter is not None:
+            different = tuple(find_adapter_differences(self.adapter, other.adapter))
+            return ComparedFacts(different, tuple(self.note_on_bases(other)), ADAPTER_CONFIG)
+        modules = compare(*flatten_both(self.modules, other.modules))
+        differences = [*self.find_differences(other), *modules, *self.find_code_differences(other)]
+        differences.sort(key=lambda one: not one.is_certain)
+        return ComparedFacts(tuple(differences), tuple(self.list_gaps(other)), self.describe_files(other))
+
+    def find_differences(self, other: ModelFacts) -> list[ConfigDifference]:
+        """Return the differences of the configs, or else of the facts that the trainers' files report."""
+        differences: list[ConfigDifference] = []
+        if self.config is not None and other.config is not None:
+            differences = find_differences(self.config, other.config)
+        elif other.config is not None:
+            differences = find_contradictions(self.reported, other.config)
+        elif self.config is not None:
+            found = find_contradictions(other.reported, self.config)
+            differences = [ConfigDifference(key, there, here, certain) for key, here, there, certain in found]
+        if differences or not (self.reported and other.reported):
+            return differences
+        return compare(*flatten_both(self.reported, other.reported))
+
+    def find_code_differences(self, other: ModelFacts) -> Iterator[ConfigDifference]:
+        """Yield the Python files that differ, if both models have code of their own."""
+        ours, theirs = (
+            {name: f"CRC-32 {crc32(data):08x}" for name, data in facts.companions.files.items() if is_code(name)}
+            for facts in (self, other)
+        )
+        if ours and theirs:
+            for name in sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
+                yield ConfigDifference(name, ours.get(name), theirs.get(name), is_certain=False)
+
+    def describe_files(self, other: ModelFacts) -> str:
+        """Return the name of the files that describe both models."""
+        one, two = self.described_in, other.described_in
+        return one if one == two or not two else f"{one} and {two}" if one else two
+
+    def note_on_bases(self, other: ModelFacts) -> Iterator[str]:
+        """Yield a note if two adapters name different base models."""
+        ours, theirs = bases_of(self.adapter or {}, other.adapter or {})
+        if ours != theirs:
+            yield f"the adapter is for the base `{ours}`, the one in {other.path} for `{theirs}`"
+
+    def list_gaps(self, other: ModelFacts) -> Iterator[str]:
+        """Yield a note if only one of the two has a config.json."""
+        if (self.config is None) == (other.config is None):
+            return
+        without = self if self.config is None else other
+        rest = f"compared only the facts in {without.reported_in}" if without.reported else "did not compare"
+        how = "" if without.reported else " how the models compute"
+        yield f"{CONFIG} is missing in {without.path}, so ckptkit {rest}{how}"
+
+
+def is_module(name: str) -> bool:
+    return name == MODULES or name.endswith(f"/{CONFIG}")
+
+
+def is_code(name: str) -> bool:
+    return name.endswith(".py")
