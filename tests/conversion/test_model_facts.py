@@ -28,11 +28,19 @@ YAML = (
 
 def write_nanogpt(path: Path, heads: int) -> Path:
     shapes = {
-        "wte.weight": (16, 8), "wpe.weight": (4, 8), "ln_f.weight": (8,), "ln_f.bias": (8,),
+        "wte.weight": (16, 8),
+        "wpe.weight": (4, 8),
+        "ln_f.weight": (8,),
+        "ln_f.bias": (8,),
         **{f"h.0.ln_{i}.{kind}": (8,) for i in (1, 2) for kind in ("weight", "bias")},
-        "h.0.attn.c_attn.weight": (24, 8), "h.0.attn.c_attn.bias": (24,), "h.0.attn.c_proj.bias": (8,),
-        "h.0.attn.c_proj.weight": (8, 8), "h.0.mlp.c_fc.weight": (32, 8), "h.0.mlp.c_fc.bias": (32,),
-        "h.0.mlp.c_proj.weight": (8, 32), "h.0.mlp.c_proj.bias": (8,),
+        "h.0.attn.c_attn.weight": (24, 8),
+        "h.0.attn.c_attn.bias": (24,),
+        "h.0.attn.c_proj.bias": (8,),
+        "h.0.attn.c_proj.weight": (8, 8),
+        "h.0.mlp.c_fc.weight": (32, 8),
+        "h.0.mlp.c_fc.bias": (32,),
+        "h.0.mlp.c_proj.weight": (8, 32),
+        "h.0.mlp.c_proj.bias": (8,),
     }
     source = torch.Generator().manual_seed(0)
     weights = {f"transformer.{name}": torch.randn(shape, generator=source) for name, shape in shapes.items()}
@@ -207,8 +215,11 @@ def write_adapter(root: Path, change: dict[str, Any]) -> Path:
 
 def test_an_adapter_that_changes_its_base(tmp_path: Path) -> None:
     changes: dict[str, dict[str, Any]] = {
-        "plain": {}, "zeros": {"init_lora_weights": False}, "gaussian": {"init_lora_weights": "gaussian"},
-        "pissa": {"init_lora_weights": "pissa"}, "other": {"base_model_name_or_path": "org/other"},
+        "plain": {},
+        "zeros": {"init_lora_weights": False},
+        "gaussian": {"init_lora_weights": "gaussian"},
+        "pissa": {"init_lora_weights": "pissa"},
+        "other": {"base_model_name_or_path": "org/other"},
     }
     plain, *others = (write_adapter(tmp_path / name, change) for name, change in changes.items())
     keys = {root.name: [one.key for one in ckptkit.diff(plain, root).configs] for root in others}
