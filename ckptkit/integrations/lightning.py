@@ -31,6 +31,7 @@ from ckptkit.io.path import to_local
 from ckptkit.layout import Layout
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.keeper import find_holds
+from ckptkit.runs.readers import readers_in
 from ckptkit.storage.entries import find_archive, read_value
 from ckptkit.storage.ranks import cause_of
 from ckptkit.storage.writer import Writer
@@ -108,13 +109,16 @@ class CkptkitIO(TorchCheckpointIO):
         return {**{name: value for name, (value,) in entries.items()}, **with_tensors(form, load)}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, unless it is pinned or a watch is handling it. Renames it to a hidden name first."""
+        """Delete a checkpoint, unless it is pinned, in use by a watch, or read by another entry of the run.
+
+        Renames it to a hidden name first.
+        """
         directory = Path(path)
         if not directory.is_dir():
             super().remove_checkpoint(directory)
             return
         with deleting(directory.parent, patience=_PATIENCE):
-            if not find_holds(directory):
+            if not (find_holds(directory) or directory.name in readers_in(directory.parent)):
                 delete(directory)
 
 

@@ -32,6 +32,7 @@ from ckptkit.io.progress import Progress, Told, report_progress
 from ckptkit.runs.demote import demote, plan_demotion
 from ckptkit.runs.keeper import RunBackend, find_holds, keeper_of, refuse_checkpoint, run_of
 from ckptkit.runs.ls import in_one_line, measure
+from ckptkit.runs.readers import Readers, readers_in
 from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, check_metric, decide, read_metrics
 from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
@@ -97,7 +98,8 @@ def prune(
     """Choose which checkpoints of a run to keep, and with `yes` delete the others, the oldest first.
 
     Keeps the newest checkpoint, the `keep_last` newest, checkpoints whose step is a multiple of `keep_every`, the best
-    by `keep_best` (METRIC[:min|max][:N]), pinned checkpoints, and checkpoints that a latest-checkpoint file names.
+    by `keep_best` (METRIC[:min|max][:N]), pinned checkpoints, checkpoints that a latest-checkpoint file names, and
+    checkpoints that an entry of the run reads which stays: through a link, or as the base of an adapter.
 
     With `demote`, the other checkpoints become Hugging Face models in bfloat16 instead. `demote` works neither on
     several disks nor on S3. If a run is on several disks, a checkpoint is deleted from all of them or from none.
@@ -132,7 +134,8 @@ def make_plan(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     """Return the decision on every directory of a run. Keeps a checkpoint that another process is replacing."""
     root, unfinished = keeper.root, keeper.unfinished()
     paths = [path for path in folders(root) if not path.name.startswith(".") and path not in unfinished]
-    examined = {path: examine(path) for path in paths}
+    readers = readers_in(root)
+    examined = {path: examine(path, readers.get(path.name, ())) for path in paths}
     other = [
         PruneEntry(path, Checkpoint.at(path).own_step, measure(path)[0], keeper.work_on(path) or fault)
         for path, fault in examined.items()
@@ -164,11 +167,11 @@ def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, 
         return replace(entry, reason=work)
     if not demote:
         return replace(entry, reason="no rule keeps it", freed_bytes=entry.nbytes)
-    if saved.is_weights_only:
-        return replace(entry, reason="only weights already")
+    if saved.is_weights_only or saved.read_by:  # also by checkpoints that are demoted, because these stay
+        return replace(entry, reason="only weights already" if saved.is_weights_only else saved.read_by[0][1])
     try:
         demotion = plan_demotion(saved.path)
-    except (Mismatch, NotACheckpoint, Unsupported, Usage) as error:
+    except (Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
         return replace(entry, reason=f"cannot be demoted: {error.message}")
     freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
@@ -206,7 +209,7 @@ def demote_entry(entry: PruneEntry, jobs: int | None, progress: Told | None) -> 
     return replace(entry, reason=reason, freed_bytes=nbytes - measure(entry.path)[0])
 
 
-def examine(path: Path) -> SavedCheckpoint | str:
+def examine(path: Path, read_by: Readers) -> SavedCheckpoint | str:
     """Return the checkpoint in a directory, or the reason why prune ignores it. Reads no tensors."""
     checkpoint = Checkpoint.at(path)
     step = checkpoint.own_step
@@ -223,6 +226,6 @@ def examine(path: Path) -> SavedCheckpoint | str:
     if problems:
         return f"incomplete or damaged: {in_one_line(problems[0], path)}"
     try:
-        return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
+        return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only, read_by)
     except (Corrupt, Unsafe) as error:
         return f"cannot be read: {in_one_line(error, path)}"

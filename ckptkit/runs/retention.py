@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,7 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Corrupt, Usage, too_small
 from ckptkit.io.file import read_small
 from ckptkit.runs.keeper import find_holds
+from ckptkit.runs.readers import Readers, readers_in
 from ckptkit.trainers import metrics_files
 
 
@@ -72,6 +73,7 @@ class SavedCheckpoint:
     """A complete checkpoint of a run: its directory, its step, and its metrics.
 
     `holds` are reasons to keep it whatever the rules say. `is_weights_only` means that no training can resume from it.
+    It also stays while one of the entries in `read_by` does.
     """
 
     path: Path
@@ -79,6 +81,7 @@ class SavedCheckpoint:
     metrics: Mapping[str, float]
     holds: tuple[str, ...] = ()
     is_weights_only: bool = False
+    read_by: Readers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,23 @@ def decide(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdi
     """Return the decision on each checkpoint, newest first. Always keeps the newest that a training can resume from."""
     newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
     best = best_of(newest_first, policy.best) if policy.best else []
-    return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
+    return keep_what_is_read(
+        [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
+    )
+
+
+def keep_what_is_read(verdicts: list[Verdict]) -> list[Verdict]:
+    """Return the decisions, with each checkpoint kept that an entry of the run reads which stays."""
+    going = {verdict.saved.path.name for verdict in verdicts if not verdict.is_kept}
+    read = {
+        verdict.saved.path.name: tuple(reason for name, reason in verdict.saved.read_by if name not in going)
+        for verdict in verdicts
+        if not verdict.is_kept
+    }
+    if not any(read.values()):
+        return verdicts
+    kept = [replace(verdict, reasons=read.get(verdict.saved.path.name, verdict.reasons)) for verdict in verdicts]
+    return keep_what_is_read(kept)  # these may read older ones
 
 
 def reasons_for(
@@ -138,8 +157,15 @@ def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy
 
 def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
     """Return the complete checkpoints that `Run.save` wrote: without links, other names, and weights-only ones."""
+    readers = readers_in(run.root)
     return [
-        SavedCheckpoint(checkpoint.path, step, read_metrics(checkpoint.path), find_holds(checkpoint.path))
+        SavedCheckpoint(
+            checkpoint.path,
+            step,
+            read_metrics(checkpoint.path),
+            find_holds(checkpoint.path),
+            read_by=readers.get(checkpoint.path.name, ()),
+        )
         for checkpoint in run.checkpoints()
         if (step := checkpoint.own_step) is not None and checkpoint.path == run.checkpoint(step)
         if not checkpoint.path.is_symlink() and not checkpoint.is_weights_only

@@ -1,0 +1,91 @@
+"""Find the entries of a run that read a checkpoint beside them: links to it or into it, and adapters of it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
+from ckptkit.adapters.config import read_config
+from ckptkit.errors import Corrupt, Unsafe, Unsupported, translate_os_errors
+from ckptkit.io.file import folders
+from ckptkit.io.joined import roots_of
+from ckptkit.io.path import is_remote
+
+Readers = tuple[tuple[str, str], ...]  # the name of an entry of the run, and the reason why it needs the checkpoint
+
+
+def readers_in(root: Path) -> Mapping[str, Readers]:
+    """Return, by its name, the readers of each directory of the run at `root` that another directory of it reads.
+
+    Does not look at links in the run itself, which are trackers, and at hidden directories.
+    """
+    readers: dict[str, dict[str, str]] = defaultdict(dict)
+    directories = roots_of(root)
+    for entry in (entry for directory in directories for entry in folders(directory)):
+        if entry.name.startswith(".") or entry.is_symlink():
+            continue
+        for path in links_and_adapters(entry):
+            name = str(path.relative_to(entry.parent))
+            if path.is_symlink():
+                target = Path(os.path.realpath(path))
+                reads = entry_with(target, directories)
+                reason = f"`{name}` links {'to' if target.name == reads else 'into'} it"
+            else:
+                reads = base_of_adapter(path, directories)
+                reason = f"the adapter in `{path.parent.relative_to(entry.parent)}` has it as its base"
+            if reads not in (None, entry.name):
+                readers[str(reads)].setdefault(entry.name, reason)
+    return {name: tuple(sorted(by_entry.items())) for name, by_entry in readers.items()}
+
+
+def links_and_adapters(directory: Path) -> Iterator[Path]:
+    """Yield the links and the adapter configs below a directory, without following links.
+
+    In a store, which has no links, yields only the config in the directory itself.
+    """
+    if is_remote(directory):
+        yield from [directory / ADAPTER_CONFIG] if (directory / ADAPTER_CONFIG).is_file() else []
+        return
+    pending = [directory]
+    while pending:
+        with translate_os_errors(directory):
+            try:
+                with os.scandir(pending.pop()) as scanned:  # faster than an `lstat` of thousands of shards
+                    entries = sorted(scanned, key=lambda entry: entry.name)
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+        yield from (Path(entry) for entry in entries if entry.is_symlink() or entry.name == ADAPTER_CONFIG)
+        pending += (Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def entry_with(path: Path, directories: Sequence[Path]) -> str | None:
+    """Return the entry of the run in `directories` that is at a path or contains it, None without."""
+    for root in (directory.resolve() for directory in directories):
+        if root in path.parents:
+            return path.relative_to(root).parts[0]
+    return None
+
+
+def base_of_adapter(config: Path, directories: Sequence[Path]) -> str | None:
+    """Return the entry of the run that an adapter's config names as its base, None without.
+
+    The config has the path that the user passed. It may be relative to any directory, or of another mount, so the names
+    of the run and of the entry decide.
+    """
+    try:
+        base = read_config(config).base
+    except (Corrupt, Unsafe, Unsupported):
+        return None
+    if base is None:
+        return None
+    if inside := entry_with(Path(os.path.realpath(base)), directories):
+        return inside
+    parts = PurePosixPath(os.path.normpath(base.replace("\\", "/"))).parts
+    for directory in directories:
+        at = [i for i, part in enumerate(parts) if (directory / part).is_dir() and part not in ("/", "..")]
+        if at and (at[0] == 0 or parts[at[0] - 1] in (directory.resolve().name, "..")):
+            return parts[at[0]]
+    return None
