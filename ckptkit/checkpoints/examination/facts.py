@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -59,11 +60,14 @@ class Facts:
 
     @cached_property
     def shapes_by_name(self) -> Mapping[str, set[Shape]]:
-        """Return the possible shapes for a parameter name; every suffix of a key path counts as a name."""
+        """Return the possible shapes for a parameter name; every suffix of a key path counts as a name.
+
+        A tensor in a list has no name: its number is not the number of a parameter.
+        """
         shapes: dict[str, set[Shape]] = defaultdict(set)
         for name in self.weights:
             key = self.layout.key(name)
-            for start in range(len(key)):
+            for start in range(len(key) if isinstance(key[-1], str) else 0):
                 shapes[".".join(map(str, key[start:]))].add(self.layout.tensors[name].spec.shape)
         return shapes
 
@@ -111,6 +115,20 @@ class Facts:
         """Return the shapes of the weights that a parameter's name may mean, ignoring wrapper prefixes."""
         return self.shapes_by_name.get(self.plain_names.get(without_wrappers(name), name), set())
 
+    def shapes_of_parameter(self, above: KeyPath, parameter: str) -> set[Shape]:
+        """Return the shapes of the weights that a parameter of the optimizer at a key path may be.
+
+        An index means a weight only by the recorded names, or if the optimizer names its parameters.
+        """
+        name = self.names_of_indices(above).get(parameter, parameter)
+        is_name = not name.isdecimal() or above in self.named_optimizers
+        return self.shapes_of(name) if is_name else set()
+
+    @cached_property
+    def named_optimizers(self) -> frozenset[KeyPath]:
+        """Return the key paths of the optimizers whose groups list parameters by name."""
+        return frozenset(optimizer.above for optimizer in self.optimizers if not optimizer.is_numbered)
+
     def place_of(self, key: KeyPath) -> StatePlace | None:
         """Return the optimizer, parameter and kind that a key path means; None if it is not a state."""
         last = str(key[-1])
@@ -135,14 +153,16 @@ class Facts:
 
     def names_of_indices(self, above: KeyPath) -> Mapping[str, str]:
         """Return the recorded name of each parameter of the optimizer at a key path, by its index as text."""
-        optimizer = next(
-            (candidate for candidate in self.optimizers if candidate.above == above and candidate.is_numbered), None
-        )
-        try:
-            names = recorded_names(self.layout, optimizer) if optimizer else {}
-        except _UNREADABLE:
-            return {}
-        return {str(index): name for index, name in names.items()}
+        return self._names_of_indices.get(above, {})
+
+    @cached_property
+    def _names_of_indices(self) -> Mapping[KeyPath, Mapping[str, str]]:
+        names: dict[KeyPath, Mapping[str, str]] = {}
+        for optimizer in self.optimizers:
+            with suppress(*_UNREADABLE):
+                recorded = recorded_names(self.layout, optimizer) if optimizer.is_numbered else {}
+                names[optimizer.above] = {str(index): name for index, name in recorded.items()}
+        return names
 
     def settings(self, above: KeyPath, name: str) -> Iterator[object]:
         """Yield the values of a setting in the parameter groups of the optimizer at a key path."""

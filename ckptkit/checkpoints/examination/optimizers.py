@@ -17,20 +17,11 @@ from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
+from ckptkit.models.names.elementwise import ELEMENTWISE, SECOND_MOMENTS
 from ckptkit.models.names.group_map import GROUP_MAP
 
-# elementwise states. Sources: torch/optim, facebookresearch/schedule_free,
-# NVIDIA/apex and NVIDIA/TransformerEngine
-_ELEMENTWISE = frozenset(
-    [
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "exp_avg_slow", "exp_avg_diff", "exp_avg_res"),
-        *("momentum_buffer", "square_avg", "acc_delta", "grad_avg", "z"),
-        *("master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"),
-    ]
-)
-_SECOND_MOMENTS = frozenset(
-    ["exp_avg_sq", "max_exp_avg_sq", "square_avg"]
-)  # some optimizers have one for each row or slice
+# elementwise states whose names no other optimizer uses for states of another shape
+_JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1", "state2"}
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
 _MARKS_OF_PACKED_STATES = (
     "projector",
@@ -42,9 +33,9 @@ _FLOATS = ("float", "small_float")
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
 # States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
 # gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
-_COMMON_STATES = _ELEMENTWISE.difference(
+_COMMON_STATES = ELEMENTWISE.difference(
     ["max_exp_avg_sq", "master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"]
-) | {"sum", "state1", "state2"}
+)
 # states of an optimizer with the setting `amsgrad`, if it has no other states. Source: torch/optim/adam.py
 _AMSGRAD, _ADAM, _BESIDE_ADAM = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
 
@@ -60,10 +51,9 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
     for above, states in facts.states.items():
         if facts.has_setting(above, _LOW_RANK):
             continue
-        names = facts.names_of_indices(above)
         fitting, odd = 0, []
         for index, entries in states.items():
-            shapes = facts.shapes_of(names.get(index, index))
+            shapes = facts.shapes_of_parameter(above, index)
             is_index = not shapes and index.isdecimal()
             wrong = misshaped_states(facts, entries, every if is_index else shapes) if shapes or is_index else {}
             if is_index and not any(len(shape) == _FUSED for shape in every):
@@ -93,10 +83,10 @@ def misshaped_states(
     if any(word in kind for word in _MARKS_OF_PACKED_STATES for kind in specs):
         return {}
     kinds_by_shape: dict[Shape, tuple[str, ...]] = {}
-    main_shapes = {spec.shape for kind, spec in specs.items() if kind in _ELEMENTWISE - _SECOND_MOMENTS}
-    for kind in _ELEMENTWISE & specs.keys():
+    main_shapes = {spec.shape for kind, spec in specs.items() if kind in _JUDGED - SECOND_MOMENTS}
+    for kind in _JUDGED & specs.keys():
         spec = specs[kind]
-        is_reduced = kind in _SECOND_MOMENTS and spec.shape not in main_shapes
+        is_reduced = kind in SECOND_MOMENTS and spec.shape not in main_shapes
         fits = any(fits_shape(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
             kinds_by_shape[spec.shape] = (*kinds_by_shape.get(spec.shape, ()), entries[kind])
@@ -132,7 +122,9 @@ def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
 def axes_of(facts: Facts, above: KeyPath, parameter: str) -> int:
     """Return the number of axes of a parameter, from its weight or else from its states."""
     states = facts.states.get(above, {}).get(parameter, {})
-    shapes = facts.shapes_of(parameter) or {facts.layout.tensors[name].spec.shape for name in states.values()}
+    shapes = facts.shapes_of_parameter(above, parameter) or {
+        facts.layout.tensors[name].spec.shape for name in states.values()
+    }
     return max(map(len, shapes), default=0)
 
 

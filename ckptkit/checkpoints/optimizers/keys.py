@@ -20,12 +20,11 @@ from ckptkit.layout import Blob, KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import check_numbers
 from ckptkit.layout.wrappers import is_record_of, read_recorded
+from ckptkit.models.names.elementwise import ELEMENTWISE, SECOND_MOMENTS
 from ckptkit.models.names.parameters import is_list_of_names, is_list_of_parameters
 
 NAMES, IDS = "names", "ids"
 _STATE, _GROUPS = "state", "param_groups"
-# states with the shape of their parameter, in every optimizer that has them
-_SHAPED = ("exp_avg", "momentum_buffer", "momentum", "exp_avg_sq", "square_avg", "sum", "state1")
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")  # of a matrix, in Adafactor
 
 
@@ -234,13 +233,14 @@ def shape_of(state: Mapping[str, Shape]) -> Shape | None:
 
     Raises `Unsupported` if none of its tensors shows the shape.
     """
-    known = next((state[name] for name in _SHAPED if name in state), None)
-    if known is not None:
-        return known
+    known = {name: shape for name, shape in state.items() if name.rpartition(".")[2] in ELEMENTWISE}
+    first_moments = {shape for name, shape in known.items() if name.rpartition(".")[2] not in SECOND_MOMENTS}
+    shapes = first_moments or set(known.values())
+    if len(shapes) == 1:
+        return shapes.pop()
     if all(name in state for name in _FACTORS):
         rows, columns = (state[name] for name in _FACTORS)
         return (*rows, *columns[-1:])
-    others = {shape for name, shape in state.items() if name != "step"}
-    if len(others) > 1:
+    if state.keys() - {"step"}:
         raise Unsupported(f"expected a state with the parameter's shape, found only {', '.join(sorted(state))}")
-    return others.pop() if others else None
+    return None

@@ -20,6 +20,7 @@ from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import whole
 from ckptkit.layout.edits import check_ways
 from ckptkit.layout.wrappers import own_name
+from ckptkit.models.names.elementwise import ELEMENTWISE
 from ckptkit.models.names.group_map import GROUP_MAP, HALVES
 from ckptkit.models.names.parameters import (
     BY_PARAMETER,
@@ -31,13 +32,6 @@ from ckptkit.models.names.parameters import (
 from ckptkit.models.names.translate import Translated, Turn
 from ckptkit.models.names.weights import Weights
 
-# elementwise states: those of torch/optim, and fp32 master weights
-ELEMENTWISE = frozenset(
-    [
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", "sum", "ax"),
-        *("momentum_buffer", "momentum", "prev", "step_size", "master_param", "fp32_param"),
-    ]
-)
 Origins = Mapping[str, tuple[str, ...]]  # the old names of each new name
 
 
@@ -184,7 +178,7 @@ def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -
     """Return the states of a kind if they have one element for each element of their parameter, otherwise {}.
 
     A square state may be a preconditioner of a square parameter. If no other state of its kind shows which it is, the
-    kind must be known from torch's optimizers.
+    kind must be known.
     """
     pairs = {name: (one.spec.shape, weights.tensors[name].spec.shape) for name, one in entries.tensors.items()}
     shaped = {name: one for name, one in entries.tensors.items() if pairs[name][0] == pairs[name][1]}

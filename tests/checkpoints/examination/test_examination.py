@@ -329,3 +329,33 @@ def test_no_zeros_for_a_state_under_another_name(
     (found,) = ckptkit.doctor(tmp_path / "step-1").findings
     assert found.code in ("prefixed_state", "unknown_parameter", "wrapped_state")
     assert "never received a gradient" not in found.message
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"losses": [torch.tensor(1.0), torch.tensor(2.0)]},
+        {"losses": (torch.tensor(1.0), 2)},
+        {"losses": {0: torch.tensor(1.0)}},
+        {"losses": {"0": torch.tensor(1.0)}},
+        {"ema": {"shadow_params": [zeros(5), zeros(5, 7)]}},
+    ],
+)
+@pytest.mark.parametrize("save", [save_pt, save_dcp])
+def test_a_list_of_tensors_is_not_the_parameters_of_a_numbered_optimizer(
+    beside: dict[str, Any], save: Callable[[dict[str, Any], Path], None], tmp_path: Path
+) -> None:
+    save({**by_index(tree_with(None)), **beside}, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == set()
+
+
+def test_numbers_as_names_are_names(tmp_path: Path) -> None:
+    """An `nn.ParameterList` is the model, and torch's functions name the states."""
+    net = nn.ParameterList([zeros(2, 3), zeros(4)])
+    optimizer = torch.optim.Adam(net.parameters())
+    sum(one.square().sum() for one in net).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    tree = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
+    tree["optim"]["state"]["1"]["exp_avg"] = zeros(5)
+    save_dcp(tree, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == {"state_shape"}

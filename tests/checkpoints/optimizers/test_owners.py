@@ -400,3 +400,35 @@ def test_a_flattened_optimizer_that_was_rewritten_needs_an_order(tmp_path: Path)
     truth = optimizer.state_dict()["state"]
     torch.testing.assert_close({int(key): one for key, one in found["state"].items()}, truth, rtol=0, atol=0)
     ckptkit.convert(tmp_path / "two", tmp_path / "universal", to="universal", optimizer_order=file)
+
+
+@pytest.mark.parametrize(
+    ("state", "is_proof"),
+    [
+        ({"row_norm": torch.rand(4)}, False),
+        ({"row_norm": torch.rand(4), "scale": torch.tensor(1.0)}, False),
+        ({"scale": torch.tensor(1.0)}, False),
+        ({"hessian": torch.rand(4, 6)}, False),
+        ({"inner": {"per_row": torch.rand(4)}}, False),
+        ({"exp_avg": torch.rand(4), "master_param": torch.rand(4, 6)}, False),
+        ({"exp_avg": torch.rand(4, 6), "row_norm": torch.rand(4)}, True),
+        ({"exp_avg": torch.rand(4, 6), "exp_avg_sq": torch.rand(4, 1)}, True),
+        ({"inner": {"exp_avg": torch.rand(4, 6)}}, True),
+        ({"square_avg": torch.rand(4, 6)}, True),
+        ({"z": torch.rand(4, 6)}, True),
+    ],
+)
+def test_only_elementwise_states_prove_a_shape(state: dict[str, Any], is_proof: bool, tmp_path: Path) -> None:
+    """A state for each row of the weight has the shape of the bias."""
+    source = {
+        "model": {"fc.weight": torch.randn(4, 6), "fc.bias": torch.randn(4)},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), **state}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+    }
+    torch.save(source, tmp_path / "saved.pt")
+    done = ckptkit.convert(tmp_path / "saved.pt", tmp_path / "dcp", to="dcp")
+    states = {name.split(".state.")[1] for name in ckptkit.open(tmp_path / "dcp") if ".state." in name}
+    assert all(name.startswith("fc.weight." if is_proof else "0.") for name in states)
+    assert any("allow only one assignment" in note for note in done.notes) is is_proof
