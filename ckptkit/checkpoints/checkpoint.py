@@ -444,7 +444,7 @@ def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints whose name has a step, in the order of steps."""
     return sorted(
         (checkpoint for checkpoint in found if checkpoint.own_step is not None),
-        key=lambda checkpoint: (checkpoint.own_step or 0, checkpoint.name),
+        key=lambda checkpoint: trainers.order_of(checkpoint.own_step or 0, checkpoint.name),
     )
 
 

@@ -14,7 +14,7 @@ from ckptkit.errors import Corrupt, Usage, too_small
 from ckptkit.io.file import read_small
 from ckptkit.runs.keeper import find_holds
 from ckptkit.runs.readers import Readers, readers_in
-from ckptkit.trainers import metrics_files
+from ckptkit.trainers import metrics_files, order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Verdict:
 
 def decide(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdict]:
     """Return the decision on each checkpoint, newest first. Always keeps the newest that a training can resume from."""
-    newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
+    newest_first = sorted(checkpoints, key=lambda saved: order_of(saved.step, saved.path.name), reverse=True)
     best = best_of(newest_first, policy.best) if policy.best else []
     return keep_what_is_read(
         [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]

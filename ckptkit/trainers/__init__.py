@@ -292,6 +292,11 @@ def is_epoch(path: Path) -> bool:
     return number_in(path.name, "steps") is None and number_in(path.name, "epochs") is not None
 
 
+def order_of(step: int, name: str) -> tuple[int, int, str]:
+    """Return the sort key of a checkpoint in its run, oldest first: its step, the version of its name, the name."""
+    return step, number_in(name, "versions") or 0, name
+
+
 def step_of_place(path: Path) -> int | None:
     """Return the step in the name of a directory, or else of its parent; None if neither has one."""
     path = path.absolute()

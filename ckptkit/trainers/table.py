@@ -44,16 +44,17 @@ ACCELERATE = TrainerFacts(
 )
 
 # lightning/fabric/strategies/{fsdp,model_parallel}.py, lightning/pytorch/callbacks/model_checkpoint.py: a DCP directory
-# with `meta.pt`, or one file, named by values: `epoch=1-step=500.ckpt`.
+# with `meta.pt`, or one file, named by values: `epoch=1-step=500.ckpt`, and `epoch=1-step=500-v1.ckpt` if that exists.
 LIGHTNING = TrainerFacts(
     name="lightning",
     marks=(
         Mark("Lightning", files=(r"meta\.pt",)),
         Mark("Lightning", keys=("pytorch-lightning_version",)),
     ),
-    steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:\.ckpt)?",),
+    steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:-v[0-9]+)?(?:\.ckpt)?",),
     beside={r"meta\.pt": ""},
-    epochs=(r"epoch=([0-9]{1,18})(?:\.ckpt)?",),
+    epochs=(r"epoch=([0-9]{1,18})(?:-v[0-9]+)?(?:\.ckpt)?",),
+    versions=(r".*-v([0-9]{1,9})(?:\.ckpt)?",),
     last=(r"last(?:-v[0-9]+)?\.ckpt",),  # `save_last`: a copy, unless that is "link"
     best_keys=(("", ("callbacks", "*", "best_model_path")),),
 )

@@ -117,6 +117,8 @@ class TrainerFacts:
     best_trackers: tuple[str, ...] = ()
     # Files that a run may have before its first checkpoint.
     of_runs: tuple[str, ...] = ()
+    # Names of checkpoints with a version: the trainer counts it up if a checkpoint of the same name exists.
+    versions: tuple[str, ...] = ()
     # Checkpoints whose names say that they are the last one, beside those with a step in the name.
     last: tuple[str, ...] = ()
     # Where a checkpoint names the best one of its run: a small file of JSON, or "" for the checkpoint's own entries,

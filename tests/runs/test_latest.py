@@ -235,3 +235,19 @@ def test_the_best_one_is_never_pruned(tmp_path: Path, name_best: Lay) -> None:
     assert not (run / "step-200").exists()
     (kept,) = (entry for entry in done.keep if entry.path.name == "step-100")
     assert kept.reason.startswith("the best: ")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["{}.ckpt", "{}"])
+@pytest.mark.parametrize("stem", ["epoch=0-step=5", "step=5", "epoch=5"])
+def test_the_highest_version_of_a_name_is_the_newest(tmp_path: Path, stem: str, form: str) -> None:
+    """Lightning adds a version if a checkpoint of the name exists."""
+    for value, version in enumerate(["", "-v1", "-v2", "-v10"]):
+        path = tmp_path / "run" / form.format(f"{stem}{version}")
+        if path.suffix:
+            path.parent.mkdir(exist_ok=True)
+            torch.save({"state_dict": {"w": torch.full((4,), float(value))}}, path)
+        else:
+            dcp.save({"w": torch.full((4,), float(value))}, checkpoint_id=str(path), no_dist=True)
+    assert value_in(tmp_path / "run") == 3
+    assert ckptkit.ls(tmp_path / "run").latest == path

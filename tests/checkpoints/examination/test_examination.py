@@ -353,9 +353,9 @@ def test_numbers_as_names_are_names(tmp_path: Path) -> None:
     """An `nn.ParameterList` is the model, and torch's functions name the states."""
     net = nn.ParameterList([zeros(2, 3), zeros(4)])
     optimizer = torch.optim.Adam(net.parameters())
-    sum(one.square().sum() for one in net).backward()  # type: ignore[union-attr]
+    (net[0].sum() + net[1].sum()).backward()
     optimizer.step()
-    tree = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
-    tree["optim"]["state"]["1"]["exp_avg"] = zeros(5)
-    save_dcp(tree, tmp_path / "step-1")
+    states: Any = get_optimizer_state_dict(net, optimizer)
+    states["state"]["1"]["exp_avg"] = zeros(5)
+    save_dcp({"model": get_model_state_dict(net), "optim": states}, tmp_path / "step-1")
     assert codes_in(tmp_path / "step-1") == {"state_shape"}
