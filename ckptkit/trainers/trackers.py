@@ -10,6 +10,8 @@ step under a key such as `global_step`.
 
 from __future__ import annotations
 
+import codecs
+import csv
 import json
 import os
 import re
@@ -37,6 +39,9 @@ _OF_STEP = re.compile(
     r"((global|current|last|latest|best|resume|from|at)[-_]?)*(step|iter|iteration|checkpoint|ckpt)?", re.IGNORECASE
 )
 _PAIR = re.compile(r"\s*[\"']?([\w.-]*)[\"']?\s*[:=]\s*(.+)")
+_SECTION = re.compile(r"(\s*)(?:[\"']?([\w.-]+)[\"']?\s*:|\[+([\w.-]+)\]+)\s*")  # `best:` of YAML, `[best]` of TOML
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the `>` of PowerShell 5 writes it
+Keys = tuple[str, ...]  # the keys that lead to a value, from the outermost; "" for a line of text without a key
 _TOKEN = re.compile(r"[^\s/\\\"'`,;()\[\]{}<>]+")
 
 
@@ -63,7 +68,7 @@ class Tracker:
 
 def trackers_in(root: Path) -> list[Tracker]:
     """Return the trackers of the run in directory `root`, by name. Skips files that name no checkpoint."""
-    visible = [path for path in children(root) if not path.name.startswith(".")]
+    visible = [path for path in children(root) if not path.name.startswith(".") or is_hidden_tracker(path)]
     named = {stem_of(path.name): path.name for path in visible if may_be_step(path)}
     trackers_found: list[Tracker] = []
     for path in visible:
@@ -72,6 +77,11 @@ def trackers_in(root: Path) -> list[Tracker]:
         elif named and path.name not in named.values():
             trackers_found += mentions_in(path, named)
     return trackers_found
+
+
+def is_hidden_tracker(path: Path) -> bool:
+    """Return whether the name of a hidden file says that it names the latest or the best checkpoint: `.best`."""
+    return any(pattern.fullmatch(path.name) for pattern in (_LATEST, _OF_BEST)) and not path.is_symlink()
 
 
 def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
@@ -87,9 +97,8 @@ def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
         status = path.stat()
     pairs = pairs_in(path, status.st_size, status.st_mtime_ns) if status.st_size <= _LIMIT_OF_NOTES else ()
     mentioned: dict[str, set[str]] = {}
-    for key, value in pairs:
-        kind = "best" if _OF_BEST.fullmatch(key) else "latest" if _OF_LATEST.fullmatch(key) else ""
-        mentioned.setdefault(kind, set()).update(meant_by(key, value, named))
+    for keys, value in pairs:
+        mentioned.setdefault(kind_of(keys), set()).update(meant_by(keys[-1], value, named))
     highest = max(named.values(), key=lambda name: step_of(Path(stem_of(name))) or 0)
     for kind, names in mentioned.items():
         own = {int(number) for number in re.findall(r"[0-9]{1,18}", path.name)}
@@ -98,6 +107,12 @@ def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
             is_latest = path.name == _TENSORFLOW or _LATEST.fullmatch(path.name) is not None
             is_latest &= not is_best and not (kind == "" and mentioned.get("latest"))
             yield Tracker(path.name, min(names), is_latest, is_guess=not is_best)
+
+
+def kind_of(keys: Keys) -> str:
+    """Return "best" or "latest" by the innermost key that says either, "" without one."""
+    kinds = ("best" if _OF_BEST.fullmatch(key) else "latest" if _OF_LATEST.fullmatch(key) else "" for key in keys[::-1])
+    return next(filter(None, kinds), "")
 
 
 def meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]:
@@ -111,35 +126,62 @@ def meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]
 
 
 @lru_cache(maxsize=4096)  # every checkpoint that may be deleted needs the pairs of all files
-def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[str, object], ...]:  # noqa: ARG001
-    """Return the keys and values in a small file of JSON or text; a line without a key has the key ""."""
+def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[Keys, object], ...]:  # noqa: ARG001
+    """Return the keys and values in a small file of JSON, CSV or text."""
     try:
-        text = read_small(path, size).decode()
+        text = decode(read_small(path, size))
     except (Corrupt, IOFailure, Unsafe, ValueError):
         # the file may have any contents; one that is not text mentions nothing
         return ()
     try:
-        return tuple(leaves_of(json.loads(text), ""))
+        return tuple(leaves_of(json.loads(text), ("",)))
     except (ValueError, RecursionError):
         pass
     if "\0" in text:
         return ()
+    if path.suffix == ".csv":
+        rows = csv.DictReader(text.splitlines(), restkey="", restval="")
+        return tuple(leaf for row in rows for leaf in leaves_of(row, ("",)))
+    return tuple(pairs_of_text(text))
+
+
+def decode(content: bytes) -> str:
+    """Return text in UTF-8, or in UTF-16 with a byte order mark. Raises `ValueError` for other content."""
+    return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
+
+
+def pairs_of_text(text: str) -> Iterator[tuple[Keys, object]]:
+    """Yield the keys and values of lines such as `key: value`, also below a section.
+
+    A line without a key has the key "", and so has the only line of a text, also if it has a key.
+    """
     lines = [line for line in text.splitlines() if line.strip()]
-    matches = [(line, _PAIR.fullmatch(line)) for line in lines]
-    pairs = [(match[1], match[2]) for _, match in matches if match]
-    return (*pairs, *(("", line) for line, match in matches if not match or len(lines) == 1))
+    sections: list[tuple[int, str]] = []  # with the indentation
+    for line in lines:
+        indentation = len(line) - len(line.lstrip())
+        section = _SECTION.fullmatch(line)
+        while sections and indentation <= sections[-1][0] and (section or sections[-1][0] >= 0):
+            sections.pop()
+        keys = tuple(name for _, name in sections)
+        match = _PAIR.fullmatch(line)
+        if section:
+            sections.append((indentation, section[2]) if section[2] else (-1, section[3]))
+        elif match:
+            yield (*keys, match[1]), match[2]
+        if not match or len(lines) == 1:
+            yield (*keys, ""), line
 
 
-def leaves_of(value: Any, key: str) -> Iterator[tuple[str, object]]:
-    """Yield the values in JSON that are neither dicts nor lists, each with its last key."""
+def leaves_of(value: Any, keys: Keys) -> Iterator[tuple[Keys, object]]:
+    """Yield the values in JSON that are neither dicts nor lists, each with its keys."""
     if isinstance(value, dict):
         for own, member in value.items():
-            yield from leaves_of(member, own)
+            yield from leaves_of(member, (*keys, own))
     elif isinstance(value, list):
         for member in value:
-            yield from leaves_of(member, key)
+            yield from leaves_of(member, keys)
     else:
-        yield key, value
+        yield keys, value
 
 
 def is_for_resuming(path: Path) -> bool:
@@ -173,7 +215,8 @@ def read_text(path: Path) -> str:
     """
     keys = trainers.json_trackers().get(path.name)
     if keys is None:
-        return read_small(path, _LIMIT).decode("ascii").strip()
+        text = decode(read_small(path, _LIMIT)).strip()
+        return text if text.isascii() else ""
     value = json.loads(read_small(path, _LIMIT_OF_JSON))
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None

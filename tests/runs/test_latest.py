@@ -68,6 +68,13 @@ NAMED = {
     "any-step-in-json": tracker("last.json", json.dumps({"state": {"global_step": 100, "epoch": 200}})),
     "any-yaml": tracker("last_checkpoint.yaml", "path: ./step-100\nsave_steps: 200\n"),
     "tensorflow": tracker("checkpoint", TENSORFLOW),
+    "utf-16": lambda run: (run / "latest").write_bytes("step-100\r\n".encode("utf-16")),
+    "utf-16-be": lambda run: (run / "latest").write_bytes(b"\xfe\xff" + "step-100".encode("utf-16-be")),
+    "utf-8-bom": lambda run: (run / "latest").write_bytes("step-100\n".encode("utf-8-sig")),
+    "any-utf-16": lambda run: (run / "last_checkpoint").write_bytes("step-100\r\n".encode("utf-16")),
+    "any-json-bom": lambda run: (run / "last.json").write_bytes('{"step": 100}'.encode("utf-8-sig")),
+    "hidden": tracker(".latest", "step-100"),
+    "nested-latest": tracker("last.json", json.dumps({"latest": {"step": 100}, "best": {"step": 300}})),
     "link": link("last", "step-100"),
     "link-to-file": link("latest-rank0.pt", "step-100/model.safetensors"),
 }
@@ -78,6 +85,12 @@ NOT_NAMED = {
     "nothing": tracker("latest", "\n"),
     "older-last": old_last,
     "any-best": tracker("best_checkpoint.json", json.dumps({"path": "step-100"})),
+    "nested-best": tracker("best.json", json.dumps({"best": {"step": 100, "loss": 0.1}, "last": {"step": 300}})),
+    "nested-best-yaml": tracker("state.yaml", "best:\n  loss: 0.1\n  step: 100\nlast:\n  step: 300\n"),
+    "nested-best-toml": tracker("state.toml", "[best]\nloss = 0.1\nstep = 100\n[last]\nstep = 300\n"),
+    "best-csv": tracker("best.csv", "step,loss\n100,0.1\n"),
+    "hidden-best": tracker(".best", "step-100"),
+    "csv": tracker("log.csv", "step,loss\n100,0.1\n200,0.2\n300,0.1\n"),
     "any-same": tracker("latest_step.txt", "300"),
     "options": tracker("args.json", json.dumps({"save_steps": 100, "max_steps": 200, "seed": 100})),
     "log": tracker("log.txt", "saved step-100\nsaved step-200\n"),
@@ -159,7 +172,9 @@ def test_what_any_file_names_is_not_pruned(tmp_path: Path, name: str, keep: dict
     assert (run / "step-200").exists() is (name == "any-json" or "demote" in keep)
 
 
-@pytest.mark.parametrize("how", [*GUESSED, "any-best"])
+@pytest.mark.parametrize(
+    "how", [*GUESSED, *("any-best", "nested-best", "nested-best-yaml", "nested-best-toml", "best-csv", "hidden-best")]
+)
 def test_what_is_guessed_is_not_pruned(tmp_path: Path, how: str) -> None:
     run = lay(tmp_path / "run", 50, 100, 200, 300)
     (GUESSED | NOT_NAMED)[how](run)
