@@ -35,6 +35,14 @@ Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]
 
 _MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that every block needs in full, so that it fits in memory
 
+# the modules that are a `Conv1D` of transformers in GPT-2, OpenAI GPT, ImageGPT and CLVP; elsewhere, an `nn.Linear`
+_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
+
+
+def may_be_conv1d(weight: str) -> bool:
+    """Return whether a weight has the name of one that a `Conv1D` stores, with a row for each input."""
+    return weight.endswith(tuple(f"{name}.weight" for name in _CONV1D))
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
@@ -149,7 +157,7 @@ class Merging:
     def kind_of(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation in which a layer stores its weight.
 
-        The shapes decide; for a square weight the config does.
+        The shapes decide; for a square weight the type of the layer does.
         """
         shape, a, b = self.tensors[own].spec.shape, source.shape(update.a), source.shape(update.b)
         if len(shape) < 2:
@@ -170,6 +178,8 @@ class Merging:
         `fan_in_fan_out` is one switch for all layers, set for the last layer type that PEFT visited. If other layers of
         the adapter contradict the switch, it says nothing about a square weight.
         """
+        if not may_be_conv1d(own):
+            return LinearProduct
         is_turned = source.config.flag("fan_in_fan_out")
         # a layer that is not square and contradicts the switch shows that the switch is not valid for every layer
         for other in weight_updates_of(source.adapter):
@@ -179,7 +189,19 @@ class Merging:
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
                 message = f"`{own}` is square and `fan_in_fan_out` differs between layers: its orientation is unknown"
                 raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
-        return TransposedProduct if is_turned else LinearProduct
+        return TransposedProduct if self.is_conv1d(otherwise=is_turned) else LinearProduct
+
+    def is_conv1d(self, *, otherwise: bool) -> bool:
+        """Return whether such modules of the base are a `Conv1D`, by a matrix with a bias; `otherwise` without one.
+
+        PEFT corrects `fan_in_fan_out` by the type of the layer (`LoraModel._create_new_module`).
+        """
+        for name, tensor in self.base.tensors.items():
+            bias = self.base.tensors.get(f"{name.removesuffix('.weight')}.bias")
+            shape = tensor.spec.shape
+            if may_be_conv1d(name) and bias and len(set(shape)) == 2 == len(shape):
+                return bias.spec.shape == shape[1:]
+        return otherwise
 
     def parameter_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
         """Return the parameter of a module that an update changes: the only one with a fitting shape."""

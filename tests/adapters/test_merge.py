@@ -371,6 +371,25 @@ def test_a_square_weight_may_be_stored_either_way(tmp_path: Path) -> None:
     assert "attn.c_proj" in (raised.value.tensor or "")
 
 
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [
+        (tiny_llama, ["q_proj", "o_proj"]),
+        (tiny_llama, ["q_proj", "k_proj"]),
+        (tiny_gpt2, ["attn.c_proj"]),
+    ],
+)
+def test_the_type_of_the_layer_decides_and_not_the_switch(
+    make: Callable[[], Any], targets: list[str], says: bool, tmp_path: Path
+) -> None:
+    """PEFT corrects the switch by the type of each layer."""
+    made = Made(tmp_path, make(), target_modules=targets, fan_in_fan_out=make is tiny_gpt2)
+    edit(made.saved / SAID, fan_in_fan_out=says)
+    ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    assert_merged(tmp_path / "out", made.truth)
+
+
 def test_numbers_that_are_none(produce: Produce, tmp_path: Path) -> None:
     made = produce(lora)
     shutil.copytree(made.root / "saved", tmp_path / "saved")

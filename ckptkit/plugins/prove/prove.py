@@ -35,6 +35,10 @@ _MOST_LOGITS = 1 << 27  # numbers: 1 GiB in float64
 _WINDOW = re.compile(
     r"(sliding|attention|local_attention|attn)_window(_size)?|window_size|attention_chunk_size|index_topk"
 )
+_POSITIONS = re.compile(
+    r"max_((source|target)_)?position(s|_embeddings)|n_(positions|ctx)|(max_)?seq(uence)?_len(gth)?", re.IGNORECASE
+)
+_RESERVED = 2  # positions that some models leave unused before the first token: RoBERTa up to its padding token
 _BY_LENGTH = {  # rope types that change at a length, and the config keys with that length, in order
     "longrope": ("original_max_position_embeddings", "max_position_embeddings"),
     "su": ("original_max_position_embeddings", "max_position_embeddings"),
@@ -69,12 +73,28 @@ def choose_length(configs: Sequence[Mapping[str, Any]]) -> int:
     """Return how many tokens to run: past as many of these lengths as fit."""
     most = min(map(most_tokens, configs))
     reached = [length + _BEYOND for length in find_lengths(configs).values() if length + _BEYOND <= most]
-    return max([_FEWEST, *reached])
+    positions = [number for config in configs if (number := find_positions(config)) is not None]
+    length = max([_FEWEST, *reached])
+    return length if length <= min(positions, default=length) else max(1, min(positions) - _RESERVED)
+
+
+def find_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many positions a model has; None if any number works, as with rotary positions."""
+    text = text_section(config)
+    if rope_of(text):
+        return None
+    numbers = [number for key, number in text.items() if _POSITIONS.fullmatch(key) and type(number) is int]
+    return min((number for number in numbers if number > 0), default=None)
+
+
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section of a config that describes the model of text."""
+    return next((one for key in ("text_config", "decoder") if isinstance(one := config.get(key), Mapping)), config)
 
 
 def most_tokens(config: Mapping[str, Any]) -> int:
     """Return how many tokens of a model fit into memory and into minutes of computing."""
-    text = next((one for key in ("text_config", "decoder") if isinstance(one := config.get(key), Mapping)), config)
+    text = text_section(config)
     sizes = {key: int(text.get(key) or 1) for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
     stored = sizes["vocab_size"] + sizes["hidden_size"] * sizes["num_hidden_layers"]  # stored values per token
     flops = 2 * (
@@ -181,6 +201,9 @@ def prove(
     from ckptkit.plugins.prove.forward import choose_tokens, compare_logits  # imports torch
 
     described = [model.meta.model.config.to_dict() for model in (our_model, their_model)]
+    positions = [number for config in described if (number := find_positions(config)) is not None]
+    if wanted is not None and len(wanted) > min(positions, default=len(wanted)):
+        raise Usage(f"--tokens: expected at most {min(positions)} tokens, the model's positions, found {len(wanted)}")
     ids = choose_tokens(wanted, choose_length(described), seed, (our_model, their_model))
     logits = compare_logits(our_model, their_model, ids)
     return Proved(

@@ -31,6 +31,13 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
             364,
         ),
         ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 99}}, {}, 64),
+        ({"n_positions": 16}, {}, 14),
+        ({"max_position_embeddings": 40, "sliding_window": 32}, {"sliding_window": 32}, 38),
+        ({"max_target_positions": 30, "max_source_positions": 20}, {}, 18),
+        ({"text_config": {"n_ctx": 16, **SIZES}}, {}, 14),
+        ({"max_seq_len": 1}, {}, 1),
+        ({"max_position_embeddings": 64}, {}, 64),
+        ({"max_position_embeddings": 40, "rope_theta": 1e4}, {}, 64),
         ({"sliding_window": 1 << 20}, {"sliding_window": 1 << 20}, 64),
     ],
 )

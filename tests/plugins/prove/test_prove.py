@@ -285,3 +285,34 @@ def test_without_transformers_there_is_a_hint(llama: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=llama, capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
     assert "prove runs models with transformers, which is not installed (hint: pip install" in last
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "roberta", "distilbert"])
+def test_a_model_of_few_positions_runs_with_fewer_tokens(kind: str, tmp_path: Path) -> None:
+    from transformers import (
+        AutoModelForMaskedLM,
+        DistilBertConfig,
+        GPT2Config,
+        GPT2LMHeadModel,
+        OPTConfig,
+        OPTForCausalLM,
+        RobertaConfig,
+    )
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    of = {"intermediate_size": 48, "max_position_embeddings": 16}
+    models = {
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)),
+        "opt": lambda: OPTForCausalLM(OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32, **of)),
+        "roberta": lambda: AutoModelForMaskedLM.from_config(RobertaConfig(**sizes, **of)),
+        "distilbert": lambda: AutoModelForMaskedLM.from_config(
+            DistilBertConfig(dim=32, n_layers=1, n_heads=2, hidden_dim=48, **of, vocab_size=64)
+        ),
+    }
+    models[kind]().save_pretrained(tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "source")
+    done = prove(tmp_path / "out", against=tmp_path / "source")
+    assert done.is_ok
+    assert done.logits.tokens == 14
+    with pytest.raises(Usage, match=r"^tokens: expected at most 16 tokens, the model's positions"):
+        prove(tmp_path / "out", against=tmp_path / "source", tokens=[5] * 17)
