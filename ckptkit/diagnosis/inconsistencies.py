@@ -9,13 +9,17 @@ from ckptkit.checkpoints.examination.inconsistency import Certainty, Inconsisten
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, rewrite
 
-_BY_NAME = frozenset(["layer_gap", "empty_weight"])  # if the model is known, `find_names` reports each tensor
+# if the model is known, `find_names` reports each tensor
+_BY_NAME = frozenset(["layer_gap", "layer_lacks", "empty_weight"])
+_BY_SHAPE = frozenset(["bias", "head"])  # likewise `find_shapes`
 
 
 def find_inconsistencies(case: LoadTarget) -> Iterator[Finding]:
     """Yield the entries that contradict the rest of the checkpoint."""
     for inconsistency in case.inconsistencies:
-        is_reported = inconsistency.code in _BY_NAME and case.misfits is not None and bool(case.misfits.missing)
+        is_reported = case.misfits is not None and (
+            inconsistency.code in _BY_SHAPE or (inconsistency.code in _BY_NAME and bool(case.misfits.missing))
+        )
         if inconsistency.certainty > Certainty.NOTE and not is_reported:
             yield Finding(
                 inconsistency.code,

@@ -20,13 +20,23 @@ from ckptkit.checkpoints.examination.optimizers import (
     find_unknown_names,
     find_wrapped_states,
 )
-from ckptkit.checkpoints.examination.weights import find_empty_weights, find_layer_gaps, find_router_rows
+from ckptkit.checkpoints.examination.weights import (
+    find_bias_rows,
+    find_empty_weights,
+    find_head_rows,
+    find_layer_gaps,
+    find_odd_layers,
+    find_router_rows,
+)
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.layout import Layout
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]
 
-OF_WEIGHTS: tuple[Rule, ...] = (find_empty_weights, find_layer_gaps, find_router_rows)
+OF_WEIGHTS: tuple[Rule, ...] = (
+    *(find_empty_weights, find_layer_gaps, find_router_rows),
+    *(find_odd_layers, find_bias_rows, find_head_rows),
+)
 OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_training_point)
 OF_STATES: tuple[Rule, ...] = (find_state_shapes, find_state_kinds, find_wrapped_states, find_unknown_names)
 RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, find_lists)

@@ -59,6 +59,10 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "empty_weight": (Certainty.CERTAIN, "expected elements as in the other weights, found shape {found}"),
     "empty_tensor": (Certainty.LIKELY, "expected elements as in the other weights, found shape {found}"),
     "layer_gap": (Certainty.LIKELY, "expected {expected} numbered modules from 0, found no tensors for {missing}"),
+    "layer_lacks": (Certainty.LIKELY, "expected the tensor as in the other {others} layers, not found"),
+    "layer_differs": (Certainty.LIKELY, "expected {expected} as in the other {others} layers, found {found}"),
+    "bias": (Certainty.LIKELY, "expected a number for each of the {expected} rows of its weight, found {found}"),
+    "head": (Certainty.LIKELY, "expected {expected} rows as `{embedding}` has, found {found}"),
     "experts": (Certainty.LIKELY, "expected {expected} experts as `{other}` has, found {found}"),
     "router": (Certainty.LIKELY, "expected a row for each of {expected} experts, found {found} rows"),
     "training_point": (

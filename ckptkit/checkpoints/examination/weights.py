@@ -1,20 +1,27 @@
-"""Rules for the weights of a model: empty tensors, missing layers, routers and experts."""
+"""Rules for the weights of a model: empty tensors, layers that differ, biases, heads, routers and experts."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from ckptkit.checkpoints.examination.facts import Facts
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency, first_numbers
 from ckptkit.layout.wrappers import may_be_adapted
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
+_FEWEST_ALIKE = 3  # with fewer other layers, a layer that differs from them proves nothing
 _NUMBERED = re.compile(r"(.*?\b(?:layers|layer|h|blocks|block|experts))\.(\d+)\.(.+)")
 _EXPERTS = re.compile(r"(?:(.*)\.)?experts\.(.+)")
 _ROUTER = re.compile(r"(?:gate|router)(?:\.(?:gate|layer|linear|wg|proj|classifier))?\.weight|gate_weight")
 _MATRIX = 2  # dimensions of the weight of one expert
+_HEAD = re.compile(r"(.*\.)?(?:lm_head|embed_out)\.weight")
+_EMBEDDING = re.compile(
+    r"(?:(?:model|transformer|decoder|gpt_neox|language_model|text_model|backbone)\.)*"
+    r"(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight"
+)  # below the module of the head: another part of the model may have an embedding of its own
+Members = Mapping[str, Mapping[int, Mapping[str, str]]]  # list of modules -> number -> rest of the path -> entry
 
 
 def find_empty_weights(facts: Facts) -> Iterator[Inconsistency]:
@@ -38,20 +45,113 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
     Members of an `nn.Sequential` without parameters leave gaps, too. So only modules that contain modules count, and
     only if most numbers are present.
     """
-    members: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    if may_be_adapted(facts.weights.values()):
-        return  # an adapter only has the layers that it changes
-    for name in facts.weights.values():
-        at = 0
-        while match := _NUMBERED.match(name, at):
-            members[name[: match.end(1)]][int(match[2])].add(match[3])
-            at = match.start(3)
-    for above, numbered in members.items():
+    for above, numbered in numbered_modules(facts).items():
         missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
-        has_modules = any("." in rest for rests in numbered.values() for rest in rests)
+        has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
         if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
             data = {"expected": max(numbered) + 1, "missing": first_numbers(missing)}
             yield Inconsistency("layer_gap", above, data)
+
+
+def numbered_modules(facts: Facts) -> Members:
+    """Return the tensors in each list of layers or experts; {} for an adapter, which only has layers that it changes.
+
+    Lists in lists are members of both.
+    """
+    members: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    if may_be_adapted(facts.weights.values()):
+        return {}
+    for name, path in facts.weights.items():
+        at = 0
+        while match := _NUMBERED.match(path, at):
+            members[path[: match.end(1)]][int(match[2])][match[3]] = name
+            at = match.start(3)
+    return members
+
+
+def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the layers that alone lack a tensor, or alone have another shape or kind of dtype, of otherwise equal ones.
+
+    Layers may differ on purpose. So the first and the last layer do not count, nor does a layer with a tensor that no
+    other has, nor one whose modules differ in several shapes, as those of full attention among windows do.
+    """
+    for above, numbered in numbered_modules(facts).items():
+        if len(numbered) <= _FEWEST_ALIKE:
+            continue
+        for layer, odd in odd_members(facts, numbered).items():
+            others = len(numbered) - 1
+            lacking = tuple(f"{above}.{layer}.{rest}" for rest in odd if rest not in numbered[layer])
+            lacking = tuple(name for name in lacking if name not in facts.lost)
+            modules = {rest.removesuffix(".bias").removesuffix(".weight") for rest in odd}
+            if lacking and len(lacking) == len(odd):
+                yield Inconsistency("layer_lacks", lacking[0], {"others": others}, lacking)
+            elif not lacking and len(modules) == 1:
+                for rest in odd:
+                    if not facts.layout.tensors[numbered[layer][rest]].spec.numel:
+                        continue  # `find_empty_weights` yields it
+                    other = next(tensors for number, tensors in numbered.items() if number != layer)[rest]
+                    shown = {"expected": describe(facts, other), "found": describe(facts, numbered[layer][rest])}
+                    yield Inconsistency("layer_differs", numbered[layer][rest], {"others": others, **shown})
+
+
+def odd_members(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapping[int, Sequence[str]]:
+    """Return the tensors in which one of several layers differs from all the others, which are equal, by the layer."""
+    layers_by_rest: dict[str, dict[int, object]] = defaultdict(dict)
+    for layer, tensors in numbered.items():
+        for rest, name in tensors.items():
+            if ".experts." not in f".{rest}":  # the experts of a layer are a list of their own
+                spec = facts.layout.tensors[name].spec
+                layers_by_rest[rest][layer] = (spec.shape, spec.dtype.kind)
+    odd: dict[int, list[str]] = defaultdict(list)
+    others: set[int] = {min(numbered), max(numbered)}
+    for rest, specs in layers_by_rest.items():
+        kinds = Counter(specs.get(layer) for layer in numbered)
+        (_, most), *rare = kinds.most_common()
+        if most == len(numbered) - 1:
+            layer = next(layer for layer in numbered if specs.get(layer) == rare[0][0])
+            if layer in specs and len(specs) == 1:
+                others.add(layer)  # a kind of layer of its own
+            odd[layer].append(rest)
+    return {layer: rests for layer, rests in odd.items() if layer not in others}
+
+
+def describe(facts: Facts, name: str) -> str:
+    """Return the shape and dtype of a tensor as text."""
+    spec = facts.layout.tensors[name].spec
+    return f"{list(spec.shape)} {spec.dtype}"
+
+
+def find_bias_rows(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the biases that fit no axis of their matrix. A packed matrix proves nothing."""
+    entries = {path: name for name, path in facts.weights.items()}
+    for path, name in entries.items():
+        weight = entries.get(f"{path.removesuffix('.bias')}.weight")
+        if weight is None or not path.endswith(".bias"):
+            continue
+        bias_spec, spec = facts.layout.tensors[name].spec, facts.layout.tensors[weight].spec
+        is_matrix = len(spec.shape) == _MATRIX and spec.dtype.kind == "float" and len(bias_spec.shape) == 1
+        if is_matrix and bias_spec.shape[0] not in spec.shape:
+            yield Inconsistency("bias", name, {"expected": spec.shape[0], "found": bias_spec.shape[0]})
+
+
+def find_head_rows(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the heads that have another number of rows than the only embedding of tokens of the same model."""
+    for head, path in facts.weights.items():
+        match = _HEAD.fullmatch(path)
+        above = match[1] or "" if match else None
+        if above is None:
+            continue
+        embeddings = [
+            name
+            for name, other in facts.weights.items()
+            if other.startswith(above) and _EMBEDDING.fullmatch(other.removeprefix(above))
+        ]
+        shapes = [facts.layout.tensors[name].spec.shape for name in (head, *embeddings)]
+        if len(embeddings) != 1 or any(len(shape) != _MATRIX for shape in shapes):
+            continue
+        (found, width), (expected, its_width) = shapes
+        if width == its_width and found != expected:
+            yield Inconsistency("head", head, {"expected": expected, "found": found, "embedding": embeddings[0]})
 
 
 def find_router_rows(facts: Facts) -> Iterator[Inconsistency]:

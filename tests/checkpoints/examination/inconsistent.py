@@ -182,6 +182,47 @@ def unlisted_state(tree: Tree) -> None:
     tree["optimizer"]["param_groups"][0]["params"].remove("norm.weight")
 
 
+def replace_weight(tree: Tree, name: str, weight: torch.Tensor | None) -> None:
+    """Replace or remove a weight and its states."""
+    states = tree["optimizer"]["state"]
+    if weight is None:
+        del tree["model"][name], states[name]
+        tree["optimizer"]["param_groups"][0]["params"].remove(name)
+        return
+    tree["model"][name] = weight
+    zero = torch.zeros_like(weight, dtype=torch.float32)
+    states[name] = {"step": torch.tensor(1.0), "exp_avg": zero, "exp_avg_sq": zero.clone()}
+    group = tree["optimizer"]["param_groups"][0]["params"]
+    group += [] if name in group else [name]
+
+
+def missing_weight(tree: Tree) -> None:
+    """One layer lacks a tensor that the others have."""
+    replace_weight(tree, "layers.2.attn.wq.weight", None)
+
+
+def wide_weight(tree: Tree) -> None:
+    """One layer's tensor has another shape than the others'."""
+    replace_weight(tree, "layers.2.attn.wq.weight", torch.randn(12, 6))
+
+
+def packed_weight(tree: Tree) -> None:
+    """One layer's tensor was quantized, without a scale."""
+    replace_weight(tree, "layers.1.attn.wq.weight", torch.zeros(6, 6, dtype=torch.int8))
+
+
+def short_bias(tree: Tree) -> None:
+    """One rank's rows of a bias were saved."""
+    replace_weight(tree, "head.weight", torch.randn(5, 6))
+    replace_weight(tree, "head.bias", torch.randn(3))
+
+
+def short_head(tree: Tree) -> None:
+    """The embedding was resized, and the head was not."""
+    replace_weight(tree, "embed_tokens.weight", tree["model"]["embed.weight"].clone())
+    replace_weight(tree, "lm_head.weight", torch.randn(10, 6))
+
+
 CHANGES: dict[str, tuple[Callable[[Tree], None], set[str]]] = {
     change.__name__: (change, codes)
     for change, codes in (
@@ -205,12 +246,20 @@ CHANGES: dict[str, tuple[Callable[[Tree], None], set[str]]] = {
         (listed_twice, {"listed_twice"}),
         (unlisted_state, {"unlisted_state"}),
         (missing_layer, {"layer_gap"}),
+        (missing_weight, {"layer_lacks"}),
+        (wide_weight, {"layer_differs"}),
+        (packed_weight, {"layer_differs"}),
+        (short_bias, {"bias"}),
+        (short_head, {"head"}),
         (missing_experts, {"router"}),
         (experts_of_one_matrix, {"experts"}),
         (empty_weight, {"empty_weight"}),
     )
 }
-OF_WEIGHTS = ("missing_layer", "missing_experts", "experts_of_one_matrix", "empty_weight")
+OF_WEIGHTS = (
+    *("missing_layer", "missing_experts", "experts_of_one_matrix", "empty_weight"),
+    *("missing_weight", "wide_weight", "packed_weight", "short_bias", "short_head"),
+)
 
 
 def tree_with(change: str | None) -> Tree:
