@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, and_more
-from ckptkit.formats.rank_names import JOIN, find_series, find_set, has_number, is_numbered, says_part
+from ckptkit.formats.rank_names import JOIN, find_series, find_set, has_number, is_numbered, may_be_numbered, says_part
 from ckptkit.io.file import names_in
 from ckptkit.io.joined import JoinedPath
 from ckptkit.layout import Layout
@@ -129,7 +129,7 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
         return None
     series = series_of(file)
     is_first = not series and _RANK_0.fullmatch(stem_of(file.name)) is not None
-    if is_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
+    if may_be_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "its name counts ranks"
     elif series and all(
         has_same_tensors(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])

@@ -13,10 +13,12 @@ _NAMED = 6  # names in a message
 
 _OF = re.compile(r"(?<![0-9])(?P<number>[0-9]{1,8})[-_.]?of[-_.]?(?P<count>[0-9]{1,8})(?![0-9])")
 _WORLD = re.compile(r"world_?size[-_.]?(?P<count>[0-9]{1,8})[-_.]rank[-_.]?(?P<number>[0-9]{1,8})(?![0-9])")
-_AXES = "tp|pp|dp|mp|sdp|fsdp"  # kinds of ranks; `ep` and `cp` are missing because they also mean epoch and checkpoint
+_AXES = "tp|pp|dp|mp|sdp"  # kinds of ranks; `ep` and `cp` are missing because they also mean epoch and checkpoint
+# `fsdp_0` alone numbers models, not ranks, as in `pytorch_model_fsdp_0`
 _AXIS = re.compile(
-    rf"(?:(?<=[-_.])|^)(?:(?:(?:{_AXES})[-_.]?)?(?:rank|shard|part)|{_AXES})[-_.]?(?P<number>[0-9]{{1,8}})(?![0-9])"
+    rf"(?:(?<=[-_.])|^)(?:(?:(?:{_AXES}|fsdp)[-_.]?)?(?:rank|shard|part)|{_AXES})[-_.]?(?P<number>[0-9]{{1,8}})(?![0-9])"
 )
+_MAY_BE_AXIS = re.compile(r"(?:(?<=[-_.])|^)(?:stage[-_.]?|p)[0-9]{1,8}(?![0-9])")  # also a stage of a training
 _PART = re.compile(r"(?:(?<=[-_.])|^)(?:shard|part)[-_.]?[0-9]{1,8}(?![0-9])")
 _NUMBER = re.compile(r"(?:(?<=[-_.])|^)(?P<number>[0-9]{1,8})(?![0-9])")
 
@@ -62,6 +64,11 @@ def not_joined(found: Sequence[str], path: Path) -> Unsupported:
     names = ", ".join(found[:_NAMED]) + and_more(len(found) - _NAMED)
     message = f"{len(found)} ranks saved a part of the model each, and no rule joins them: {names}"
     return Unsupported(message, path=path, hint=JOIN)
+
+
+def may_be_numbered(name: str) -> bool:
+    """Return whether a name may contain the number of a rank or part: `stage_0`, `ckpt_p0`."""
+    return is_numbered(name) or _MAY_BE_AXIS.search(name) is not None
 
 
 def is_numbered(name: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import save_file
 
@@ -126,6 +127,8 @@ def test_a_file_whose_content_calls_it_one_of_several_is_refused(tmp_path: Path,
         ("ep0-ba5-rank0.pt", []),
         ("sdp_00.pt", []),
         ("rank0.pt", ["notes.txt"]),
+        ("stage_0.pt", []),
+        ("ckpt_p0.pt", []),
         ("lora_rank8.pt", ["lora_rank16.pt"]),
         ("ep1.pt", ["ep0.pt"]),
         ("model_tp2.pt", ["model_tp4.pt"]),
@@ -147,7 +150,15 @@ def test_a_file_that_is_one_of_one_is_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("rank0.pt", "ckpt-rank-0.pt", "mp_rank_00.pt", "model_rank_0.bin", "ckpt-rank-1.pt"),
+        *(
+            "rank0.pt",
+            "ckpt-rank-0.pt",
+            "mp_rank_00.pt",
+            "model_rank_0.bin",
+            "ckpt-rank-1.pt",
+            "stage_0.pt",
+            "ckpt_p0.pt",
+        ),
         *("model_0.pt", "model.0.pth", "model-0.bin", "consolidated.00.pth"),
     ],
 )
@@ -255,3 +266,16 @@ def test_models_of_other_widths_are_no_parts_of_one(tmp_path: Path) -> None:
     for number, width in enumerate((4, 8)):
         torch.save({"w": torch.ones(width, width), "norm": torch.ones(width)}, tmp_path / f"trial_{number}.pt")
     assert not ckptkit.inspect(tmp_path / "trial_0.pt").remarks
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_two_models_of_one_job_are_not_the_parts_of_one(tmp_path: Path) -> None:
+    for i in (0, 1):
+        dcp.save({"model": {"w": WEIGHT + i}}, checkpoint_id=tmp_path / "a" / f"pytorch_model_fsdp_{i}", no_dist=True)
+    words = "several checkpoints are in this directory: pytorch_model_fsdp_0, pytorch_model_fsdp_1"
+    for refused in (ckptkit.inspect, lambda source: ckptkit.consolidate(source, tmp_path / "out")):
+        with pytest.raises(CkptError, match=words) as raised:
+            refused(tmp_path / "a")
+        assert raised.value.hint == "pass one of them"
+    ckptkit.consolidate(tmp_path / "a" / "pytorch_model_fsdp_1", tmp_path / "out", names="keep")
+    assert ckptkit.open(tmp_path / "out")["w"].torch().equal(WEIGHT + 1)
