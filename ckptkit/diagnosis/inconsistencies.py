@@ -11,7 +11,7 @@ from ckptkit.diagnosis.finding import Finding, Fix, rewrite
 
 # if the model is known, `find_names` reports each tensor
 _BY_NAME = frozenset(["layer_gap", "layer_lacks", "empty_weight"])
-_BY_SHAPE = frozenset(["bias", "head"])  # likewise `find_shapes`
+_BY_SHAPE = frozenset(["bias"])  # likewise `find_shapes`
 
 
 def find_inconsistencies(case: LoadTarget) -> Iterator[Finding]:

@@ -62,9 +62,12 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "layer_lacks": (Certainty.LIKELY, "expected the tensor as in the other {others} layers, not found"),
     "layer_differs": (Certainty.LIKELY, "expected {expected} as in the other {others} layers, found {found}"),
     "bias": (Certainty.LIKELY, "expected a number for each of the {expected} rows of its weight, found {found}"),
-    "head": (Certainty.LIKELY, "expected {expected} rows as `{embedding}` has, found {found}"),
     "experts": (Certainty.LIKELY, "expected {expected} experts as `{other}` has, found {found}"),
     "router": (Certainty.LIKELY, "expected a row for each of {expected} experts, found {found} rows"),
+    "head": (
+        Certainty.NOTE,
+        "found {found} rows, but `{embedding}` has {expected}: one was resized, unless some tokens are input only",
+    ),
     "training_point": (
         Certainty.NOTE,
         f"{_TRAIN_MODE}: {_NO_AVERAGE}; call `optimizer.eval()` before the save",

@@ -204,8 +204,12 @@ def test_doctor_and_verify(change: str, tmp_path: Path) -> None:
     """Doctor finds all of it; for verify the certain ones are problems, and the others notes. Each is said once."""
     save_dcp(tree_with(change), tmp_path / "step-1")
     odd = examine(Checkpoint.at(tmp_path / "step-1").layout)
-    found = [one for one in ckptkit.doctor(tmp_path / "step-1").findings if one.code in CHANGES[change][1]]
-    assert [one.message for one in found] == [one.message for one in odd]
+    diagnosis = ckptkit.doctor(tmp_path / "step-1")
+    found = [one for one in diagnosis.findings if one.code in CHANGES[change][1]]
+    noted = [one for one in odd if one.certainty is Certainty.NOTE]
+    assert [one.message for one in found] == [one.message for one in odd if one not in noted]
+    assert {one.line for one in noted} <= {*diagnosis.notes}
+    assert bool(noted) is (change == "short_head")
     certain = [one for one in odd if one.certainty is Certainty.CERTAIN]
     for fast in (True, False):
         (checked,) = ckptkit.verify(tmp_path / "step-1", fast=fast)
@@ -359,3 +363,51 @@ def test_numbers_as_names_are_names(tmp_path: Path) -> None:
     states["state"]["1"]["exp_avg"] = zeros(5)
     save_dcp({"model": get_model_state_dict(net), "optim": states}, tmp_path / "step-1")
     assert codes_in(tmp_path / "step-1") == {"state_shape"}
+
+
+def keep(weights: dict[str, Tensor]) -> None:
+    """Change nothing."""
+
+
+def end_without_keys(weights: dict[str, Tensor]) -> None:
+    """The last layer shares keys and values of another."""
+    del weights["layers.5.k.weight"], weights["layers.5.v.weight"]
+
+
+def dense_first(weights: dict[str, Tensor]) -> None:
+    """The first layer is dense and wide."""
+    weights["layers.0.up.weight"] = zeros(9, 4)
+
+
+def full_attention(weights: dict[str, Tensor]) -> None:
+    """One layer of full attention among windows has larger heads."""
+    weights |= {"layers.2.q.weight": zeros(8, 4), "layers.2.k.weight": zeros(8, 4)}
+
+
+def other_kind(weights: dict[str, Tensor]) -> None:
+    """One layer of attention among layers of states."""
+    del weights["layers.2.up.weight"]
+    weights["layers.2.gate.weight"] = zeros(4, 4)
+
+
+def alternating(weights: dict[str, Tensor]) -> None:
+    """Every second layer lacks a norm, and has other heads."""
+    for layer in (1, 3, 5):
+        del weights[f"layers.{layer}.norm.weight"]
+        weights[f"layers.{layer}.k.weight"] = zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [keep, end_without_keys, dense_first, full_attention, other_kind, alternating],
+    ids=lambda one: one.__name__,
+)
+def test_layers_that_differ_on_purpose(change: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
+    weights = {
+        f"layers.{layer}.{name}.weight": zeros(*shape)
+        for layer in range(6)
+        for name, shape in {"q": (4, 4), "k": (4, 4), "v": (4, 4), "up": (6, 4), "norm": (4,)}.items()
+    }
+    change(weights)
+    save_pt({"model": weights}, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == set()
