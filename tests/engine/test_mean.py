@@ -80,12 +80,12 @@ def test_the_mean_is_that_of_numpy(data: st.DataObject) -> None:
         sources = [source(home / f"src{i}", each, FLOAT32, data) for i, each in enumerate(numbers)]
         dst = allocated(home / "dst", Spec(FLOAT32, shape), data.draw(tilings(shape)))
         found = averaged(home, sources, weights, dst, data.draw(st.integers(1, 3)))
-        with np.errstate(invalid="ignore"):
+        same = np.all([each.view(np.uint32) == numbers[0].view(np.uint32) for each in numbers], axis=0)
+        with np.errstate(invalid="ignore", over="ignore"):
             total = np.zeros(shape) - 0.0
             for weight, each in zip(weights, numbers, strict=True):
                 total = total + weight * each.astype(np.float64)
-        same = np.all([each.view(np.uint32) == numbers[0].view(np.uint32) for each in numbers], axis=0)
-        expected = np.where(same, numbers[0], total.astype(np.float32))
+            expected = np.where(same, numbers[0], total.astype(np.float32))
         np.testing.assert_array_equal(np.frombuffer(found, np.float32).reshape(shape), expected)
 
 
