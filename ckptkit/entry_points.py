@@ -19,7 +19,9 @@ class PluginSkipped(UserWarning):
 
 
 class PluginTable(Mapping[str, Line], Generic[Line]):
-    """The rows of ckptkit, `own`, followed by the `added` rows: entry points of `group` that are of type `kind`.
+    """A table of ckptkit's `own` rows, followed by the rows that plugins add (`added`).
+
+    A plugin adds a row with an entry point of `group` whose object has the type `kind`.
 
     Plugins are imported when a name is not in `own`, or when a loop has passed all rows of `own`.
     """

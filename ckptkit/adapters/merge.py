@@ -324,5 +324,5 @@ def with_tokenizer_of(adapters: Sequence[CheckedAdapter], model: Model) -> Model
     if not tokenizer:
         return model
     files = {name: read_small(path, TOKENIZER_LIMIT) for name, path in tokenizer.items()}
-    companions = replace(model.companions, files=model.companions.files | files, beside=tokenizer)
+    companions = replace(model.companions, files=model.companions.files | files, elsewhere=tokenizer)
     return replace(model, companions=companions).say(f"the tokenizer is the adapter's: {', '.join(tokenizer)}")

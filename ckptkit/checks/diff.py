@@ -208,7 +208,10 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
 
 
 def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
-    """Return both sides, ours renamed to the names that theirs has for equal tensors: weights first, then the rest."""
+    """Return both sides, with our tensors renamed to the names of equal tensors in theirs, and the renames.
+
+    Weights are matched first, then the other entries.
+    """
     before = ours.layout.names
     renames = find_renames(
         entries_missing_in(ours, theirs, ours.weights), entries_missing_in(theirs, ours, theirs.weights), jobs=jobs

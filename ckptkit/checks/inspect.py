@@ -1,4 +1,4 @@
-"""Describe a checkpoint from its metadata alone: its components, and the sizes of model, optimizer and rest."""
+"""Describe a checkpoint from its metadata: its components, and the sizes of model, optimizer and other entries."""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ from ckptkit.io.progress import Progress, Told, report_progress
 def make_manifest(
     source: Source, *, overwrite: bool = False, jobs: int | None = None, progress: Progress | None = None
 ) -> list[Verified]:
-    """Write `ckptkit.json` to each directory of the checkpoint at `source`, or of the latest one of a run.
+    """Write the manifest `ckptkit.json` of the checkpoint at `source`, or of the latest checkpoint of a run.
+
+    Each component, such as Accelerate's model and optimizer, gets a manifest in its own directory. A component that is
+    spread over several disks gets one, in the first directory.
 
     The first result lists the files in the checkpoint's directory that no manifest covers. Raises `Corrupt` if
     verifying finds a problem, and `Occupied` if a manifest exists. With `overwrite`, replaces the old manifest without

@@ -127,7 +127,7 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> list[Verified]:
-    """Look for damage in checkpoints, or in every checkpoint of a run. Returns a result for each component of each.
+    """Look for damage in checkpoints, or in every checkpoint of a run. Returns a result for each component.
 
     With `fast`, reads no tensors: checks the structure and, with a manifest, the checksums that the files record. If a
     store keeps checksums, such as S3, `fast` asks for them: with a manifest, its CRC-32 of each file proves the

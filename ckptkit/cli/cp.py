@@ -41,9 +41,9 @@ def cp(
 
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
 
-    SRC and DST may be local, s3://, gs:// or az://. SRC may also be https://. With --yes, DST may also be hf://org/name
-    or hf://buckets/org/name/folder. In a store, except in a repository of the Hub, --overwrite first removes the old
-    checkpoint: until the copy is complete, there is no checkpoint.
+    SRC and DST may be local, s3://, gs:// or az://. SRC may also be https:// or hf://org/name. With --yes, DST may also
+    be hf://org/name or hf://buckets/org/name/folder. In a store, except in a repository of the Hub, --overwrite first
+    removes the old checkpoint: until the copy is complete, there is no checkpoint.
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists,
     or another upload is running; 130 interrupted.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import AllowUnmatched, Base, Exclude, Include, Jobs, Map, OptimizerOrder
+from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs, Map, OptimizerOrder
 from ckptkit.cli.output import Json, Quiet, note, note_used, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.io.path import to_path
@@ -44,7 +44,10 @@ def diff(
         list[str] | None,
         typer.Option(metavar="'REGEX=>TEXT'", help="Rename the parameters of A first; repeatable."),
     ] = None,
-    base: Base = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json to translate names by."),
+    ] = None,
     optimizer_order: OptimizerOrder = None,
     every: Annotated[bool, typer.Option("--all", help="List every tensor on its own line.")] = False,
     jobs: Jobs = None,

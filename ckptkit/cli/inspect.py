@@ -43,7 +43,8 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is and what it contains.
 
-    Reads metadata only: it loads no tensors and runs no code from the checkpoint. PATH may also be a delta.
+    Reads metadata, and compares the bytes of a tied head with the embedding. Runs no code from the checkpoint. PATH may
+    also be a delta.
 
     Example: ckptkit inspect run/ckpt-500 --tree
 

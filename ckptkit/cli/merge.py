@@ -38,7 +38,7 @@ def merge(
 ) -> None:
     """Merge LoRA adapters into their base.
 
-    Works block by block: neither model is ever in memory as a whole.
+    Works block by block: a whole model is never in memory.
 
     Example: ckptkit merge meta-llama/Llama-3.1-8B run/checkpoint-500 out
 

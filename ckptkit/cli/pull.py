@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import Jobs, NoSync, Out, Overwrite
+from ckptkit.cli.conversion import Jobs, NoSync, Overwrite
 from ckptkit.cli.output import Json, Quiet, pick, print_json, print_table, progress_bar, say
+from ckptkit.io.path import to_local
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ def pull(
         str,
         typer.Argument(metavar="ORG/NAME[@REVISION]", help="The repository on the Hub; by default its main branch."),
     ],
-    out: Out,
+    out: Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The local directory to write.")],
     revision: Annotated[str | None, typer.Option(metavar="REVISION", help="A branch, a tag or a commit.")] = None,
     include: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Pull only matching files; repeatable.")

@@ -70,8 +70,8 @@ def train(
     Prints a line per step, and saves checkpoints to RUN/ckpt-N.
 
     train starts its own processes, or runs as one rank under `torchrun -m ckptkit train`. A resumed run uses the
-    settings in its train.toml. On SIGTERM or Ctrl-C it saves a checkpoint and ends; a second Ctrl-C ends it without
-    a save. RUN may be s3://bucket/prefix: each rank then sends its shards directly to the store.
+    settings in its train.toml. On SIGTERM or Ctrl-C, train saves a checkpoint and ends; a second Ctrl-C ends it
+    without a save. RUN may be s3://bucket/prefix: each rank then sends its shards directly to the store.
 
     Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 

@@ -178,4 +178,4 @@ def find_named_experts(case: LoadTarget, model: TargetModel, misfits: KeyMismatc
         f"the expert's number is at the end of the name: in {model.name} it is `{pattern.sub(_EXPERT[1], names[0])}`"
     )
     fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=model.name if model.asked else None)
-    return NamedExperts(renamed_misfits, Finding("experts", names[0], message, fix, names))
+    return NamedExperts(renamed_misfits, Finding("expert_names", names[0], message, fix, names))

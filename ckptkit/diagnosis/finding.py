@@ -140,7 +140,7 @@ def own_format(checkpoint: Checkpoint) -> str:
 
 # kinds of findings whose fix loses nothing and guesses nothing
 _CERTAIN = frozenset(
-    ["index", "empty_entry", "config_dtype", "empty_adapter", "experts", "wrapper", "torch_version", "world_size"]
+    ["index", "empty_entry", "config_dtype", "empty_adapter", "expert_names", "wrapper", "torch_version", "world_size"]
 )
 
 

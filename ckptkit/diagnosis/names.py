@@ -29,9 +29,10 @@ from ckptkit.words import count
 def say_renamed(
     checkpoint: Checkpoint, pairs: Mapping[str, str], rules: Sequence[str] | None, whose: str, base: str | None = None
 ) -> Iterator[Finding]:
-    """Yield a finding for each kind of rename in `pairs`, which maps old names to new ones. `whose` has the new names.
+    """Yield a finding for each kind of rename in `pairs`, which maps old names to new names.
 
-    `rules` rename all of them; None if too many rules would be needed.
+    `whose` is the model or checkpoint that uses the new names. `rules` rename all names in `pairs`; None if too many
+    rules would be needed.
     """
     fix = rewrite(checkpoint, rename=tuple(rules), base=base) if rules else None
     for line, members in by_change(pairs):
@@ -54,7 +55,7 @@ def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
             message = (
                 f"the names start with `{prefix}.` (added by {whose}); a model without that wrapper will not find them"
             )
-            yield Finding("wrapper", names[0], message, fix_removing_word(case, prefix), names)
+            yield Finding("wrapper", names[0], message, fix_removing_prefix(case, prefix), names)
 
 
 def raw_names(case: LoadTarget) -> dict[str, str]:
@@ -67,12 +68,12 @@ def raw_names(case: LoadTarget) -> dict[str, str]:
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 
 
-def fix_removing_word(case: LoadTarget, word: str) -> Fix:
-    """Return the command that removes a word from all names. An export drops the words of wrappers by default."""
+def fix_removing_prefix(case: LoadTarget, prefix: str) -> Fix:
+    """Return the command that removes a wrapper's prefix from all names; an export drops these prefixes by default."""
     if is_model(case.checkpoint):
         base = case.model.name if case.model and case.model.asked else None
         return export(case.checkpoint, base=base)
-    return rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(word)}\.=>\1",))
+    return rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(prefix)}\.=>\1",))
 
 
 def find_names(case: LoadTarget) -> Iterator[Finding]:

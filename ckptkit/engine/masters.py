@@ -24,7 +24,7 @@ _HALF = 1 << 15
 
 
 class RemaindersAsFloats:
-    """A verdict on masters that an optimizer stored as floats: how many of them were remainders."""
+    """The remark on fp32 master weights that an optimizer stored as floats: how many contained remainders."""
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
         """Return a sentence on the masters."""
@@ -36,13 +36,13 @@ _REMAINDERS_AS_FLOATS = RemaindersAsFloats()
 
 
 class Remainder:
-    """The recipe of a master: source 0 has the bfloat16 weight, another source the int16 remainder."""
+    """The recipe of an fp32 master weight: a bfloat16 weight in source 0, plus an int16 remainder in another source."""
 
     def __init__(self, name: str, source: int) -> None:
         self.operands = (Operand(0, name, FLOAT32), Operand(source, name, REMAINDERS))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
-        """Return the master as `dtype`."""
+        """Return the fp32 master weight as `dtype`."""
         weight, remainder = np.frombuffer(blocks[0], np.int32), np.frombuffer(blocks[1], np.int16)
         return as_stored(add(weight, remainder), FLOAT32, dtype), False
 

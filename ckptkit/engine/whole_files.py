@@ -27,14 +27,14 @@ def compare_read(
     `files` has the requested bytes of each file. Returns how many of these bytes were verified, and the files that were
     not. Raises `Corrupt` for a file that differs.
     """
-    runs: dict[SourceFile, list[Extent]] = {}
+    ranges: dict[SourceFile, list[Extent]] = {}
     for (number, path, offset), start, length, crc in read:
         if (number, path) in files:
-            runs.setdefault((number, path), []).append(Extent(path, offset + start, length, crc, ""))
+            ranges.setdefault((number, path), []).append(Extent(path, offset + start, length, crc, ""))
     compared = 0
     uncompared = []
     for (number, path), nbytes in files.items():
-        if compare_file(layouts[number], path, runs.get((number, path), ())):
+        if compare_file(layouts[number], path, ranges.get((number, path), ())):
             compared += nbytes
         else:
             uncompared.append(layouts[number].root / path)
@@ -46,54 +46,54 @@ def compare_headers(layout: Layout) -> None:
 
     Reads the remaining bytes. Raises `Corrupt` for a file that differs.
     """
-    for path, runs in runs_with_sums(layout).items():
-        if runs:
-            compare_file(layout, path, runs)
+    for path, ranges in ranges_with_sums(layout).items():
+        if ranges:
+            compare_file(layout, path, ranges)
 
 
 def compare_archives(layout: Layout) -> None:
-    """Verify each file with its CRC-32 where every chunk in its archives has one. Reads the remaining bytes.
+    """Verify the CRC-32 of each file in which every chunk has a CRC-32. Reads only the bytes between the chunks.
 
     Raises `Corrupt` for a file that differs. Its archives are undamaged, so another save or rank wrote it.
     """
     chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
     unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
-    for path, runs in runs_with_sums(layout).items():
-        if not runs or path in unknown:
+    for path, ranges in ranges_with_sums(layout).items():
+        if not ranges or path in unknown:
             continue
         try:
-            compare_file(layout, path, runs, most_between=layout.file_sums[path][0])
+            compare_file(layout, path, ranges, most_between=layout.file_sums[path][0])
         except Corrupt as error:
             message = "expected the file that the manifest describes, found one of another save or rank"
             raise Corrupt(message, path=layout.root / path, hint=RESTORE) from error
 
 
-def runs_with_sums(layout: Layout) -> dict[str, list[Extent]]:
+def ranges_with_sums(layout: Layout) -> dict[str, list[Extent]]:
     """Return the byte ranges of chunks that have a CRC-32, for each file that has one."""
-    runs: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
+    ranges: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
     for name, tensor in layout.tensors.items():
         for chunk in tensor.chunks:
-            if chunk.path in runs and chunk.crc32 is not None and not chunk.where:
+            if chunk.path in ranges and chunk.crc32 is not None and not chunk.where:
                 offset, length = chunk.bytes
-                runs[chunk.path][offset] = Extent(chunk.path, offset, length, chunk.crc32, name)
-    return {path: list(by_offset.values()) for path, by_offset in runs.items()}
+                ranges[chunk.path][offset] = Extent(chunk.path, offset, length, chunk.crc32, name)
+    return {path: list(by_offset.values()) for path, by_offset in ranges.items()}
 
 
-def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between: int | None = None) -> bool:
+def compare_file(layout: Layout, path: str, ranges: Iterable[Extent], most_between: int | None = None) -> bool:
     """Return whether a file could be compared with the CRC-32 in the layout.
 
-    `runs` are byte ranges with a known CRC-32. It cannot if more than `most_between` bytes are between the runs; the
-    default limit is a small part of the file. Raises `Corrupt` if the file differs.
+    `ranges` are byte ranges with a known CRC-32. A file is not compared if more than `most_between` bytes are outside
+    these ranges; the default limit is a small fraction of the file. Raises `Corrupt` if the file differs.
     """
     nbytes, recorded = layout.file_sums[path]
     if (size := file_size(layout.root / path)) != nbytes:
         message = f"expected {nbytes} bytes (manifest), found {size}"
         raise Corrupt(message, path=layout.root / path, hint=RESTORE)
-    ordered = sorted(runs, key=lambda run: run.offset)
-    ends = [0, *(run.offset + run.length for run in ordered)]
-    if any(run.offset < end for run, end in zip(ordered, ends, strict=False)):
+    ordered = sorted(ranges, key=lambda extent: extent.offset)
+    ends = [0, *(extent.offset + extent.length for extent in ordered)]
+    if any(extent.offset < end for extent, end in zip(ordered, ends, strict=False)):
         return False
-    between = nbytes - sum(run.length for run in ordered)
+    between = nbytes - sum(extent.length for extent in ordered)
     if not 0 <= between <= (max(nbytes // _MISSING_DIVISOR, _MISSING_BYTES) if most_between is None else most_between):
         return False
     crc = sum_file(layout.root, path, nbytes, ordered)

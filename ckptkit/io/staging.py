@@ -40,11 +40,12 @@ class Stage:
     Locks the destination from `open` to the end: a second process with the same destination gets `Occupied` while the
     first is alive, and removes its files if it has died.
 
-    `key` identifies the output. A directory with the same key is resumed, and `leave` keeps it for later. Several
-    processes that each write a `part` have it open at the same time, after each calls `let_others_in`.
+    `key` identifies the output. `open` resumes an unfinished directory with the same key, and `leave` keeps the
+    directory for a later call. Several processes that each write a `part` share the directory: each of them calls
+    `let_others_in`.
 
-    `check_other` is called with the key and notes of an unfinished output with another key; it may raise an error to
-    keep that output.
+    If an unfinished output has another key, `open` calls `check_other` with its key and notes before it removes the
+    output. `check_other` may raise an error to keep that output.
 
     With `is_file`, the destination becomes the only file in the directory.
     """
@@ -219,7 +220,9 @@ def make_empty(path: Path) -> None:
         if path.is_symlink():
             raise Unsafe("refusing to follow a symbolic link in place of the output", path=path, hint="remove it")
         if path.exists():
-            sync_path(path.parent)  # else a power failure may undo the rename that made it the old destination
+            sync_path(
+                path.parent
+            )  # else a power failure may undo the rename that moved the old destination to this path
             remove(path)
         again(path.mkdir)
 

@@ -54,23 +54,23 @@ _CONFIG_LIMIT = 1 << 24  # bytes; a config.json has a few kilobytes
 class Companions:
     """The content of the model files found in `found_in`, by file name, and the parsed `config` (None without one).
 
-    `beside` are paths of tokenizer files that were found in another directory, by name. `absent` are code files that
-    config.json names and that are missing beside it. `modules` are the modules after the transformer that have weights
-    of their own, as in sentence-transformers. If config.json belongs to another library than transformers, `library`
-    describes that library; then `config` is None, and the file is copied unchanged.
+    `elsewhere` has the paths of tokenizer files that are in another directory, by file name. `absent` are code files
+    that config.json names and that are missing beside it. `modules` are the modules after the transformer that have
+    weights of their own, as in sentence-transformers. If config.json belongs to another library than transformers,
+    `library` describes that library; then `config` is None, and the file is copied unchanged.
     """
 
     found_in: Path | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     absent: tuple[str, ...] = ()
-    beside: Mapping[str, Path] = field(default_factory=dict)
+    elsewhere: Mapping[str, Path] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     library: ConfigOf | None = None
 
     def path_of(self, name: str) -> Path:
         """Return the path that a file was read from."""
-        return self.beside.get(name) or (self.found_in or Path()) / name
+        return self.elsewhere.get(name) or (self.found_in or Path()) / name
 
     def describe(self) -> list[str]:
         """Return one line for each directory, with the files that were found there."""
@@ -117,7 +117,7 @@ def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
             files = {
                 name: read_small(path, TOKENIZER_LIMIT) for name, path in beside.items() if name not in companions.files
             }
-            return replace(companions, files=companions.files | files, beside={name: beside[name] for name in files})
+            return replace(companions, files=companions.files | files, elsewhere={name: beside[name] for name in files})
     return companions
 
 

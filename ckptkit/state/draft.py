@@ -40,11 +40,15 @@ DAMAGED = "damaged"
 class Draft:
     """The files to write for one component of a checkpoint, or for the same component of several checkpoints.
 
-    If several processes share the work, each locates the byte ranges of its own share later. The files go into the
-    directory `place` of the output ("" is the output itself). `read` are the source files. `made_of` is the manifest's
-    description of the source. `renamed` and `cast` are changes of names and dtypes. `remarks` are notes of the format.
-    A tensor with a recipe in `recipes` is computed by it; every other tensor comes from the first source. `given` is
-    the first source before lost tensors were dropped.
+    If several processes share the work, each locates the byte ranges of its own share later.
+
+    `place` is the directory in the output for the files; "" is the output itself.
+    `read` are the source files.
+    `made_of` describes the source in the manifest.
+    `renamed` and `cast` are changes of names and dtypes.
+    `remarks` are notes of the format.
+    `recipes` compute tensors; every tensor without a recipe comes from the first source.
+    `given` is the first source before lost tensors were dropped.
     """
 
     place: str
@@ -121,7 +125,7 @@ def say_unwritten(given: Layout, options: ConvertOptions) -> Iterator[str]:
 
 
 def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
-    """Yield a remark if files contain floats of fewer bits than the metadata declares."""
+    """Yield a remark if the metadata declares another dtype than the files contain: ckptkit casts, as torch does."""
     pairs = zip(promised.tensors.items(), located.tensors.values(), strict=True)
     narrow = [name for (name, one), other in pairs if one.chunks and one.chunks[0].dtype != other.chunks[0].dtype]
     if narrow:
@@ -144,9 +148,9 @@ def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe])
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The entries of a layout: each is `written`, or `dropped` for a reason.
+    """The entries of layout `read`: the `written` names, and the `dropped` names with the reason.
 
-    Groups of dropped entries are counted below the key path `prefix`.
+    `prefix` is the key path of the model's parent: the summary counts dropped entries by the key after it.
     """
 
     read: Layout
@@ -340,7 +344,7 @@ def lost_in(draft: Draft, weights: Weights) -> dict[str, str]:
 
 
 def renamed_in(model: Model) -> dict[str, str]:
-    """Return the weights that get another name: the new name by the name in the checkpoint.
+    """Return the new name of each renamed weight, by its name in the checkpoint.
 
     If several tensors come from one entry, the value is the first name and the number of others.
     """

@@ -123,7 +123,10 @@ class ConvertOptions:
     )
     experts_layout: Annotated[
         str | None,
-        Help("With merge or --experts: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
+        Help(
+            "With `merge`, --merge or --experts: the layout of lora_B of fused experts, if no file records it.",
+            "peft|blocks",
+        ),
     ] = None
     experts: Annotated[
         str | None,
@@ -145,8 +148,8 @@ class ConvertOptions:
     weights_from: Annotated[
         str | None,
         Help(
-            "Which copy of the weights: master (fp32, also the optimizer's master weights or "
-            "remainders), or module (16 bits).",
+            "Which copy of the weights: master (fp32 copies, including those in the optimizer), or "
+            "module (16-bit copies).",
             "master|module",
         ),
     ] = None

@@ -1,7 +1,7 @@
 """Drop per-rank state if the output is for another number of ranks than the source.
 
-A random generator or data loader of one rank cannot be divided among others. If it is dropped, the user learns that it
-is missing instead of loading another rank's state.
+The state of a rank's random generator or data loader cannot be divided among other ranks. ckptkit drops it and says so,
+because a job would otherwise load the state of another rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OF_RANKS = "state of single ranks; another number of ranks cannot use it"
 
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
-    """Return the checkpoint without the per-rank state of another number of ranks than `world_size`, and notes."""
+    """Return the checkpoint without per-rank state that `world_size` ranks cannot use, and notes about that state."""
     owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
     groups = sorted({str(layout.key(name)[0]) for name in owners})
     dropped: set[str] = set()

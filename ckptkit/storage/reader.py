@@ -175,17 +175,22 @@ class Reader(LayoutReader):
 
     Per-rank state (`own_state.rank_N.NAME`) is read by its own name, as in torch: rank N gets its own `NAME`.
 
-    `path` is a local path, a URL, or the id of a model on the Hub. `also` are other directories with files of the same
-    checkpoint, for example if each node saved to its own disk. `missing`, `cast` and `unasked` control what happens if
-    the state asks for entries that are missing, for another dtype, or not for all entries: see `LayoutReader`.
+    `path` is a local path or a URL, such as `hf://org/name`. `also` are other directories with files of the same
+    checkpoint, for example if each node saved to its own disk.
 
-    `under` adds a key before every name of the model: with `under="model"`, the `norm.weight` of a Hugging Face model
-    is read into that of `{"model": {...}}`. If a config.json ties the head to the embedding, the head is added again.
-    Other entries, such as the optimizer, keep their names. An entry in several components is read from the model's
-    component. `names` translates the model and its optimizer to the names of a family, or of the Hub ("hub"). This
-    needs the model's config.json, in the checkpoint or in `base` (a directory or Hub id). `map` is a table with further
-    names, and `rename` has rules `REGEX=>TEXT` for parameters, as in `convert`. Non-tensor entries are read if
-    `torch.load(weights_only=True)` accepts them, or if they are `io.BytesIO`.
+    `missing` is for entries that the state asks for and the checkpoint lacks: "error" raises `Mismatch`, "keep" does
+    not change them, "zero" sets tensors to zero. `cast` is for tensors with another dtype: "error" raises `Mismatch`,
+    "allow" converts floats of 16 bits and more. `unasked` is for a state that asks for only some of the entries below a
+    key: "warn" gives a `PartialLoad` warning, "error" raises `Mismatch`, "ignore" does nothing.
+
+    `under` adds a key before every name of the model: with `under="model"`, the reader reads the `norm.weight` of a
+    Hugging Face model into the `norm.weight` of `{"model": {...}}`. If a config.json ties the head to the embedding,
+    the reader provides the head too. Other entries, such as the optimizer, keep their names. If several components
+    contain an entry, the reader reads it from the model's component. `names` translates the model and its optimizer to
+    the names of a family, or of the Hub ("hub"). This needs the model's config.json, in the checkpoint or in `base` (a
+    directory or Hub id). `map` is a table with further names, and `rename` has rules `REGEX=>TEXT` for parameters, as
+    in `convert`. Non-tensor entries are read if `torch.load(weights_only=True)` accepts them, or if they are
+    `io.BytesIO`.
     """
 
     @checked

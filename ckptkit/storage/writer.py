@@ -30,17 +30,17 @@ class Writer(StorageWriter):
 
     `path` is a local directory or the URL of a prefix in a store. `format` is a format that ckptkit writes: by default
     "hf" in a local directory and "dcp" in a store, which supports no other. "dcp" and "pt" store non-tensor entries in
-    their files. With "hf", the weights get the model's own names, without their key in the state (`model`); all else
-    goes into a DCP directory `training` beside the weights. A state of several models without other entries keeps its
-    names. `files` are small files to put beside the weights (config.json, a tokenizer's): bytes, text, the path of a
-    file, a dict, or a config of transformers, which becomes JSON. The constructor refuses anything else.
-    `max_shard_size` is in bytes, or text such as "5GB".
+    their files. With "hf", the weights get the model's own names, without their key in the state (`model`). All other
+    entries go into a DCP directory `training` in the directory of the weights. A state of several models without other
+    entries keeps its names. `files` are small files to put beside the weights (config.json, a tokenizer's): bytes,
+    text, the path of a file, a dict, or a config of transformers, which becomes JSON. The constructor refuses anything
+    else. `max_shard_size` is in bytes, or text such as "5GB".
 
     `overwrite` replaces an existing checkpoint, and refuses a directory with entries that ckptkit does not know.
-    Without `sync`, a local checkpoint may not survive a power failure. A failed save of several ranks may leave a
-    hidden directory, which is deleted with the writer, or at its next save. In a store it leaves its claim and the
-    objects that were sent, which no reader takes for a checkpoint. The next save of the same writer replaces them;
-    another writer needs `overwrite`.
+    Without `sync`, a local checkpoint may not survive a power failure. If a save of several ranks fails, it may leave a
+    hidden directory; the writer deletes this directory at its next save, or when the writer itself is deleted. In a
+    store, a failed save leaves its claim and the objects that it sent. No reader opens these objects as a checkpoint.
+    The next save of the same writer replaces them; another writer needs `overwrite`.
     """
 
     @checked

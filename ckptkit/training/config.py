@@ -92,7 +92,7 @@ class TrainConfig:
     keep_last: Annotated[int | None, "Keep the last N checkpoints; without any --keep option, all."] = None
     keep_every: Annotated[int | None, "Keep checkpoints whose step is a multiple of N."] = None
     keep_best: Annotated[
-        str | None, Help("Keep the best checkpoints by their metric, loss.", "METRIC[:min|max][:N]")
+        str | None, Help("Keep the best checkpoints; the only metric is loss.", "METRIC[:min|max][:N]")
     ] = None
     resume: Annotated[str | None, "Continue from a checkpoint; auto: from the latest, if there is one."] = None
     tensorboard: Annotated[bool, "Also write the metrics for TensorBoard."] = False

@@ -160,7 +160,7 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
         trainer.progress.base = load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
     if findings.resume is not None:
         load_newest(trainer, run, findings.candidates, ranks, warn)
-    # after the load: a run that cannot be resumed, or has taken all its steps, keeps its settings and metrics
+    # only after a successful load, and only if steps remain: otherwise the run keeps its old settings and metrics
     if trainer.progress.step < config.steps:
         ranks.on_first(partial(write_run_files, config, trainer.progress.step, blueprint.files()))
     return trainer, run

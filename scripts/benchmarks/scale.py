@@ -19,10 +19,11 @@ STEPS = {
     f"reshard --to {FEWER} --dry-run": f"ckptkit reshard {{src}} {{out}} --to {FEWER} --dry-run",
 }
 HEAD = f"""The first layers of Llama 3.1 405B in bf16, as {RANKS:,} ranks would save them. The files are sparse, so
-    every tensor is zeros. The metadata is real, pickled by torch, and so is the archive of each chunk with its CRC-32.
-    `read` opens and checks the checkpoint. `plan` also locates every byte in a Hugging Face model, or in one of 4 or 16
-    parts of it. The dry runs are whole commands; that of `reshard` also makes the new metadata. One run each, in a
-    process of its own with one thread. In brackets: microseconds per chunk; then the peak memory of the process."""
+    every tensor contains zeros. torch pickled the metadata, and each chunk has its own archive with a CRC-32, as in a
+    real save. `read` opens and checks the checkpoint. `plan` also locates every byte in a Hugging Face model, or in one
+    of 4 or 16 parts of it. The dry runs are whole commands; the dry run of `reshard` also makes the new metadata. Each
+    step ran once, in its own process with one thread. A cell has the time, in brackets the microseconds per chunk, and
+    then the peak memory of the process."""
 
 
 def scale(layers: list[int]) -> None:

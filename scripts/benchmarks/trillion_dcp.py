@@ -26,16 +26,16 @@ STEPS = {
     f"consolidate {_OF_LAST}": f"ckptkit consolidate {{src}} {{out}} {_OF_LAST}",
     f"reshard --to {FEWER} --dry-run": f"ckptkit reshard {{src}} {{out}} --to {FEWER} --dry-run",
 }
-MEASURED = """Measured: one run each, in a process of its own. The files are sparse, so every tensor is zeros. Real: the
-    metadata, pickled by torch, and the archive of each chunk with its CRC-32. In each of 16 pipeline stages of 128
-    ranks, an expert is whole on one rank, and 16 ranks shard the other tensors. `read` opens and checks the metadata.
-    `plan of part` then locates every byte of one part of a Hugging Face model; the time is without that of `read`.
-    torch's time is without its import, and its memory is with it. The other rows are whole commands. Their dry runs
-    check the headers of a sample, or with `--part` none."""
+MEASURED = """Measured: each step ran once, in its own process. The files are sparse, so every tensor contains zeros.
+    torch pickled the metadata, and each chunk has its own archive with a CRC-32, as in a real save. In each of 16
+    pipeline stages of 128 ranks, an expert is whole on one rank, and 16 ranks shard the other tensors. `read` opens and
+    checks the metadata. `plan of part` then locates every byte of one part of a Hugging Face model; its time does not
+    include `read`. torch's time does not include its import; its memory does. The other rows are whole commands. Their
+    dry runs check the headers of a sample of the chunks; with `--part`, they check no headers."""
 PREDICTED = """Predicted, not measured: the time of `consolidate` with a part on each node, without `finalize`. It is
-    the serial time, which is that of `read` and of the plan of one part in the table above, plus the bytes of that part
-    divided by the disk speed. Each disk reads and writes at this speed at the same time, and the processors keep up
-    with it. Every node reads all metadata, so more nodes shorten only the plan."""
+    the sum of three times: `read` and the plan of one part, from the table above, and the bytes of that part divided by
+    the disk speed. The prediction assumes that each disk reads and writes at this speed at the same time, and that the
+    processors keep up with it. Every node reads all metadata, so more nodes shorten only the plan."""
 
 
 def trillion(layers: int) -> None:

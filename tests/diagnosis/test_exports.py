@@ -142,7 +142,7 @@ def test_numbers_of_experts_at_the_end_are_moved(tmp_path: Path) -> None:
     wrong = {re.sub(r"experts\.(\d+)\.(\w+)\.weight", r"experts.\2.weight\1", name): truth[name] for name in truth}
     save_file(wrong, root / "model.safetensors", metadata={"format": "pt"})
     found = doctor(root, fix=out)
-    assert [(one.code, one.count) for one in found.findings] == [("experts", 24)]
+    assert [(one.code, one.count) for one in found.findings] == [("expert_names", 24)]
     assert found.is_ok
     made = load_hf(out)
     assert made.keys() == truth.keys()
@@ -150,7 +150,7 @@ def test_numbers_of_experts_at_the_end_are_moved(tmp_path: Path) -> None:
     lacking = {name: tensor for name, tensor in wrong.items() if not name.endswith("weight3")}
     save_file(lacking, root / "model.safetensors", metadata={"format": "pt"})
     found = doctor(root, fix=tmp_path / "other")
-    assert {one.code for one in found.findings} == {"experts", "missing"}
+    assert {one.code for one in found.findings} == {"expert_names", "missing"}
     assert found.fixed is None
 
 

@@ -28,9 +28,12 @@ _HINT = "drop --complete-optimizer, and load the checkpoint without these states
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """An optimizer at a key path: the parameters in its groups, and in `of` the state entries of each, by kind.
+    """The states of an optimizer. Parameters are names, or parameter indices as text.
 
-    Parameters are names, or the indices that `optimizer` uses. Without `optimizer`, torch has flattened the optimizer.
+    `above` is the key path of the optimizer in the checkpoint.
+    `groups` are the parameters in each parameter group.
+    `of` has the names of each parameter's state entries, by kind, such as `exp_avg`.
+    `optimizer` is None if torch has flattened the optimizer.
     """
 
     above: KeyPath
@@ -144,7 +147,10 @@ def complete_states(
 
 
 def require_known_states(states: States, parameters: Mapping[str, StoredTensor]) -> None:
-    """Raise `Unsupported` for a state without a group or a parameter: it may be a misnamed missing state."""
+    """Raise `Unsupported` for the state of a parameter that no group lists or that the model lacks.
+
+    It may be the missing state of another parameter, under a wrong name.
+    """
     stray = next(iter(states.strays), None) or next((one for one in states.of if one not in parameters), None)
     if stray is not None:
         owner = "group lists" if stray in states.strays else "model has"

@@ -32,8 +32,8 @@ from ckptkit.layout.dtypes import DTYPES
 # where the pickles end, so ckptkit has to read the pickles first. There are no checksums.
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
-_COUNT_BYTES = 8  # of the count of elements before each storage's bytes
-_FIRST_READ = 1 << 16  # bytes; four times as many each time the pickles do not end there
+_COUNT_BYTES = 8  # the length of the element count in front of each storage
+_FIRST_READ = 1 << 16  # bytes; the next read is four times as long if the pickles do not end within them
 _READ_LIMIT = 1 << 28
 _ITEM_SIZES = {storage: DTYPES[name].itemsize for storage, name in STORAGES.items()} | {
     "UntypedStorage": 1,

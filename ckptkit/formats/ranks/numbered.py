@@ -60,10 +60,10 @@ def match(
 ) -> dict[int, Parameter] | None:
     """Return the parameter of each index, None if that is not certain.
 
-    `shapes` are the shapes of the states, or their number of elements if they were flattened. Flattened states may
-    belong to FSDP1's flat parameters, which only sizes reveal: with several groups, all sizes must be known. `recorded`
-    names decide alone. Without them, shapes must distinguish the parameters, unless each group `is_in_order` of the
-    model because the trainer's code says so.
+    `shapes` are the shapes of the states, or their numbers of elements if the states were flattened. If there are
+    `recorded` names, only these decide. Otherwise the shapes must distinguish the parameters. With `is_in_order`, the
+    trainer's code lists the parameters of each group in the model's order, and that order decides. Flattened states may
+    belong to FSDP1's flat parameters, which only their sizes show: with several groups, all sizes must be known.
     """
     flattened = any(isinstance(shape, int) for shape in shapes.values())
     sizes = {parameter: prod(parameter.shape) if flattened else parameter.shape for parameter in parameters}

@@ -22,8 +22,9 @@ from ckptkit.layout.wrappers import PARAM_NAMES, is_flat_name, unwrapped
 # FSDP1 with `use_orig_params=False` has one flat parameter per wrapped module (a unit).
 #
 # Source: torch/distributed/fsdp/_flat_param.py. The root's flat parameter comes first, then those of the modules
-# wrapped in it. Each has its parameters in the model's order, and each rank has an equal shard of it, padded at the
-# end. No file says which modules were wrapped. It is certain if exactly one list of layers fits in number and sizes.
+# wrapped in it. A flat parameter contains its parameters in the model's order. Each rank has an equal shard of the flat
+# parameter, padded at the end. No file says which modules were wrapped. ckptkit infers it from the numbers and sizes of
+# the flat parameters: the wrapping is certain if exactly one list of layers fits.
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
 Unit = list[tuple[Parameter, int]]  # the parameters in a flat parameter, each with its offset in elements
 
@@ -51,9 +52,9 @@ def match_units(
 
 
 def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
-    """Return the units of flat parameters with recorded names, [] if they do not cover the whole model.
+    """Return the unit of each flat parameter by its recorded name; [] if a parameter belongs to no unit.
 
-    Each unit has the parameters of its module, except for wrapped modules inside it.
+    A unit has the parameters of its module, except the parameters of wrapped modules inside it.
     """
     flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
     prefixes = [name[: name.rfind(".") + 1] for name in flat]

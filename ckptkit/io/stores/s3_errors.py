@@ -137,7 +137,7 @@ def find_code(error: BaseException | None) -> str:
 
 
 def needs_reason(error: BaseException) -> bool:
-    """Return whether a store refused without a reason, as it does for every HEAD request."""
+    """Return whether a store refused without a message, as stores do for every HEAD request."""
     return find_code(error) in _CODES_WITHOUT_REASON
 
 

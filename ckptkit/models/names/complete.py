@@ -18,9 +18,8 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
 _OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
 _MTP_LAYERS = "num_nextn_predict_layers"  # MTP layers, after the other layers
-_ZERO_EXPERTS = (
-    "zero_expert_num"  # LongCat's experts without weights; transformers saves a gate and an up projection for each
-)
+# LongCat's experts that compute nothing; transformers still saves a gate and an up projection for each of them
+_ZERO_EXPERTS = "zero_expert_num"
 _HINT = "check that config.json belongs to this model"
 
 
@@ -68,9 +67,9 @@ def check_layer_numbers(found: Iterable[int], wanted: int, more: int, name: str,
 
 
 def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes | None], path: Path) -> None:
-    """Raise `Mismatch` for a layer that has fewer tensors than another layer, and otherwise the same.
+    """Raise `Mismatch` if the tensors of a layer are a proper subset of the tensors of another layer.
 
-    `find_shapes` returns the tensors of the model if they are known. Then only these tensors can be missing.
+    If `find_shapes` returns the shapes of the model's tensors, a tensor that is not among them is not missing.
     """
     kinds: dict[frozenset[str], int] = {}
     for number, tensors in layers.items():
@@ -88,7 +87,7 @@ def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes
 
 
 def should_have_experts(shapes: Shapes | None) -> bool:
-    """Return whether the model has layers with experts, as far as is known; its config declares a number of experts."""
+    """Return whether the model has tensors of experts; True if its tensors are unknown. Its config declares experts."""
     return shapes is None or any(map(_OF_EXPERTS.search, shapes))
 
 

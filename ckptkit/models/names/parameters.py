@@ -1,9 +1,9 @@
 """Rename a model's parameters wherever they occur in a training checkpoint.
 
-A parameter's name is the last step of its key path. In optimizer state it is the step after `state`, or the last step
-if the entry's name (such as `exp_avg`) comes first; an optimizer may also use parameter indices instead of names. The
-state of a parameter may be a list or dict of tensors (`GG.0` in SOAP). In optimizers that torch has flattened, one step
-contains both names: `state.<name>.exp_avg`. The parameter groups list the names too.
+A parameter's name is the last element of its key path. In optimizer state the name is the element after `state`, or the
+last element if the entry's name (such as `exp_avg`) comes first. An optimizer may also use parameter indices instead of
+names. The state of a parameter may be a list or dict of tensors (`GG.0` in SOAP). In optimizers that torch has
+flattened, one element contains both names: `state.<name>.exp_avg`. The parameter groups list the names too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ BY_PARAMETER = ("state", GROUP_MAP)
 
 
 class EntryPlace(NamedTuple):
-    """A key path pattern of one kind of entry that every parameter has, with a gap for the parameter's name."""
+    """The key path of one kind of entry, such as `exp_avg`, in three parts.
+
+    `text` is the element with the parameter's name, which replaces `{}`; `before` and `after` are the other elements.
+    """
 
     before: KeyPath
     text: str = "{}"

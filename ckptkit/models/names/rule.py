@@ -1,9 +1,10 @@
 """Rules: how the tensors of a family are named and stacked, and how the same tensors are on the Hub.
 
-Names have placeholders for their numbers: `layers.{layer}.attention.wq.weight`. A placeholder on one side only is an
-axis on the other side, in front of the tensor's own axes: `layers.{layer}.moe.experts.w1` contains all experts. A part
-in brackets is optional; without it, its placeholder is such an axis: `layers[.{layer}].mlp.linear_fc2.weight`.
-Alternative names of a tensor are separated by ` | `; the first one is written.
+Names have placeholders for their numbers: `layers.{layer}.attention.wq.weight`. If a placeholder is in the name of one
+side only, the tensor of the other side has an axis for it, in front of its own axes: `layers.{layer}.moe.experts.w1`
+contains all experts. Text in brackets is optional: in the name without this text, the tensor has an axis for the
+placeholder in it (`layers[.{layer}].mlp.linear_fc2.weight`). ` | ` separates alternative names of a tensor; ckptkit
+writes the first.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def patterns_of(text: str) -> Iterator[Pattern]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Tensors of the family, the tensors of the Hub that they become, and the step that converts them; names are texts.
+    """The names of tensors of the family, the names that they have on the Hub, and the step that converts the tensors.
 
-    `flat` is for a placeholder without an axis of its own in the family's tensor, whose items are stacked in the first
-    axis: it is the symbol of their number.
+    `flat` is the placeholder whose items are blocks along the first axis of the family's tensor, such as "experts";
+    "" if every placeholder has an axis of its own.
     """
 
     family: tuple[str, ...]

@@ -21,7 +21,7 @@ from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or
 
 _FLAT = "single_partition_of_fp32_groups"  # ZeRO 1 and 2
 _FLAT_3 = "fp32_flat_groups"
-_MOST_ENTRIES = 64  # per group state; every parameter of the group gets a copy of each entry
+_MOST_ENTRIES = 64  # limit per group, because every parameter of the group gets a copy of each entry
 _USED = frozenset(
     [
         *("base_optimizer_state", "optimizer_state_dict", "param_slice_mappings", _FLAT, _FLAT_3),

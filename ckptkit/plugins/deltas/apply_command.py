@@ -25,11 +25,11 @@ def apply(
     ],
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="Cast BASE first, as consolidate does; pass the --dtype of `delta`."),
+        typer.Option(metavar="DTYPE", help="Cast BASE first; pass the same --dtype as to `ckptkit delta`."),
     ] = None,
     in_place: Annotated[
         bool,
-        typer.Option("--in-place", help="Arguments are LOCAL and ROOT: update model LOCAL with the deltas in ROOT."),
+        typer.Option("--in-place", help="Update model LOCAL with the deltas in ROOT; the arguments are LOCAL ROOT."),
     ] = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and write nothing.")] = False,
@@ -49,10 +49,10 @@ def apply(
     Before it writes anything, ckptkit checks that BASE is the base of the first delta, that each delta follows the one
     before, and that no delta is damaged. It compares the CRC-32 of every tensor of OUT with the CRC-32 in the delta.
 
-    `ckptkit apply LOCAL ROOT --in-place` updates LOCAL, a local Hugging Face model, to the newest state in ROOT: it
-    applies the deltas or versions (weight_v000007) that continue from the state of LOCAL. A journal makes that safe:
-    after a crash the same command completes the update. A server that has mapped the files sees a mixture meanwhile:
-    pause it first.
+    `ckptkit apply LOCAL ROOT --in-place` updates LOCAL, a local Hugging Face model, to the newest state in ROOT. ROOT
+    is a delta, or a directory of deltas; ckptkit applies the deltas that continue from the state of LOCAL. A journal
+    makes that safe: after a crash the same command completes the update. Pause a server that has mapped the files: it
+    would see a mixture of old and new weights.
 
     Exit codes: 0 done; 2 usage; 3 another base, a gap between deltas, or a damaged delta; 4 an I/O failure, OUT is
     unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.

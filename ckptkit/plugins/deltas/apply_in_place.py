@@ -62,11 +62,11 @@ class Update(NamedTuple):
 
 
 def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
-    """Apply to the Hugging Face model in `local` the deltas in `root` that continue from its state.
+    """Update the Hugging Face model in `local` with the deltas in `root` that continue from its state.
 
-    `root` is a delta, or a directory of deltas. A journal in `local` makes this safe: after a crash the
-    model is old or new, or the same call completes it. A server that has mapped the files sees a mixture meanwhile.
-    Raises `Mismatch` if no delta is for this model, and the errors of a bad delta, before it changes anything.
+    `root` is a delta, or a directory of deltas. A journal in `local` makes this safe. After a crash the model is old or
+    new, or the same call completes the update. A server that has mapped the files sees a mixture of old and new
+    weights. Raises `Mismatch` if no delta is for this model, and the errors of a bad delta, before it changes anything.
     """
     path, source = to_local(local), to_path(root)
     if not path.is_dir():

@@ -35,7 +35,7 @@ def delta(
     ],
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to BASE's dtypes."),
+        typer.Option(metavar="DTYPE", help="Cast BASE and NEW first; by default, to the dtypes of BASE."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write the delta even if it is larger than 60 % of the model.")
@@ -50,7 +50,8 @@ def delta(
 ) -> None:
     """Write what changed between two versions of a model.
 
-    Both may have any format and world size. ckptkit compares the bits of both as `consolidate` would write them.
+    BASE and NEW may have any format and world size. ckptkit compares them bit for bit, after the renames and casts that
+    `consolidate` would do.
 
     Example: ckptkit delta policy-100 run/ckpt-110 delta-110
 

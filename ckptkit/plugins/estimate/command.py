@@ -82,13 +82,14 @@ def estimate(
 
     Shows each strategy, and the sizes of checkpoints.
 
-    The estimate is for full training with AdamW. ckptkit reads only the model's config: it builds no model and reads no
-    weights.
+    The estimate is for full training with AdamW. By default it assumes bf16 compute and that every block is recomputed;
+    `ckptkit train` recomputes none by default: pass --recompute-every 0 to estimate that run. ckptkit reads only the
+    model's config: it builds no model and reads no weights.
 
     Example: ckptkit estimate meta-llama/Llama-3.1-8B --world-size 8 --gpu-memory 80GB
 
-    Exit codes: 0 done; 1 no strategy fits into `--gpu-memory`, or `--strategy` does not; 2 usage; 3 not the config of a
-    model, or of a model that ckptkit cannot count; 4 an I/O failure.
+    Exit codes: 0 done; 1 no strategy fits into `--gpu-memory`, or `--strategy` does not; 2 usage; 3 MODEL has no
+    config.json of a model, or ckptkit cannot count its parameters; 4 an I/O failure.
     """
     from ckptkit.plugins.estimate.estimate import estimate as count_bytes
 

@@ -69,7 +69,10 @@ def mamba() -> Iterator[Rule]:
 
 
 def experts() -> Iterator[Rule]:
-    """Yield the rules for a mixture of ungated experts; experts of a latent size also have projections."""
+    """Yield the rules for a mixture of experts without a gate projection.
+
+    Experts that work in a smaller (latent) size also have projections into it and back.
+    """
     yield from mixers(
         {
             "mlp.router.weight": "gate.weight",

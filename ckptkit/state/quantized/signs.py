@@ -1,4 +1,4 @@
-"""Tell by names, dtypes and config.json keys whether weights may be quantized. Few are."""
+"""Check cheaply, by names, dtypes and config.json keys, whether weights may be quantized."""
 
 from __future__ import annotations
 
