@@ -35,7 +35,7 @@ class PluginTable(Mapping[str, Line], Generic[Line]):
     def added(self) -> dict[str, Line]:
         """Return the rows of other packages. Warns `PluginSkipped` for each that cannot be used."""
         added: dict[str, Line] = {}
-        for name, package, load in declared(self.group):
+        for name, package, load in declared_entry_points(self.group):
             try:
                 if name in self.own or name in added:
                     raise ValueError(f"the name `{name}` is already in use")
@@ -66,7 +66,7 @@ def load(where: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def declared(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
+def declared_entry_points(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Yield the entry points of a group: name, package with version, and a function that imports the object."""
     if not any_declared():
         return

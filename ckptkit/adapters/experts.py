@@ -37,7 +37,7 @@ def find_layout(config: AdapterConfig, parameter: str) -> str | None:
     leaf = parameter.rpartition(".")[2]
     for record in records:
         if _FLAT in record or _DETAIL in record:
-            return _RECORDED.get(recorded(record, leaf))
+            return _RECORDED.get(recorded_layout(record, leaf))
     is_of_peft = "peft_version" in config.values and not is_of_unsloth(config)
     return PEFT if is_of_peft else None
 
@@ -67,7 +67,7 @@ def describe_layouts(config: AdapterConfig) -> list[str]:
     return [f"loaders of adapters expect lora_B of experts in PEFT's layout, found {unlike}; {hint}"]
 
 
-def recorded(record: Mapping[str, Any], leaf: str) -> str:
+def recorded_layout(record: Mapping[str, Any], leaf: str) -> str:
     """Return the layout that unsloth recorded for a parameter; "" without a record."""
     detail = record.get(_DETAIL)
     parameters = detail.get("parameters") if isinstance(detail, dict) else None

@@ -201,7 +201,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
         by_name[entry.adapter or DEFAULT][name] = entry
     in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
     adapters = tuple(Adapter(name, layout, with_wrapper(own_entries)) for name, own_entries in in_order)
-    return Adapted(adapters, dict(unwrapped(layout, rest)), is_saved=False)
+    return Adapted(adapters, dict(names_in_base(layout, rest)), is_saved=False)
 
 
 def full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
@@ -222,7 +222,7 @@ def with_wrapper(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     return {name: entry._replace(saved=WRAPPER + entry.saved) for name, entry in entries.items()}
 
 
-def unwrapped(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
+def names_in_base(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (base model name, name in the checkpoint) of each tensor.
 
     Raises `Corrupt` if two tensors share a base model name.

@@ -71,7 +71,7 @@ class LinearProduct(Product):
         return Box((box.start[0], *(0 for _ in self.shape_of_b[1:])), (box.size[0], self.shape_of_b[1], *kernel))
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:
-        return product(b.reshape(len(b), -1), a.reshape(len(a), -1), self.scaling).reshape(box.size)
+        return scaled_product(b.reshape(len(b), -1), a.reshape(len(a), -1), self.scaling).reshape(box.size)
 
 
 class TransposedProduct(Product):
@@ -86,7 +86,7 @@ class TransposedProduct(Product):
         return Box((box.start[1], 0), (box.size[1], self.shape_of_b[1]))
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:  # noqa: ARG002
-        return product(b, a, self.scaling).T
+        return scaled_product(b, a, self.scaling).T
 
 
 @dataclass(frozen=True)
@@ -126,18 +126,20 @@ class ExpertsProduct(Product):
         result = np.empty(box.size, a.dtype)
         for i in range(box.size[0]):
             columns = self.columns_of(box.start[0] + i)
-            update = product(np.ascontiguousarray(b[rows, columns]), a[i * self.rank :][: self.rank], self.scaling)
+            update = scaled_product(
+                np.ascontiguousarray(b[rows, columns]), a[i * self.rank :][: self.rank], self.scaling
+            )
             result[i] = update.T if self.is_transposed else update
         return result
 
 
-def product(b: Array, a: Array, scaling: float) -> Array:
+def scaled_product(b: Array, a: Array, scaling: float) -> Array:
     """Return `scaling * b @ a`. Raises `Corrupt` for factors with infinite or NaN values."""
     for factor in (a, b):
         if not np.isfinite(factor).all():
             raise Corrupt("a matrix of the adapter has values that are infinite or NaN")
     if len(b) == 1:  # BLAS multiplies a vector with another routine, whose bits differ
-        two: Array = product(np.repeat(b, 2, axis=0), a, scaling)
+        two: Array = scaled_product(np.repeat(b, 2, axis=0), a, scaling)
         return two[:1]
     result: Array = b @ a
     result *= result.dtype.type(scaling)

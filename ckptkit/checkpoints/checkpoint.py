@@ -56,7 +56,7 @@ from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.rank_names import find_set, not_joined
-from ckptkit.io.file import absent, children, entry_of, names_in
+from ckptkit.io.file import children, entry_of, missing_path_error, names_in
 from ckptkit.io.joined import JoinedPath, joined, roots_of
 from ckptkit.io.path import list_ahead, to_local, to_path
 from ckptkit.layout import KeyPath, Layout
@@ -328,7 +328,7 @@ class Checkpoint:
     def problems(self) -> list[CkptError]:
         """Return the reasons why it cannot be read, by names and sizes alone; [] for a complete checkpoint."""
         if not self.components:
-            return [self.unreadable or unknown(self.path)]
+            return [self.unreadable or unknown_format_error(self.path)]
         strange = [Corrupt("no known format", path=path) for path in self.strange]
         return [*(problem for component in self.components if (problem := component.problem)), *strange]
 
@@ -575,12 +575,12 @@ def visible_children(root: Path) -> Iterator[Path]:
             yield path
 
 
-def unknown(path: Path) -> NotACheckpoint:
+def unknown_format_error(path: Path) -> NotACheckpoint:
     """Return the error for a path where no format finds a checkpoint."""
     if path.is_dir():
         return NotACheckpoint("no known format" if children(path) else "empty", path=path)
     if not path.exists():
-        return absent(path)
+        return missing_path_error(path)
     return one_of_dcp(path) or NotACheckpoint("no known format", path=path)
 
 
@@ -606,7 +606,7 @@ def no_checkpoint(path: Path) -> CkptError:
     if unfinished_work := unfinished_in_store(path):
         return unfinished_work
     if not path.exists():
-        return absent(path)
+        return missing_path_error(path)
     hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
     if path.is_dir():
         return (

@@ -237,9 +237,9 @@ def is_of_earlier_save(root: Path, files: Mapping[str, FileSum]) -> bool:
         return False
     manifest_time = (root / NAME).stat().st_mtime_ns
     newer = {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > manifest_time}
-    return len(newer) > 1 and any(differs(root / name, files[name]) for name in described if name in newer)
+    return len(newer) > 1 and any(differs_from_record(root / name, files[name]) for name in described if name in newer)
 
 
-def differs(path: Path, known: FileSum) -> bool:
+def differs_from_record(path: Path, known: FileSum) -> bool:
     """Return whether a file differs from the manifest's record in size or CRC-32."""
     return file_size(path) != known.nbytes or crc32(read_small(path, _LIMIT)) != known.crc32

@@ -24,7 +24,7 @@ from ckptkit.cli.output import (
 )
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.io.file import absent
+from ckptkit.io.file import missing_path_error
 from ckptkit.io.path import to_local, to_path
 from ckptkit.words import count, format_bytes
 
@@ -90,7 +90,7 @@ def verify(
     deltas = {path: kind for path in paths if (kind := other_kind_of(path))}
     if base and (others := [path for path in paths if path not in deltas]):
         if not others[0].exists():
-            raise absent(others[0])
+            raise missing_path_error(others[0])
         hint = "pass deltas only, or use --against for a checkpoint"
         raise Usage(f"--base is for deltas: {others[0]} is not one", hint=hint)
     if deltas and (fast or against or stats):

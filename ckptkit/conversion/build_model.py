@@ -98,9 +98,9 @@ def open_named(component: Component, options: ConvertOptions, instead: Layout | 
     if options.is_for_hub:
         refuse_copies(model)
     if options.quantize is not None or may_be_quantized(model):
-        from ckptkit.state.quantized.plain import open_quantized
+        from ckptkit.state.quantized.plain import dequantize_if_asked
 
-        model = open_quantized(model, options)
+        model = dequantize_if_asked(model, options)
     if options.wanted_names != KEEP and not options.rename and needs_names(model, options):
         model = unwrap(model)
     if needs_names(model, options):

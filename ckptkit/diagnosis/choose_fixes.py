@@ -13,7 +13,7 @@ from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert, draft_salvage
 from ckptkit.conversion.reshard import reshard
 from ckptkit.conversion.salvaging.repair import look_at_sizes, look_at_structure
-from ckptkit.diagnosis.exports import repaired
+from ckptkit.diagnosis.exports import reopen_by_headers
 from ckptkit.diagnosis.finding import SHARDS, Finding, Fix, Value, group
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io.path import is_remote
@@ -50,7 +50,7 @@ def writes_checkpoint(fix: Fix) -> bool:
 def run_fix(fix: Fix, checkpoint: Checkpoint, output: str | Path, **more: Any) -> Converted:
     """Run a fix for this checkpoint. Writes to `output`; `more` are further options."""
     if fix.verb not in _MAKERS:
-        return consolidate(repaired(checkpoint), output, **more)
+        return consolidate(reopen_by_headers(checkpoint), output, **more)
     return _MAKERS[fix.verb](checkpoint, output, **options_of(fix), **more)
 
 
@@ -140,7 +140,7 @@ class Trials:
 
     def first(self, *fixes: Fix) -> Fix | None:
         """Return the first of `fixes` and their alternatives that passes the dry run; None if all fail."""
-        wanted = (other for fix in fixes for other in (fix, *others(fix)))
+        wanted = (other for fix in fixes for other in (fix, *fallback_commands(fix)))
         return next((fix for fix in wanted if self.admits(fix)), None)
 
     def admits(self, fix: Fix) -> bool:
@@ -150,7 +150,7 @@ class Trials:
         return self.known[fix].error is None
 
 
-def others(fix: Fix) -> Iterator[Fix]:
+def fallback_commands(fix: Fix) -> Iterator[Fix]:
     """Yield commands to use instead, if a command fails its dry run.
 
     A rename with `names="keep"` skips the comparison with config.json, which may be incomplete. If the format cannot be

@@ -101,7 +101,7 @@ def name_in(root: Path, path: Path) -> str:
 
 def find_torch_version(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if a later torch wrote the metadata and the installed torch fails to read it."""
-    own = installed()
+    own = installed_torch_version()
     for component in case.checkpoint.components:
         needed = component.reader.least_torch(component.path)
         if needed is not None and own is not None and numbers(own) < numbers(needed):
@@ -110,7 +110,7 @@ def find_torch_version(case: LoadTarget) -> Iterator[Finding]:
             return
 
 
-def installed() -> str | None:
+def installed_torch_version() -> str | None:
     """Return the version of the installed torch without importing it; None if torch is not installed."""
     try:
         return version("torch")

@@ -32,11 +32,11 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     for message in MESSAGES:
         for parts in dict.fromkeys(match.groups() for match in message.pattern.finditer(text)):
             findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
-            meanings.append(meaning(message))
+            meanings.append(general_finding(message))
     return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings
 
 
-def meaning(message: Message) -> Finding:
+def general_finding(message: Message) -> Finding:
     """Return a finding with the general meaning of a message, for use if the checkpoint shows no cause."""
     return Finding(message.code, None, message.means)
 

@@ -14,10 +14,10 @@ from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, TargetModel
-from ckptkit.diagnosis.finding import Finding, Fix, beside, export, is_model, rewrite
+from ckptkit.diagnosis.finding import Finding, Fix, export, is_model, output_path_for, rewrite
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats.hf.format import INDEX
-from ckptkit.formats.hf.headers import HeaderFiles, read_headers
+from ckptkit.formats.hf.headers import HeaderFiles, layout_of_headers
 from ckptkit.formats.indices import read_index
 from ckptkit.io.file import names_in
 from ckptkit.layout.dtypes import DTYPES
@@ -61,7 +61,7 @@ def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
     """Return the problems of a model's index or headers; [] unless its tensors are certainly complete."""
     component = checkpoint.model_component
     broken = read_export(component) if may_be_broken(component) else None
-    fix = Fix.of("doctor", checkpoint.path, fix=beside(checkpoint.path, "fixed"))
+    fix = Fix.of("doctor", checkpoint.path, fix=output_path_for(checkpoint.path, "fixed"))
     return list(broken.findings(fix)) if broken else []
 
 
@@ -84,7 +84,7 @@ def read_export(component: Component) -> BrokenExport | None:
     series and no tensor is missing.
     """
     try:
-        headers = read_headers(component.path, _HF)
+        headers = layout_of_headers(component.path, _HF)
         index = index_in(component.path)
         config = find_companions(component.path, component.base).config
     except _UNREAD:
@@ -107,7 +107,7 @@ def index_in(root: Path) -> Mapping[str, str] | None:
         return {}
 
 
-def repaired(checkpoint: Checkpoint) -> Checkpoint:
+def reopen_by_headers(checkpoint: Checkpoint) -> Checkpoint:
     """Return a broken export as a checkpoint whose tensors come from the file headers instead of the index."""
     component = checkpoint.model_component
     broken = read_export(component)

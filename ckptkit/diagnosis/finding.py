@@ -71,7 +71,7 @@ def shell_word(word: object) -> str:
     return f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
 
 
-def make(verb: str, checkpoint: Checkpoint, target: Path, **options: Value | None) -> Fix:
+def make_fix(verb: str, checkpoint: Checkpoint, target: Path, **options: Value | None) -> Fix:
     """Return a command that writes another checkpoint. `--also` names the other directories of the source."""
     source, *more_roots = roots_of(checkpoint.path)
     return Fix.of(verb, source, target, also=tuple(more_roots), **options)
@@ -89,17 +89,17 @@ def convert(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     """Return the command that writes a training checkpoint again in its own format."""
     source, to = checkpoint.path, own_format(checkpoint)
     suffix = source.suffix if source.suffix in get_writer(to).suffixes and source.is_file() else ""
-    return make("convert", checkpoint, beside(source, "fixed", suffix), to=to, **options)
+    return make_fix("convert", checkpoint, output_path_for(source, "fixed", suffix), to=to, **options)
 
 
 def export(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     """Return the command that exports the model of a checkpoint, with the config of `base` if given."""
-    return make("consolidate", checkpoint, beside(checkpoint.path, "model"), **options)
+    return make_fix("consolidate", checkpoint, output_path_for(checkpoint.path, "model"), **options)
 
 
 def reshard(checkpoint: Checkpoint, world_size: int, **options: Value | None) -> Fix:
     """Return the command that writes a checkpoint for `world_size` ranks."""
-    return make("reshard", checkpoint, beside(checkpoint.path, "fixed"), to=world_size, **options)
+    return make_fix("reshard", checkpoint, output_path_for(checkpoint.path, "fixed"), to=world_size, **options)
 
 
 def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
@@ -110,10 +110,10 @@ def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
     target = checkpoint.model_component.reader.resized_as
     if not target:
         return reshard(checkpoint, world_size)
-    return Fix.of("convert", checkpoint.path, beside(checkpoint.path, target), to=target)
+    return Fix.of("convert", checkpoint.path, output_path_for(checkpoint.path, target), to=target)
 
 
-def beside(path: Path, word: str, suffix: str = "") -> Path:
+def output_path_for(path: Path, word: str, suffix: str = "") -> Path:
     """Return the path of the output: beside the checkpoint at `path`, or in the current directory if `path` is remote.
 
     `suffix` is the suffix of a file, "" for a directory.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
-from ckptkit.checkpoints.optimizers.missing_states import States, find_states, flattened
+from ckptkit.checkpoints.optimizers.missing_states import States, find_states, flattened_states
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, reshard, rewrite
 from ckptkit.errors import Corrupt
@@ -62,7 +62,7 @@ def named_states(layout: Layout) -> list[States]:
     try:
         states_list = find_states(layout)
     except Corrupt:
-        states_list = list(flattened(layout))
+        states_list = list(flattened_states(layout))
     return [states for states in states_list if states.optimizer is None or states.optimizer.is_named]
 
 

@@ -31,7 +31,7 @@ def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
         one, other = (family.name if family else HUB for family in (our_family, their_family))
         message = f"the names are {one}'s here, and {other}'s in {case.like.path}"
         yield Finding("family", None, message, rewrite(case.checkpoint, names=other))
-    for ours, theirs in sides(case.checkpoint, case.like):
+    for ours, theirs in comparable_pairs(case.checkpoint, case.like):
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
             yield from find_key(case, case.like.path, ours, theirs)
@@ -40,7 +40,7 @@ def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
             yield from find_kinds(case, case.like.path, ours, theirs)
 
 
-def sides(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
+def comparable_pairs(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
     """Return pairs of components from both checkpoints, with names that can be compared."""
     pairs = (with_names_of_hub(one, two, pair) for pair in pair_parts(one, two)[0])
     return [match(ours.layout, theirs.layout)[:2] for ours, theirs in pairs]

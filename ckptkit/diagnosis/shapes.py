@@ -95,7 +95,7 @@ def find_shapes(case: LoadTarget) -> Iterator[Finding]:
         yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=expected_rows, base=base))
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     if is_another_model(case, others):
-        yield conclude(case, others)
+        yield different_model_finding(case, others)
         return
     yield from find_other_model(case, others)
     for name, (shape, wanted) in others.items():
@@ -121,7 +121,7 @@ def is_another_model(case: LoadTarget, pairs: Pairs) -> bool:
     return 2 * len(pairs) > len(case.shapes)
 
 
-def conclude(case: LoadTarget, pairs: Pairs) -> Finding:
+def different_model_finding(case: LoadTarget, pairs: Pairs) -> Finding:
     """Return the finding that the model is a different one, with the sizes of both."""
     assert case.model is not None
     assert case.form is not None

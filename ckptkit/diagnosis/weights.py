@@ -9,7 +9,7 @@ from ckptkit.adapters.config import find_adapter_config
 from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, beside, export, is_model
+from ckptkit.diagnosis.finding import Finding, Fix, export, is_model, output_path_for
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout.renames import globs_for
 from ckptkit.models.known_types import find_embedding
@@ -56,7 +56,7 @@ def find_adapters(case: LoadTarget) -> Iterator[Finding]:
     elif case.adapted.is_saved:
         message = f"this is an adapter, {kind}, not a model"
         path = case.checkpoint.path
-        fix = Fix.of("merge", case.model.name, path, beside(path, "model"))
+        fix = Fix.of("merge", case.model.name, path, output_path_for(path, "model"))
     else:
         message = f"this is an adapter, {kind}, not a model"
         fix = export(case.checkpoint, merge=True, base=case.model.name)

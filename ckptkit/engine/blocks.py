@@ -60,7 +60,7 @@ class Gatherer:
             else:
                 from ckptkit.engine.rearrange import Rearrangement
 
-                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).fill(part_box, box, out))
+                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).read_into(part_box, box, out))
         return pieces
 
     def read_into(self, chunk: Chunk, start: int, target: memoryview) -> ReadRun:

@@ -67,7 +67,7 @@ def compare_computed(
     bytes read, from one thread at a time.
     """
     recipes = {name: Both(*pair) for name, pair in sides.items()}
-    plan = Plan(a, b, tuple(targets(a, b, shapes, recipes)), (b,))
+    plan = Plan(a, b, tuple(targets_to_compare(a, b, shapes, recipes)), (b,))
     sources = Sources(plan, Ledger())
     distances = dict.fromkeys(shapes, Distance())
 
@@ -87,7 +87,9 @@ def compare_computed(
     return distances
 
 
-def targets(a: Layout, b: Layout, shapes: Mapping[str, Shape], recipes: Mapping[str, Both]) -> Iterator[Target]:
+def targets_to_compare(
+    a: Layout, b: Layout, shapes: Mapping[str, Shape], recipes: Mapping[str, Both]
+) -> Iterator[Target]:
     """Yield a target for each tensor to compare, as if it were to be written."""
     for name, shape in shapes.items():
         spec = Spec(_FLOAT32, shape)

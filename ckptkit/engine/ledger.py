@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.errors import translate_os_errors
 from ckptkit.io.crc32 import Checksums
-from ckptkit.io.disk import again
+from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.file import opening, read_at
 from ckptkit.io.local import LocalFile
 from ckptkit.layout import Chunk, FileOffset, ReadRun
@@ -66,7 +66,7 @@ class Journal:
 
     def _append(self, line: bytes, *, sync: bool = False) -> None:
         with translate_os_errors(self.path):
-            again(self.path.parent.mkdir, parents=True, exist_ok=True)
+            retry_interrupted(self.path.parent.mkdir, parents=True, exist_ok=True)
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             file = LocalFile(self.path, fd)
             try:

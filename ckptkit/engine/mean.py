@@ -36,7 +36,7 @@ class Mean:
         """
         if dtype.kind == "float":
             return mean(dtype, blocks, self._weights), False
-        return last(dtype, blocks)
+        return last_block(dtype, blocks)
 
 
 def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -> memoryview:
@@ -54,7 +54,7 @@ def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -
     return narrow.data.cast("B")
 
 
-def last(dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+def last_block(dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
     """Return the last of several blocks, and whether any other block differs."""
     first, *rest = (np.frombuffer(block, np.uint8) for block in blocks)
     is_same = all(np.array_equal(first, other) for other in rest)

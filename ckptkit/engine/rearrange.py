@@ -30,7 +30,7 @@ class Rearrangement:
     chunk: Chunk
     dtype: DType
 
-    def fill(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
+    def read_into(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
         """Write the elements of `part` of the chunk to their positions in `out`, the row-major elements of `box`.
 
         Yields the byte ranges that were read contiguously.

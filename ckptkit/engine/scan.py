@@ -51,7 +51,7 @@ def copy_files(
 
     def sum_up(piece: FilePiece, data: memoryview) -> int:
         total = 0
-        for region, start, stop in list(between(regions[piece.name], piece.start, piece.start + piece.length)):
+        for region, start, stop in list(regions_between(regions[piece.name], piece.start, piece.start + piece.length)):
             crc = crc32(data[start - piece.start : stop - piece.start])
             total = combine(total, crc, stop - start)
             with lock:
@@ -127,7 +127,7 @@ def scan(
     }
 
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
-        return list(between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
+        return list(regions_between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
 
     def sum_block(worker: Worker, block: Block) -> list[int]:
         data, path = worker.buffer(block.nbytes), block.target.chunk.path
@@ -219,7 +219,7 @@ def cut_regions(root: Path, name: str, size: int, extents: Iterable[Extent], rep
     return regions
 
 
-def between(regions: list[Extent], start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
+def regions_between(regions: list[Extent], start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
     """Yield the regions that overlap bytes `start:stop` of the file, each with the offsets of the overlap."""
     for i in range(bisect_right(regions, start, key=lambda region: region.offset) - 1, len(regions)):
         region = regions[i]

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, Usage, refuse, translate_os_errors
 from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
-from ckptkit.io.file import absent, names_in
+from ckptkit.io.file import missing_path_error, names_in
 from ckptkit.layout import Layout
 
 __all__ = [
@@ -246,7 +246,7 @@ def find_format(path: Path) -> FormatReader:
         if (shard := one_of_dcp(path)) is not None:
             raise shard
         if not path.exists():
-            raise absent(path)
+            raise missing_path_error(path)
         raise of_no_format(path, f"pass a checkpoint: {describe_formats()} and others")
     return reader
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import RESTORE, CkptError, Corrupt
-from ckptkit.io.file import recognize
+from ckptkit.io.file import wrong_kind_error
 
 
 def parse_json(data: bytes, path: Path) -> Any:
@@ -23,7 +23,7 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 def not_json(error: Exception, data: bytes, path: Path) -> Corrupt:
     """Return the error for `data` of file `path` that is not valid JSON."""
-    return recognize(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
+    return wrong_kind_error(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def find_set(name: str, names: Iterable[str]) -> list[str]:
     """
     for match in (*_OF.finditer(name), *_WORLD.finditer(name)):
         if int(match["count"]) > 1:
-            return sorted(set(like(name, match, names)) | {name})
+            return sorted(set(sibling_names(name, match, names)) | {name})
     for match in _AXIS.finditer(name):
-        alike = like(name, match, names)
+        alike = sibling_names(name, match, names)
         text, is_whole_stem = match["number"], match[0] == name.partition(".")[0]
         is_later = int(text) > 0 and (0 in alike.values() or text.startswith("0") or is_whole_stem)
         if is_later or (0 in alike.values() and len(alike) > 1):
@@ -43,7 +43,7 @@ def find_set(name: str, names: Iterable[str]) -> list[str]:
 def find_series(name: str, names: Sequence[str]) -> list[str]:
     """Return the `names` that differ from `name` in a number and count from 0: `model_0`, `model_1`; else []."""
     for match in _NUMBER.finditer(name):
-        alike = like(name, match, names)
+        alike = sibling_names(name, match, names)
         if len(alike) > 1 and sorted(alike.values()) == list(range(len(alike))):
             return sorted(alike, key=alike.__getitem__)
     return []
@@ -76,7 +76,7 @@ def is_numbered(name: str) -> bool:
     return any(pattern.search(name) for pattern in (_AXIS, _OF, _WORLD))
 
 
-def like(name: str, match: re.Match[str], names: Iterable[str]) -> dict[str, int]:
+def sibling_names(name: str, match: re.Match[str], names: Iterable[str]) -> dict[str, int]:
     """Return the names that differ from `name` only in the number of `match`, each with its number."""
     start, end = match.span("number")
     pattern = re.compile(re.escape(name[:start]) + "([0-9]{1,8})" + re.escape(name[end:]))

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.errors import RESTORE, Corrupt, Unsupported, truncated
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import opening, read_at, recognize
+from ckptkit.io.file import opening, read_at, wrong_kind_error
 from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES, DType
@@ -88,7 +88,9 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
         head = read_at(file, min(size, 512), 0)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _LIMIT):
-            raise recognize(head, path) or truncated(length + 8 if size >= 8 else 8, size, path=path, by="header")
+            raise wrong_kind_error(head, path) or truncated(
+                length + 8 if size >= 8 else 8, size, path=path, by="header"
+            )
         header = parse_json(read_at(file, length, 8), path)
     if not isinstance(header, dict):
         raise Corrupt("the header is not a JSON object", path=path)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
-from ckptkit.io.disk import UNSUPPORTED_CALL, again
+from ckptkit.io.disk import UNSUPPORTED_CALL, retry_interrupted
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import LocalFile
 from ckptkit.io.path import is_remote
@@ -80,7 +80,7 @@ def make_folder(path: Path) -> None:
     """Create a directory and its parents, if they are missing; a store needs no directories."""
     if not is_remote(path):
         with translate_os_errors(path):
-            again(path.mkdir, parents=True, exist_ok=True)
+            retry_interrupted(path.mkdir, parents=True, exist_ok=True)
 
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:

@@ -144,7 +144,7 @@ class UploadTarget:
     is_file: bool = False
 
     def key(self, name: str) -> str:
-        return self.path.key if self.is_file else f"{beneath(self.path.key)}{name}"
+        return self.path.key if self.is_file else f"{prefix_below(self.path.key)}{name}"
 
     @property
     def claim_key(self) -> str:
@@ -192,9 +192,9 @@ class UploadTarget:
 
     @property
     def _own(self) -> str:
-        return self.path.key if self.is_file else beneath(self.path.key)
+        return self.path.key if self.is_file else prefix_below(self.path.key)
 
 
-def beneath(key: str) -> str:
+def prefix_below(key: str) -> str:
     """Return the prefix of all keys below a key."""
     return f"{key}/" if key else ""

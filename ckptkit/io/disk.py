@@ -36,7 +36,7 @@ def warn_of_loss(path: Path, what: str) -> None:
     warn(f"{path}: {what}", DurabilityWarning)
 
 
-def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return the result of `call`, retrying as long as a signal interrupts it."""
     while True:
         with suppress(InterruptedError):
@@ -56,7 +56,7 @@ def make_directories(path: Path, *, sync: bool) -> None:
     """Create a directory and its parents; with `sync`, they survive a power failure."""
     if not path.exists():
         make_directories(path.parent, sync=sync)
-        again(path.mkdir, exist_ok=True)
+        retry_interrupted(path.mkdir, exist_ok=True)
         if sync:
             sync_path(path.parent)
 
@@ -66,9 +66,9 @@ def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         for inside in list(path.iterdir()):
             remove(inside)
-        again(path.rmdir)
+        retry_interrupted(path.rmdir)
     else:
-        again(path.unlink, missing_ok=True)
+        retry_interrupted(path.unlink, missing_ok=True)
 
 
 def sync_tree(root: Path) -> None:
@@ -166,10 +166,10 @@ def lock_path(dst: Path) -> Path:
 def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
     """Rename file `path` to `dst`. Raises `Occupied` if `dst` exists, unless `overwrite`."""
     if overwrite:
-        again(os.replace, path, dst)
+        retry_interrupted(os.replace, path, dst)
         return
     try:
-        again(os.link, path, dst)
+        retry_interrupted(os.link, path, dst)
     except FileExistsError as error:
         raise Occupied("another process created the destination meanwhile", path=dst) from error
 
@@ -178,7 +178,7 @@ def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
     """Rename directory `path` to `dst`. The old directory, if any, is at `path` afterwards."""
     if not overwrite or not dst.exists() or not any(dst.iterdir()):
         try:
-            again(os.rename, path, dst)  # replaces nothing but an empty directory
+            retry_interrupted(os.rename, path, dst)  # replaces nothing but an empty directory
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
@@ -210,10 +210,10 @@ def swap_in_steps(path: Path, dst: Path) -> None:
     """
     warn_of_loss(dst, "this file system cannot swap directories in one step: for a moment the destination is absent")
     aside = aside_path(dst)
-    again(os.rename, dst, aside)
+    retry_interrupted(os.rename, dst, aside)
     try:
-        again(os.rename, path, dst)
+        retry_interrupted(os.rename, path, dst)
     except OSError:
-        again(os.rename, aside, dst)
+        retry_interrupted(os.rename, aside, dst)
         raise
-    again(os.rename, aside, path)
+    retry_interrupted(os.rename, aside, path)

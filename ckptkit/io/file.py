@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from ckptkit.errors import RESTORE, CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
-from ckptkit.io.disk import again
+from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import open_regular, open_to_write
 from ckptkit.io.path import hint_on_id, is_remote
@@ -128,7 +128,7 @@ def file_size(path: Path) -> int:
     if isinstance(path, JoinedPath):
         return file_size(only_file(path))
     with translate_os_errors(path), suppress(FileNotFoundError, ValueError):
-        status = again(path.lstat)  # faster than opening each of thousands of files
+        status = retry_interrupted(path.lstat)  # faster than opening each of thousands of files
         if stat.S_ISREG(status.st_mode):
             return status.st_size
     with opening(path) as file:
@@ -151,15 +151,15 @@ def names_in(path: Path) -> list[str]:
     if isinstance(path, JoinedPath):
         return list(dict.fromkeys(name for directory in path.places or [path.place] for name in names_in(directory)))
     if is_remote(path):
-        return again(lambda: [child.name for child in path.iterdir()])
-    return again(lambda: os.listdir(path))  # faster than creating thousands of paths
+        return retry_interrupted(lambda: [child.name for child in path.iterdir()])
+    return retry_interrupted(lambda: os.listdir(path))  # faster than creating thousands of paths
 
 
 def is_there(path: Path) -> bool:
     """Return whether anything exists at a path, including a broken link. Raises `IOFailure` if that is unknown."""
     with translate_os_errors(path):
         try:
-            again(path.lstat)  # unlike `os.path.lexists`, which treats every error as absence
+            retry_interrupted(path.lstat)  # unlike `os.path.lexists`, which treats every error as absence
         except ValueError:  # no file can have such a name, e.g. with a NUL
             return False
         except OSError as error:
@@ -274,7 +274,7 @@ class ReadAhead:
         return read
 
 
-def recognize(head: bytes, path: Path | None = None) -> Corrupt | None:
+def wrong_kind_error(head: bytes, path: Path | None = None) -> Corrupt | None:
     """Return the error for a file with unexpected first bytes `head`, if they show what happened; else None."""
     if head.startswith(b"version https://git-lfs"):
         message = "expected the file itself, found a Git LFS pointer to it"
@@ -293,7 +293,7 @@ def children(path: Path) -> list[Path]:
         return [path / name for name in sorted(names_in(path))]
 
 
-def absent(path: Path) -> NotACheckpoint:
+def missing_path_error(path: Path) -> NotACheckpoint:
     """Return the error for a path that does not exist. The hint has similar names beside it, or the Hub's URL."""
     from difflib import get_close_matches
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.errors import Occupied
-from ckptkit.io.disk import UNSUPPORTED_CALL, again, warn_of_loss
+from ckptkit.io.disk import UNSUPPORTED_CALL, retry_interrupted, warn_of_loss
 
 _PAUSE = 0.05  # seconds between two attempts
 _NO_LOCKS_ERRORS = (*UNSUPPORTED_CALL, errno.ENOLCK)
@@ -78,7 +78,7 @@ def release(lock: int, path: Path) -> None:
     """
     with suppress(OSError):
         if is_same_file(lock, path):
-            again(path.unlink)
+            retry_interrupted(path.unlink)
     close(lock)
 
 

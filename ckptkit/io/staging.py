@@ -15,13 +15,13 @@ from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_file
 from ckptkit.io.disk import (
     HIDDEN_SIBLING,
-    again,
     aside_path,
     lock_path,
     make_directories,
     move_file_into_place,
     move_into_place,
     remove,
+    retry_interrupted,
     staging_path,
     sync_path,
     sync_tree,
@@ -209,9 +209,9 @@ def write_key(path: Path, key: bytes) -> None:
     """Write the key of directory `path` atomically."""
     written = path / WORK / f"{_KEY}.new"
     with translate_os_errors(path):
-        again((path / WORK).mkdir)
+        retry_interrupted((path / WORK).mkdir)
         write_file(written, key)
-        again(written.rename, path / WORK / _KEY)
+        retry_interrupted(written.rename, path / WORK / _KEY)
 
 
 def make_empty(path: Path) -> None:
@@ -224,7 +224,7 @@ def make_empty(path: Path) -> None:
                 path.parent
             )  # else a power failure may undo the rename that moved the old destination to this path
             remove(path)
-        again(path.mkdir)
+        retry_interrupted(path.mkdir)
 
 
 def clear_dead(root: Path) -> None:
@@ -249,7 +249,7 @@ def recover(dst: Path) -> None:
     if dst.exists():
         remove(aside)
     elif aside.exists():
-        again(os.rename, aside, dst)
+        retry_interrupted(os.rename, aside, dst)
 
 
 def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:

@@ -207,11 +207,11 @@ def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes that cover a box without the others."""
     remaining = [box]
     for other in others:
-        remaining = [part for box_left in remaining for part in around(box_left, other)]
+        remaining = [part for box_left in remaining for part in boxes_around(box_left, other)]
     return remaining
 
 
-def around(box: Box, hole: Box) -> Iterator[Box]:
+def boxes_around(box: Box, hole: Box) -> Iterator[Box]:
     """Yield disjoint boxes that cover a box without `hole`: along each axis the parts before and after it."""
     shared = intersect(box, hole)
     if shared is None:

@@ -50,7 +50,7 @@ class Declared(NamedTuple):
         return number if 0 <= number < self.layers else None
 
 
-def declared(config: Mapping[str, Any]) -> Iterator[Declared]:
+def declared_mtp_keys(config: Mapping[str, Any]) -> Iterator[Declared]:
     """Yield the keys of config.json that declare MTP layers."""
     text = config.get("text_config")
     layers = (text if isinstance(text, Mapping) else config).get(_LAYERS, config.get(_LAYERS))
@@ -71,7 +71,7 @@ def sections_of(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Itera
 
 def predictors_in(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of tensors that belong to MTP layers that config.json declares."""
-    declarations = tuple(declared(config))
+    declarations = tuple(declared_mtp_keys(config))
     return frozenset(name for name in names if any(one.holds(name) for one in declarations))
 
 
@@ -85,7 +85,7 @@ def count_present(declaration: Declared, names: Iterable[str]) -> int:
 def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Return a config.json that declares only the layers that have tensors, and a note for each key that changed."""
     changed, words, names = deepcopy(dict(config)), [], list(names)
-    for declaration in declared(config):
+    for declaration in declared_mtp_keys(config):
         present = count_present(declaration, names)
         if present != declaration.layers:
             section_values: dict[str, Any] = changed

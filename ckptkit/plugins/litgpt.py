@@ -61,21 +61,21 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         _OWN + "attn.proj": LAYER + "self_attn.o_proj",
         _OWN + "attn.norm_q": LAYER + "self_attn.q_norm",
         _OWN + "attn.norm_k": LAYER + "self_attn.k_norm",
-        **norms(model),
+        **norm_names(model),
     }
     if model != _FUSED:
-        modules |= feed_forward("mlp", LAYER + "mlp.gate_proj", LAYER + "mlp.up_proj", LAYER + "mlp.down_proj")
+        modules |= feed_forward_names("mlp", LAYER + "mlp.gate_proj", LAYER + "mlp.up_proj", LAYER + "mlp.down_proj")
     if model in _MIXTURES:
         hub = experts_of(model)
         modules[_OWN + "mlp.gate"] = LAYER + hub.router
-        modules |= feed_forward("mlp.experts.{expert}", *(LAYER + name for name in (hub.gate, hub.up, hub.down)))
+        modules |= feed_forward_names("mlp.experts.{expert}", *(LAYER + name for name in (hub.gate, hub.up, hub.down)))
     return (
         *(rule for own_name, hub_name in modules.items() for rule in with_bias(own_name, hub_name)),
         *(fused_attention() if model == _FUSED else separate_attention()),
     )
 
 
-def norms(model: str) -> dict[str, str]:
+def norm_names(model: str) -> dict[str, str]:
     """Return the Hub names of the norms in a layer, keyed by LitGPT name."""
     hub_names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
     if model in _FOUR_NORMS:
@@ -90,7 +90,7 @@ def norms(model: str) -> dict[str, str]:
     return {_OWN + own_name: LAYER + hub_name for own_name, hub_name in hub_names.items()}
 
 
-def feed_forward(own: str, gate: str, up: str, down: str) -> dict[str, str]:
+def feed_forward_names(own: str, gate: str, up: str, down: str) -> dict[str, str]:
     """Return the Hub names of three projections, keyed by LitGPT name."""
     return {f"{_OWN}{own}.fc_1": gate, f"{_OWN}{own}.fc_2": up, f"{_OWN}{own}.proj": down}
 

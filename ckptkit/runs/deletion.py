@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptkit.errors import Occupied, translate_os_errors
-from ckptkit.io.disk import again, lock_path, remove, sync_path
+from ckptkit.io.disk import lock_path, remove, retry_interrupted, sync_path
 from ckptkit.io.file import children
 from ckptkit.io.joined import roots_of
 from ckptkit.io.locks import acquire, is_locked, release
@@ -58,7 +58,7 @@ def delete(checkpoint: Path) -> None:
     hidden = {path: path.with_name(f".{path.name}{_LEAVING}") for path in roots_of(checkpoint)}
     with translate_os_errors(checkpoint):
         for path, name in hidden.items():
-            again(os.rename, path, name)
+            retry_interrupted(os.rename, path, name)
             # Before the first file is removed: after a power failure the checkpoint is complete or hidden.
             sync_path(path.parent)
         for name in hidden.values():

@@ -23,7 +23,7 @@ from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import plan, require_all_taken
 from ckptkit.errors import Mismatch
 from ckptkit.io.allocation import create_file
-from ckptkit.io.disk import again
+from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.progress import Told
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Layout, Spec
@@ -102,8 +102,8 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
         wide = sum(map(is_wide, Checkpoint.open(model).weights.layout.specs.values()))
         for file in model.iterdir():
             os.utime(file, (saved_at, saved_at))
-            again(os.rename, file, stage.path / file.name)
-        again(model.rmdir)
+            retry_interrupted(os.rename, file, stage.path / file.name)
+        retry_interrupted(model.rmdir)
         stage.commit()
     except BaseException as error:
         stage.discard()

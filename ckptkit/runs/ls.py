@@ -40,7 +40,7 @@ from ckptkit.formats import detect_format
 from ckptkit.formats.rank_names import find_set
 from ckptkit.io.claims import StoreClaim, claimed_in, read_claim
 from ckptkit.io.destination import CLAIM
-from ckptkit.io.file import absent, children, file_size, is_there
+from ckptkit.io.file import children, file_size, is_there, missing_path_error
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import is_remote, refresh
 from ckptkit.runs.pins import pinned_in
@@ -116,7 +116,7 @@ def ls(run: Source) -> Listing:
     root = refresh(path_of(run))
     with translate_os_errors(root):
         if not root.exists():
-            raise absent(root)
+            raise missing_path_error(root)
         checkpoints = checkpoints_in(root)
         is_run = bool(checkpoints)
         runs: list[Path] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.verify import require_sound, verify_part
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.io.file import absent
+from ckptkit.io.file import missing_path_error
 from ckptkit.runs.keeper import keeper_of, require_complete, run_of
 from ckptkit.runs.pins import is_pinned
 from ckptkit.trainers import step_of
@@ -55,7 +55,7 @@ def checkpoint_at(path: Path) -> Path:
     """
     keeper_of(path).refresh()
     if not path.exists():
-        raise absent(path)
+        raise missing_path_error(path)
     checkpoint = Checkpoint.open(path)
     resolved = checkpoint.path.resolve()
     if step_of(resolved) is None and step_of(resolved.parent) is not None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from ckptkit.errors import Unsafe, translate_os_errors
-from ckptkit.io.disk import again, close, sync_path
+from ckptkit.io.disk import close, retry_interrupted, sync_path
 from ckptkit.io.file import children
 
 FOLDER = ".pins"
@@ -34,8 +34,12 @@ def set_pin(checkpoint: Path) -> None:
     with translate_os_errors(folder):
         if folder.is_symlink():
             raise Unsafe("refusing to follow a symbolic link in place of the pins", path=folder, hint="remove it")
-        again(folder.mkdir, exist_ok=True)
-        close(again(os.open, folder / checkpoint.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+        retry_interrupted(folder.mkdir, exist_ok=True)
+        close(
+            retry_interrupted(
+                os.open, folder / checkpoint.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
+        )
         sync_path(folder)
         sync_path(folder.parent)
 
@@ -45,5 +49,5 @@ def clear_pin(checkpoint: Path) -> None:
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
         if folder.is_dir():
-            again((folder / checkpoint.name).unlink, missing_ok=True)
+            retry_interrupted((folder / checkpoint.name).unlink, missing_ok=True)
             sync_path(folder)

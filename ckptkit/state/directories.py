@@ -55,16 +55,16 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     """
     target = dst.resolve()
     for path in (source.path, *(part.path for part in source.components)):
-        if any(contains(target, place) for place in resolved(path)):
+        if any(contains(target, place) for place in real_path(path)):
             raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
-    if target.parent in resolved(source.path):
+    if target.parent in real_path(source.path):
         check_beside_parts(source, dst)
     for part in source.components:
-        if target.parent in resolved(part.path):
+        if target.parent in real_path(part.path):
             check_in_part(part, dst, writer)
 
 
-def resolved(path: Path) -> list[Path]:
+def real_path(path: Path) -> list[Path]:
     """Return the real path without links; for a joined path, the real path of each directory."""
     return [place.resolve() for place in roots_of(path)] if isinstance(path, JoinedPath) else [path.resolve()]
 
@@ -96,7 +96,7 @@ def check_in_part(component: Component, dst: Path, writer: FormatWriter) -> None
 def entry_at(root: Path, dst: Path) -> Path | None:
     """Return `dst` as a path below `root`, as `root` is spelled; None if it is outside."""
     target = dst.resolve()
-    ancestor = next((place for place in resolved(root) if place in target.parents), None)
+    ancestor = next((place for place in real_path(root) if place in target.parents), None)
     return None if ancestor is None else root / target.relative_to(ancestor)
 
 

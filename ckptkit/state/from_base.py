@@ -41,9 +41,9 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     chosen = with_quantized_groups(chosen, quantized)
     stored_as: dict[str, str] = {}
     if quantized is None or is_quantized(model):
-        added = copied(chosen, layout, model)
+        added = copied_tensors(chosen, layout, model)
     else:
-        added, stored_as = dequantized(chosen, quantized, layout, model)
+        added, stored_as = dequantized_tensors(chosen, quantized, layout, model)
     tensors = {**model.layout.tensors, **{name: StoredTensor(spec, ()) for name, (spec, _) in added.items()}}
     nbytes = format_bytes(sum(spec.nbytes for spec, _ in added.values()))
     return replace(
@@ -55,19 +55,19 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     ).say(f"copied {count(len(added), 'tensor')} ({nbytes}) from {options.base}: {abridge([*added])}")
 
 
-def copied(chosen: Sequence[str], layout: Layout, model: Model) -> Added:
+def copied_tensors(chosen: Sequence[str], layout: Layout, model: Model) -> Added:
     """Return the chosen tensors of a base, to be copied unchanged."""
-    return {name: (layout.tensors[name].spec, taken(name, source_number(model))) for name in chosen}
+    return {name: (layout.tensors[name].spec, copy_recipe(name, source_number(model))) for name in chosen}
 
 
-def dequantized(
+def dequantized_tensors(
     chosen: Sequence[str], quantized: Quantized, layout: Layout, model: Model
 ) -> tuple[Added, dict[str, str]]:
     """Return the chosen tensors of a base, with plain weights for quantized ones, and the stored form of the latter."""
     quantized.require_known()
     packed = {plain_name(name): name for name in chosen if name in quantized.weights}
     plain = [name for name in chosen if name not in quantized.members]
-    added = copied(plain, layout, model)
+    added = copied_tensors(plain, layout, model)
     added |= {new: made_plain(quantized, old, model) for new, old in packed.items()}
     return added, {new: f"{layout.tensors[old].spec.dtype} times scales" for new, old in packed.items()}
 
@@ -103,7 +103,7 @@ def with_quantized_groups(chosen: Sequence[str], quantized: Quantized | None) ->
     return list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))
 
 
-def taken(name: str, number: int) -> RecipeFor:
+def copy_recipe(name: str, number: int) -> RecipeFor:
     """Return the recipe that copies a tensor of the source with this index, cast to the dtype to write."""
     return lambda _, dtype: Taken(Operand(number, name, dtype))
 

@@ -69,7 +69,7 @@ def join_masters(model: Model, masters: Model) -> Model:
 
     Raises `Unsupported` if only a part of a weight has master weights.
     """
-    names = replaced(model.layout, masters.layout)
+    names = replaced_weights(model.layout, masters.layout)
     stored = {name: describe_master(name, model.layout, masters.layout) for name in names}
     remainders = [name for name in names if dtype_of(masters.layout, name) == REMAINDERS]
     layout = edits.cast(model.layout, lambda name, spec: _FLOAT32 if name in stored else spec.dtype)
@@ -93,7 +93,7 @@ def make_masters(model: Model) -> Model:
             if dtype_of(masters, name) == REMAINDERS
             else Master(name, number, dtype_of(model.layout, name))
         )
-        for name in replaced(model.layout, masters)
+        for name in replaced_weights(model.layout, masters)
     }
     others = (*model.others, edits.select(masters, recipes.__contains__))
     return replace(model, others=others, recipes={**model.recipes, **recipes})
@@ -132,7 +132,7 @@ def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
         raise Unsupported(message, path=checkpoint.path, tensor=kept[parameter], hint=hint)
 
 
-def replaced(layout: Layout, masters: Layout) -> list[str]:
+def replaced_weights(layout: Layout, masters: Layout) -> list[str]:
     """Return the weights whose data comes from another place in the second layout."""
     return [name for name, tensor in layout.tensors.items() if masters.tensors[name].chunks != tensor.chunks]
 

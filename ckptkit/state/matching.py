@@ -170,10 +170,10 @@ def with_same_optimizer_keys(
     kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
     if kinds != {NAMES, IDS}:
         return one[1], two[1]
-    return named(*one, order), named(*two, order)
+    return with_named_parameters(*one, order), with_named_parameters(*two, order)
 
 
-def named(checkpoint: Checkpoint, side: Compared, order: Order | None) -> Compared:
+def with_named_parameters(checkpoint: Checkpoint, side: Compared, order: Order | None) -> Compared:
     """Return a side with names for parameter indices, where they are certain or the user gives their order."""
     for optimizer in find_optimizers(side.layout):
         if optimizer.is_named:

@@ -66,7 +66,7 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], order
             parameters = parameters_for(checkpoint, layout, states, order) if states.lacking else {}
             layout, more = complete_states(layout, states, parameters)
             new_entries |= {name: "0" if spec is None else str(spec) for name, spec in more.items()}
-            remarks += say(checkpoint, states, parameters)
+            remarks += describe_completed(checkpoint, states, parameters)
         completed.append(layout)
     return Completed(completed, new_entries, remarks)
 
@@ -110,7 +110,7 @@ def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]
     return True
 
 
-def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredTensor]) -> list[str]:
+def describe_completed(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredTensor]) -> list[str]:
     """Return notes on the states that were completed, and on parameters that are in no group."""
     if not states.lacking:
         return [f"`{states.name}` has a state for every parameter in its groups: nothing to complete"]

@@ -172,11 +172,11 @@ def resize_vocabulary(model: Model, rows: int) -> Model:
 
 def fit_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
-    expected = expect(model)
+    expected = form_or_error(model)
     if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
         config, words = trained_class_of(model, expected)
         model = model.with_config(config).say(*words)
-        expected = expect(model)
+        expected = form_or_error(model)
     try:
         layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
     except Mismatch as error:
@@ -223,7 +223,7 @@ def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caut
     return () if rows is None or companions.files.keys() <= {CONFIG} else warn_of_tokens(companions, rows)
 
 
-def expect(model: Model) -> Form | Unsupported | None:
+def form_or_error(model: Model) -> Form | Unsupported | None:
     """Return the form that config.json describes, or the error that says why it is unknown.
 
     Returns None without a config.json.

@@ -12,7 +12,7 @@ TRAINING = "training"  # beside a model in Hugging Face's format: its training s
 _OWN = {"step", "model", "optim", "scheduler", "progress"}  # the entries of one save
 
 
-def wrote(seen: Evidence) -> str | None:
+def title_if_written(seen: Evidence) -> str | None:
     """Return ckptkit's title if a manifest names the source, or all entries of ckptkit's training loop are there."""
     source = seen.read_source()
     if source:
@@ -27,7 +27,7 @@ def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 CKPTKIT = TrainerFacts(
     name="ckptkit",
-    wrote=wrote,
+    wrote=title_if_written,
     steps=("ckpt-([0-9]{1,18})",),
     others=(TRAINING,),
     states=(r"tokens\.(?:bin|json)",),

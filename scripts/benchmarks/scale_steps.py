@@ -23,7 +23,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.engine.shares import Share
 from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, end_of, items_per_rank
-from ckptkit.formats.dcp.write_metadata import record
+from ckptkit.formats.dcp.write_metadata import pickled_metadata
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk, Layout, NewFile, Patch, Spec, StoredTensor
 from ckptkit.layout.box import whole
@@ -49,7 +49,7 @@ def write(root: Path, wanted: Layout, dealt: list[list[ShardItem]]) -> None:
     root.mkdir()
     for name, items in files.items():
         write_sparse(root, NewFile(name, end_of(items), chain(KnownBytes(items), seals(items))))
-    (root / ".metadata").write_bytes(record(wanted, files))
+    (root / ".metadata").write_bytes(pickled_metadata(wanted, files))
     pickle_as_torch(root)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.scan import between, by_file, cut_regions
+from ckptkit.engine.scan import by_file, cut_regions, regions_between
 from ckptkit.errors import CkptError
 from ckptkit.layout import Extent
 
@@ -51,7 +51,7 @@ def test_blocks_hold_every_byte_of_every_tile_once(lengths: list[int], limit: in
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     tiles = [Extent("f", start, length, None, "") for start, length in zip(starts, lengths, strict=True)]
     blocks = [(start, min(start + limit, size)) for start in range(0, size, limit)]
-    inside = [list(between(tiles, start, stop)) for start, stop in blocks]
+    inside = [list(regions_between(tiles, start, stop)) for start, stop in blocks]
     seen = [(tile.offset, byte) for found in inside for tile, low, high in found for byte in range(low, high)]
     assert seen == [(start, start + i) for start, length in zip(starts, lengths, strict=True) for i in range(length)]
     for (start, stop), found in zip(blocks, inside, strict=True):

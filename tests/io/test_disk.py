@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure
-from ckptkit.io.disk import again, close, early_sync
+from ckptkit.io.disk import close, early_sync, retry_interrupted
 
 
 def interrupted(times: int) -> list[OSError | None]:
@@ -25,13 +25,13 @@ def test_a_call_is_made_until_it_is_not_interrupted() -> None:
             raise error
         return value + plus
 
-    assert again(call, 2, plus=3) == 5
+    assert retry_interrupted(call, 2, plus=3) == 5
     assert not waiting
 
 
 def test_any_other_error_is_raised_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        again((tmp_path / "absent").rmdir)
+        retry_interrupted((tmp_path / "absent").rmdir)
 
 
 def test_a_descriptor_is_closed_once(tmp_path: Path) -> None:

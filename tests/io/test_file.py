@@ -17,7 +17,7 @@ from ckptkit.io.file import (
     is_there,
     read_at,
     read_small,
-    recognize,
+    wrong_kind_error,
 )
 from ckptkit.io.local import open_regular
 
@@ -142,5 +142,5 @@ def test_writing_fills_what_is_there(tmp_path: Path) -> None:
 def test_known_impostors_are_recognized() -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     for head, words in ((pointer, "found a Git LFS pointer"), (bytes(64), "starts with zeros"), (b"", "is empty")):
-        assert words in str(recognize(head))
-    assert recognize(b"PK\x03\x04") is None
+        assert words in str(wrong_kind_error(head))
+    assert wrong_kind_error(b"PK\x03\x04") is None

@@ -52,7 +52,7 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     keys = {name: key for name, key in layout.keys.items() if name not in flat}
     located = locate(layout)
     for name, key in flat.items():
-        own = replace(known, shapes=members(key, known.shapes, list(flat.values())))
+        own = replace(known, shapes=parameters_of_flat(key, known.shapes, list(flat.values())))
         for parameter, piece in cut_flat(located.tensors[name], own, name, layout):
             new = (*key[:-1], parameter)
             tensors[".".join(map(str, new))] = piece
@@ -71,7 +71,7 @@ def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
 
     Raises `Unsupported` for the config.json of an unknown model type.
     """
-    shapes = next((found for found in map(shapes_in, optimizers(layout, path)) if found), None)
+    shapes = next((found for found in map(shapes_in, optimizer_layouts(layout, path)) if found), None)
     if shapes is not None:
         return Known(shapes, "the optimizer")
     config = find_companions(path, base).config if base is not None else find_config(path)
@@ -89,7 +89,7 @@ def is_flat(key: KeyPath) -> bool:
     return is_flat_name(str(key[-1]))
 
 
-def optimizers(layout: Layout, path: Path) -> Iterator[Layout]:
+def optimizer_layouts(layout: Layout, path: Path) -> Iterator[Layout]:
     """Yield the layouts that may have names and shapes: the checkpoint's own, and those of its optimizers."""
     yield layout
     for folder in sorted(folders(path)) if path.is_dir() else []:
@@ -114,7 +114,7 @@ def shapes_in(layout: Layout) -> dict[str, Shape] | None:
     return {name: moments[name] for name in groups[0]}
 
 
-def members(key: KeyPath, shapes: Mapping[str, Shape], flat: Sequence[KeyPath]) -> dict[str, Shape]:
+def parameters_of_flat(key: KeyPath, shapes: Mapping[str, Shape], flat: Sequence[KeyPath]) -> dict[str, Shape]:
     """Return the parameters of the flat one at a key path.
 
     These are the parameters of its module, except those of submodules that are wrapped themselves.

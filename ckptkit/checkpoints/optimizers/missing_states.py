@@ -78,10 +78,10 @@ class StateForm:
 
 def find_states(layout: Layout) -> list[States]:
     """Return the optimizers in a checkpoint that list their parameters in groups, nested or flattened by torch."""
-    return [*(nested(layout, optimizer) for optimizer in find_optimizers(layout)), *flattened(layout)]
+    return [*(nested_states(layout, optimizer) for optimizer in find_optimizers(layout)), *flattened_states(layout)]
 
 
-def nested(layout: Layout, optimizer: Optimizer) -> States:
+def nested_states(layout: Layout, optimizer: Optimizer) -> States:
     """Return the states of an optimizer in torch's nested form."""
     of: dict[str, dict[str, str]] = {}
     at = len(optimizer.above) + 1
@@ -91,7 +91,7 @@ def nested(layout: Layout, optimizer: Optimizer) -> States:
     return States(optimizer.above, groups, of, optimizer)
 
 
-def flattened(layout: Layout) -> Iterator[States]:
+def flattened_states(layout: Layout) -> Iterator[States]:
     """Yield the optimizers that torch has flattened.
 
     All parameters count as one group, because no entry records the groups.
@@ -166,13 +166,16 @@ def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> Stor
     return parameters[parameter]
 
 
-def zeros(spec: Spec, like: StoredTensor, at: int) -> StoredTensor:
-    """Return a tensor of zeros, split into chunks like its parameter; `at` makes its offsets unique."""
+def zeros(spec: Spec, like: StoredTensor, first_offset: int) -> StoredTensor:
+    """Return a tensor of zeros, split into chunks like its parameter.
+
+    The offsets of its chunks start at `first_offset`, so that no two chunks of a checkpoint share one.
+    """
     is_alike = like.splits is None and like.spec.shape == spec.shape
     chunks: list[Chunk] = []
     for box in [chunk.box for chunk in like.chunks] if is_alike else [whole(spec.shape)]:
-        chunks.append(Chunk.of_zeros(box, spec.dtype, at))
-        at += chunks[-1].length
+        chunks.append(Chunk.of_zeros(box, spec.dtype, first_offset))
+        first_offset += chunks[-1].length
     return StoredTensor(spec, tuple(chunks))
 
 

@@ -65,7 +65,7 @@ def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None
     damage_found, located = look_inside(layout)
     sound = damage_found.mark(located)
     damage = find_damage(sound, jobs=jobs, progress=report_progress(progress, nbytes_of(sound)))
-    for name, i, chunk in numbered(sound) if damage else ():
+    for name, i, chunk in chunks_with_bytes(sound) if damage else ():
         wrong = None if chunk.is_lost else damage.get(run_of(chunk))
         if wrong is not None:
             damage_found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
@@ -85,7 +85,7 @@ def look_inside(layout: Layout) -> tuple[Survey, Layout]:
     reported_by_place = {(error.tensor, error.offset): error for error in reversed(reported)}
     for name, error in ((name, error) for (name, _), error in reported_by_place.items() if name in located.blobs):
         damage.entries[str(name)] = error
-    for name, i, chunk in numbered(located):
+    for name, i, chunk in chunks_with_bytes(located):
         if chunk.wrapper is not None:
             unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
             damage.chunks[name, i] = reported_by_place.get((name, chunk.offset), unknown)
@@ -106,7 +106,7 @@ def without_files(layout: Layout) -> Layout:
     )
 
 
-def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
+def chunks_with_bytes(layout: Layout) -> list[tuple[str, int, Chunk]]:
     """Return every chunk that has bytes, with its tensor's name and its index in the tensor."""
     return [
         (name, i, chunk)
@@ -119,7 +119,7 @@ def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
 def look_at_sizes(layout: Layout) -> Survey:
     """Return the chunks and entries of missing files, and those beyond the end of a file."""
     damage, sizes = Survey(), dict[str, int | CkptError]()
-    for name, i, chunk in numbered(layout):
+    for name, i, chunk in chunks_with_bytes(layout):
         error = None if chunk.is_lost else problem_of(chunk, layout.root, sizes)
         if error is not None:
             damage.chunks[name, i] = error

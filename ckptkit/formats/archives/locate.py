@@ -199,11 +199,11 @@ def make_template(read: ReadAt, length: int, found: Located, entries: Mapping[st
     checksums = [_crc32.pack(entry.crc32) for entry in checksummed for _ in entry.crc_at]
     if min(variable_spans)[0] < 0 or [tail[slice(*span)] for span in variable_spans[: len(checksums)]] != checksums:
         return None
-    same = tuple((start, tail[start:stop]) for start, stop in between(variable_spans, len(tail)))
+    same = tuple((start, tail[start:stop]) for start, stop in gaps_between(variable_spans, len(tail)))
     return ArchiveTemplate(read(0, storage.offset), len(tail), same, pairs, found)
 
 
-def between(spans: Iterable[Span], end: int) -> Iterator[Span]:
+def gaps_between(spans: Iterable[Span], end: int) -> Iterator[Span]:
     """Yield the gaps before, between and after the spans in `0:end`."""
     at = 0
     for start, stop in sorted(spans):

@@ -14,14 +14,14 @@ from ckptkit.formats.archives.zip_entries import (
     ZipEntry,
     check_byte_order,
     find_directory,
-    glance,
+    read_cached_ends,
     read_directory,
     read_entry,
 )
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, PersistentId
 from ckptkit.formats.pickles.tensor_calls import STORAGES
-from ckptkit.io.file import opening, read_at, recognize
+from ckptkit.io.file import opening, read_at, wrong_kind_error
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.dtypes import DTYPES
 
@@ -185,7 +185,7 @@ def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
     """Open a file of torch.save. Yields a function that reads from it, and its size in bytes."""
     with opening(path) as file:
         length = file.size
-        yield glance(lambda offset, size: read_at(file, size, offset), length), length
+        yield read_cached_ends(lambda offset, size: read_at(file, size, offset), length), length
 
 
 def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
@@ -237,7 +237,7 @@ def datastates_error(path: Path | None = None) -> Unsupported:
 def unlike_torch(path: Path) -> CkptError | None:
     """Return the error for a program that torch wrote, a file of DataStates, or a pointer or empty file; else None."""
     with opened(path) as (read, length):
-        if strange := recognize(read(0, min(length, HEAD)), path):
+        if strange := wrong_kind_error(read(0, min(length, HEAD)), path):
             return strange
         if is_of_datastates(read, length):
             return datastates_error(path)

@@ -25,14 +25,14 @@ def load_value(root: Path, blob: Blob) -> Any:
     if blob.content is not None:
         return inert_pickle.load(blob.content, ANY_NAME)[0]
     try:
-        read, length = reading(root, blob)
+        read, length = blob_reader(root, blob)
         data = read_entry(read, read_directory(read, length), "data.pkl", limit=length)
         return inert_pickle.load(data, ANY_NAME)[0]
     except CkptError as error:
         raise error.blame(path=root / blob.path) from None
 
 
-def reading(root: Path, blob: Blob) -> tuple[ReadAt, int]:
+def blob_reader(root: Path, blob: Blob) -> tuple[ReadAt, int]:
     """Return a function that reads from a blob, and its size. The blob is read, and decompressed, at once."""
     if blob.wrapper == ZSTD:
         from ckptkit.formats.archives.zstd import decompress_blob  # few checkpoints are compressed

@@ -12,7 +12,7 @@ from struct import Struct
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.values import reading
+from ckptkit.formats.archives.values import blob_reader
 from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, check_byte_order, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, Global, PersistentId, Record
@@ -72,7 +72,7 @@ class Storages:
             raise Unsupported(f"stored through the transform `{blob.wrapper}`")
         try:
             self._use_budget(blob.length)
-            read, length = reading(self.wanted.root, blob)
+            read, length = blob_reader(self.wanted.root, blob)
             entries = read_directory(read, length)
             check_byte_order(read, entries)
             value, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=length), ANY_NAME)

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from ckptkit.errors import RESTORE, Corrupt, Unsupported
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, parse_tensor
-from ckptkit.io.file import recognize
+from ckptkit.io.file import wrong_kind_error
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Box, Shape
 
@@ -44,7 +44,7 @@ def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry
 
     Raises `Corrupt`, or `Unsupported` with the name of its contents.
     """
-    read = glance(read, length)
+    read = read_cached_ends(read, length)
     entries = read_directory(read, length)
     check_byte_order(read, entries)
     return place_tensor(parse_tensor(read_entry(read, entries, "data.pkl")), entries), entries
@@ -108,7 +108,7 @@ class ZipEntry:
         return self.offset + self.length + 4, self.record + 16
 
 
-def glance(read: ReadAt, length: int) -> ReadAt:
+def read_cached_ends(read: ReadAt, length: int) -> ReadAt:
     """Return a `read` that serves the archive's first and last bytes from memory, after two reads in advance."""
     head = read(0, min(length, GLANCE))
     cut = max(0, length - GLANCE)
@@ -200,7 +200,7 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
         if head[8:9] == b"{":
             raise Unsupported("expected an archive of torch.save, found safetensors")
         message = "expected an archive of torch.save: this is another kind of file, or its end is missing"
-        raise recognize(head) or Corrupt(message, hint=RESTORE)
+        raise wrong_kind_error(head) or Corrupt(message, hint=RESTORE)
     count, size, offset = end[4:7]
     if count == 0xFFFF or _ALL_ONES in (size, offset):
         at = length - _end.size - _end64_locator.size
@@ -225,11 +225,11 @@ def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limi
         raise Unsupported(f"expected at most {limit} bytes in entry `{name}`, found {entry.length}")
     content = read(entry.offset, entry.length)
     if entry.crc32 and crc32(content) != entry.crc32:
-        raise damaged(name, entry, crc32(content))
+        raise damaged_entry_error(name, entry, crc32(content))
     return content
 
 
-def damaged(name: str, entry: ZipEntry, found: int) -> Corrupt:
+def damaged_entry_error(name: str, entry: ZipEntry, found: int) -> Corrupt:
     """Return the error for an entry of an archive whose CRC-32 differs from the recorded one."""
     return Corrupt(f"expected CRC-32 {entry.crc32:08x} of entry `{name}`, found {found:08x}: the entry is damaged")
 
@@ -247,13 +247,13 @@ def check_contents(data: bytes) -> None:
 
 def check_archive(read: ReadAt, length: int) -> None:
     """Raise `Corrupt` unless every entry of an archive of `length` bytes matches its recorded CRC-32."""
-    for name, entry in read_directory(glance(read, length), length).items():
+    for name, entry in read_directory(read_cached_ends(read, length), length).items():
         pieces = range(entry.offset, entry.offset + entry.length, _PIECE)
         crc = 0
         for start in pieces if entry.crc32 else ():
             crc = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), crc)
         if crc != entry.crc32:
-            raise damaged(name, entry, crc)
+            raise damaged_entry_error(name, entry, crc)
 
 
 def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:
@@ -261,7 +261,7 @@ def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:
 
     Raises `Corrupt` unless every other entry matches its recorded CRC-32.
     """
-    read = glance(read, length)
+    read = read_cached_ends(read, length)
     entries = read_directory(read, length)
     for name, entry in entries.items():
         if entry.length > _CONTENT_LIMIT or (entry.length and not entry.crc32):

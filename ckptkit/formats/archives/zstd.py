@@ -46,7 +46,7 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
             return item
 
     with unpacked, translate_os_errors(unpacked.kept.path):
-        check_room(unpacked.kept.path, sum(promised(item) for _, item in layout.stored if item.wrapper == ZSTD))
+        check_room(unpacked.kept.path, sum(declared_nbytes(item) for _, item in layout.stored if item.wrapper == ZSTD))
         tensors = {
             name: replace(tensor, chunks=tuple(move(name, chunk) for chunk in tensor.chunks))
             for name, tensor in layout.tensors.items()
@@ -55,7 +55,7 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
     return replace(layout, tensors=tensors, blobs=blobs, keeper=(layout.keeper, unpacked.kept))
 
 
-def promised(item: Chunk | Blob) -> int:
+def declared_nbytes(item: Chunk | Blob) -> int:
     """Return how many bytes a tensor's entry has according to the metadata; 0 for any other entry."""
     return item.box.numel * item.dtype.itemsize if isinstance(item, Chunk) else 0
 
@@ -119,7 +119,7 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
     """Yield the decompressed bytes of an entry's stream. Raises `Corrupt` as soon as there are too many."""
     from zstandard import ZstdError
 
-    remaining = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
+    remaining = limit = declared_nbytes(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
     stream = decompressor.stream_reader(cast(IO[bytes], PackedStream(item, files)), read_size=_READ)
     try:
         while piece := stream.read(_PIECE):

@@ -18,9 +18,9 @@ from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
 from ckptkit.formats.dcp.read_metadata import (
     Reading,
-    find_metadata,
     has_strides,
     is_metadata,
+    metadata_by_rank,
     name_data,
     rank_of,
     read_metadata,
@@ -77,11 +77,11 @@ class Dcp(FormatWriter):
 
     def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
         """Raise `Incomplete` unless the metadata is there, which DCP writes last."""
-        find_metadata(path)
+        metadata_by_rank(path)
 
     def metadata_bytes(self, path: Path) -> int:
         """Return the size of the metadata, the only part that is parsed."""
-        return sum(map(file_size, find_metadata(path).values()))
+        return sum(map(file_size, metadata_by_rank(path).values()))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`. Its chunks are not located yet."""
@@ -110,7 +110,7 @@ class Dcp(FormatWriter):
 
         If there are several metadata files, reports each file that cannot be read.
         """
-        described_by = find_metadata(path)
+        described_by = metadata_by_rank(path)
         if len(described_by) > 1:
             from ckptkit.formats.dcp.by_rank import read_by_rank  # rare
 
@@ -123,7 +123,7 @@ class Dcp(FormatWriter):
 
     def least_torch(self, path: Path) -> str | None:
         """Return the torch version that introduced this checkpoint's description of tensors; None for the old one."""
-        return "2.15" if any(map(has_strides, map(read_metadata, find_metadata(path).values()))) else None
+        return "2.15" if any(map(has_strides, map(read_metadata, metadata_by_rank(path).values()))) else None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Yield the large entries of every archive, and whole items that are not archives.

@@ -19,7 +19,7 @@ from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, InstanceTable, columns
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
-from ckptkit.io.file import check_name, names_in, read_small, recognize
+from ckptkit.io.file import check_name, names_in, read_small, wrong_kind_error
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES, DType
@@ -89,7 +89,7 @@ def read_metadata(path: Path) -> Attributes:
         value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
         metadata = attributes_of(value)
     except CkptError as error:
-        raise recognize(data[:512], path) or error.blame(path=path) from None
+        raise wrong_kind_error(data[:512], path) or error.blame(path=path) from None
     except (TypeError, ValueError):
         metadata = {}
     if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
@@ -323,7 +323,7 @@ def is_metadata(name: str) -> bool:
     return name == METADATA or bool(_RANK_METADATA.fullmatch(name))
 
 
-def find_metadata(path: Path) -> dict[int, Path]:
+def metadata_by_rank(path: Path) -> dict[int, Path]:
     """Return the metadata files by rank, in order: `.metadata` as rank 0, or else the file of every rank.
 
     Raises `Incomplete` if there is neither; in a store, the error of an upload in progress if there is one.

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from ckptkit.formats.dcp.read_metadata import METADATA, name_data
 from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, crc_at, end_of, items_per_rank
-from ckptkit.formats.dcp.write_metadata import record
+from ckptkit.formats.dcp.write_metadata import pickled_metadata
 from ckptkit.layout import FileOffset, Layout, NewFile, Patch, Spec, WriterOptions
 
 
 def arrange(wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
     """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
     files = items_by_file(wanted, options)
-    metadata = record(wanted, files)
+    metadata = pickled_metadata(wanted, files)
     data = (NewFile(name, end_of(items), KnownBytes(items)) for name, items in files.items())
     return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
 
@@ -24,7 +24,7 @@ def embed(wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]
     files = items_by_file(replace(wanted, blobs={}), options)
     for name, blob in wanted.blobs.items():
         files.setdefault(blob.path, []).append(ShardItem(name, None, blob.offset, blob.length, None))
-    yield METADATA, (0, record(wanted, files))
+    yield METADATA, (0, pickled_metadata(wanted, files))
 
 
 def checksum_places(made: Layout) -> Iterator[tuple[FileOffset, int]]:

@@ -91,7 +91,7 @@ def describe_files(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: 
     placed = {name: list(items) for name, items in files.items()}
     for name, blob in blobs.items():
         placed.setdefault(blob.path, []).append(ShardItem(name, None, blob.offset, blob.length, None))
-    return record(replace(wanted, blobs=blobs), placed)
+    return pickled_metadata(replace(wanted, blobs=blobs), placed)
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -121,7 +121,7 @@ _VERSION = "1.0.0"
 Placed = tuple[str, ShardItem]  # the name of a file, and an item in it
 
 
-def record(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> bytes:
+def pickled_metadata(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> bytes:
     """Return the pickled `Metadata` of a checkpoint whose files, by name, have these items."""
     placed: dict[str, list[Placed]] = {name: [] for name in (*wanted.tensors, *wanted.blobs)}
     for file, items in files.items():

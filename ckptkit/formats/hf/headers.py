@@ -28,8 +28,8 @@ class HeaderFiles:
     is_series: bool
 
 
-def read_headers(root: Path, name: str) -> HeaderFiles | None:
-    """Return the contents of all safetensors files in a directory as a layout of the format `name`.
+def layout_of_headers(root: Path, format_name: str) -> HeaderFiles | None:
+    """Return the contents of all safetensors files in a directory as a layout of the format `format_name`.
 
     Returns None if that is ambiguous: two files have a tensor of one name, or a rank wrote only its shards.
     """
@@ -48,7 +48,7 @@ def read_headers(root: Path, name: str) -> HeaderFiles | None:
         tensors |= {key: stored(chunk) for key, chunk in sorted(chunks.items())}
         empty |= dict.fromkeys(dropped, file)
         files |= {file} if chunks else set()
-    return HeaderFiles(Layout(root, name, tensors), empty, is_series(files))
+    return HeaderFiles(Layout(root, format_name, tensors), empty, is_series(files))
 
 
 def stored(chunk: Chunk) -> StoredTensor:

@@ -43,7 +43,7 @@ _WINDOW_BETWEEN_TABLES = 1 << 10  # small, so that few instances are missed by t
 SHORT = 96  # bytes of a string; longer ones are skipped one at a time
 
 
-def counted(opcode: bytes, width: int, longest: int) -> bytes:
+def counted_pattern(opcode: bytes, width: int, longest: int) -> bytes:
     """Return the pattern of an opcode with a length of `width` bytes and as many bytes as the length says."""
     lengths = (re.escape(n.to_bytes(width, "little")) + b".{%d}" % n for n in range(longest + 1))
     return opcode + b"(?:" + b"|".join(lengths) + b")"
@@ -52,13 +52,13 @@ def counted(opcode: bytes, width: int, longest: int) -> bytes:
 _OPERANDS = b"|".join(
     (
         rb"[Kh\x80].|M..|[Jj]....|G.{8}|c[^\n]*+\n[^\n]*+\n",
-        counted(b"\x8c", 1, SHORT),
-        counted(b"\x8a", 1, 8),
+        counted_pattern(b"\x8c", 1, SHORT),
+        counted_pattern(b"\x8a", 1, 8),
     )
 )
 WITH_OPERANDS = b"%b|%b" % (
     _OPERANDS,
-    counted(b"X", 4, SHORT),
+    counted_pattern(b"X", 4, SHORT),
 )  # pattern of the allowed opcodes with operands, except BINPUTs
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, counted
+from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, counted_pattern
 
 _WINDOW = 1 << 16  # bytes per search
 _FEWEST = 8  # rows; shorter tables are not worth it
@@ -31,7 +31,7 @@ _FEWEST_BEFORE = 256  # memo entries below this index may be fetched with one by
 _PROTOCOLS = (b"\x80\x04", b"\x80\x05")  # protocols that fill the memo in order
 _GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....|\x8a(?:\x03...|\x04....|\x05.{5}|\x06.{6}|\x07.{7}))"
-_TEXT = counted(b"\x8c", 1, SHORT)
+_TEXT = counted_pattern(b"\x8c", 1, SHORT)
 _KINDS = {  # patterns of values; a fetch of torch.Size comes before a size
     "number": b"(N|%b)" % _INT,
     "size": rb"(\)|%b\x85\x94|%b{2}\x86\x94|%b{3}\x87\x94|\(%b{4,}t\x94)\x85\x94R\x94" % ((_INT,) * 4),
@@ -74,7 +74,7 @@ class InstanceShape(NamedTuple):
         return b"".join((re.escape(self.of), rb"\)\x81\x94}\x94\(", *values, b"ub"))
 
     @property
-    def fetches(self) -> Iterator[bytes]:
+    def class_opcodes(self) -> Iterator[bytes]:
         """Yield the opcodes that fetch the class, and for each attribute its name and a second object.
 
         The second object is torch.Size, or else the class again.
@@ -159,7 +159,7 @@ class Tables:
         if filled is None:
             return None
         number = (len(self._made) - 1).to_bytes(4, "little")
-        call = b"(J%b%btQ" % (number, b"".join(chain.from_iterable(shape.fetches for shape in shapes)))
+        call = b"(J%b%btQ" % (number, b"".join(chain.from_iterable(shape.class_opcodes for shape in shapes)))
         return filled + call + (b"N" if len(shapes) > 1 else b""), end
 
     def _store_rows(self, shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, ...]]) -> bytes | None:

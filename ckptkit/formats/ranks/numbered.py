@@ -139,7 +139,7 @@ def moment_shapes(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Sh
     return shapes
 
 
-def holders(model: Sequence[RankFile]) -> list[int]:
+def ranks_with_full_model(model: Sequence[RankFile]) -> list[int]:
     """Return the ranks that together have one full model; the other ranks have replicas."""
     return [
         file.rank
@@ -173,7 +173,7 @@ def piece_of(moment: RankTensor) -> tuple[Chunk, int]:
     return chunk, moment.spec.numel
 
 
-def named(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
+def name_key(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
     """Return a key path with the name of the parameter in place of its index."""
     if len(key) > AT and key[1] == "state":
         return (*key[:AT], parameters[int(key[AT])].name, *key[AT + 1 :])

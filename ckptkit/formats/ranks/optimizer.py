@@ -161,7 +161,7 @@ def join_optimizer(
         raise Corrupt(
             f"its moments are flattened over the files of {world} ranks, and some of these files cannot be read"
         )
-    holding = numbered.holders(model)
+    holding = numbered.ranks_with_full_model(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.moment_shapes(own, flattened=flattened)
     parameters = numbered.parameters_of(model[0])
@@ -190,7 +190,7 @@ def naming_parameters(files: Sequence[RankFile], parameter_of: Mapping[int, Para
 
     def report_named(problem: CkptError) -> None:
         if problem.tensor in keys:
-            problem.tensor = ".".join(map(str, numbered.named(keys[problem.tensor], parameter_of)))
+            problem.tensor = ".".join(map(str, numbered.name_key(keys[problem.tensor], parameter_of)))
         report(problem)
 
     return report if report is refuse else report_named
@@ -216,7 +216,7 @@ def with_parameter_names(
     """Return the optimizer with parameter names in place of indices."""
     named = FlatState()
     for old, key in joined.keys.items():
-        new = numbered.named(key, parameter_of)
+        new = numbered.name_key(key, parameter_of)
         name = ".".join(map(str, new))
         if old in joined.spares:
             named.spares[name] = joined.spares[old]

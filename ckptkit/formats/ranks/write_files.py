@@ -99,7 +99,7 @@ class Writing:
     def file(self, name: str, names: list[str], rank: int) -> NewFile:
         """Return the file of a rank with the entries that belong to this rank or to all ranks."""
         storages = RankStorages(self, rank)
-        mine = [entry for entry in names if owner(self.wanted.key(entry)) in (None, rank)]
+        mine = [entry for entry in names if rank_of_entry(self.wanted.key(entry)) in (None, rank)]
         value = unflatten(mine, self.key, storages.value)
         envelope = make_envelope(dump(value), storages.contents)
         return NewFile(name, envelope.nbytes, envelope.parts)
@@ -112,7 +112,7 @@ class Writing:
         if key[0] == OPTIMIZER:
             numbered = len(key) > AT and key[1] == "state" and key[AT] in self.numbers
             return (key[1], str(self.numbers[str(key[AT])]), *key[AT + 1 :]) if numbered else key[1:]
-        return key if owner(key) is None else (key[0], *key[2:])
+        return key if rank_of_entry(key) is None else (key[0], *key[2:])
 
     def placements(self, name: str) -> tuple[Placement, ...] | None:
         """Return the placements of a tensor on the mesh, None if it is replicated."""
@@ -207,7 +207,7 @@ class RankStorages(Storages):
         return self._mesh
 
 
-def owner(key: KeyPath) -> int | None:
+def rank_of_entry(key: KeyPath) -> int | None:
     """Return the rank whose per-rank state an entry is, None for shared entries."""
     step = str(key[1]) if len(key) > 1 and key[0] not in (MODEL, OPTIMIZER) else ""
     rank = step.removeprefix("rank_")

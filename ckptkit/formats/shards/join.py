@@ -69,10 +69,10 @@ def join_ranks(parts: Mapping[int, RankTensor], report: Report, *, may_differ: b
             )
             raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
-        return StoredTensor(tensor.spec, unique(join_placed(parts, tensor.spread, report)))
+        return StoredTensor(tensor.spec, unique_chunks(join_placed(parts, tensor.spread, report)))
     if isinstance(tensor.spread, ShardedTensor):
         check_same_shards(parts, tensor.spread, report)
-        return StoredTensor(tensor.spec, unique(chunk for other in parts.values() for chunk in other.chunks))
+        return StoredTensor(tensor.spec, unique_chunks(chunk for other in parts.values() for chunk in other.chunks))
     for rank, other in parts.items():
         if not may_differ:
             compare(first, tensor, rank, other)
@@ -151,7 +151,7 @@ def check_same_shards(parts: Mapping[int, RankTensor], of_first: ShardedTensor, 
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=beyond))
 
 
-def unique(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+def unique_chunks(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """Return the first chunk of each box, and one of the empty chunks."""
     by_box: dict[Box | None, Chunk] = {}
     for chunk in chunks:

@@ -47,14 +47,16 @@ class MovedTensor(Tensor):
         move = _MOVES.get(func.overloadpacket.__name__)
         if move is None:
             raise Unsupported(f"ckptkit cannot follow torch's `{func}`, a step of this tensor's conversion")
-        moved = move(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
+        moved = move(
+            *map(unwrap_tensors, args), **{name: unwrap_tensors(value) for name, value in (kwargs or {}).items()}
+        )
         return [cls(one) for one in moved] if isinstance(moved, list) else cls(moved)
 
 
-def bare(value: Any) -> Any:
+def unwrap_tensors(value: Any) -> Any:
     """Return an argument of a torch function with stored tensors in place of their wrappers."""
     if isinstance(value, list | tuple):
-        return [bare(one) for one in value]
+        return [unwrap_tensors(one) for one in value]
     return value.stored if isinstance(value, MovedTensor) else value
 
 

@@ -64,7 +64,7 @@ class InMemory(Family):
         check_shapes(tensors, model.shapes)
         known = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         if isinstance(model, ExpectedByTransformers):
-            translated = reverted(known, model)
+            translated = to_disk_names(known, model)
         else:
             translated = by_rules(known, model.forms[0], sizes, to_hub=True)
         require_all_sources(translated.came_from, model.forms[0])
@@ -75,7 +75,7 @@ class InMemory(Family):
         model = expected(sizes.config, lambda: frozenset(tensors))
         require_all_merged(tensors.keys(), closest(model.forms, tensors.keys()))
         if isinstance(model, ExpectedByTransformers):
-            translated = loaded(tensors, model)
+            translated = to_memory_names(tensors, model)
         else:
             translated = by_rules(tensors, model.forms[-1], sizes, to_hub=False)
         known = {name: tensor for name, tensor in translated.tensors.items() if name in model.shapes}
@@ -85,7 +85,7 @@ class InMemory(Family):
         return Translated(known, came_from, tuple(unplaced))
 
 
-def reverted(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
+def to_disk_names(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
     """Return tensors in memory, translated to disk by transformers' own table."""
     from ckptkit.models.names.moved import MovedTensor
     from ckptkit.models.transformers_table import to_disk, transforms_of
@@ -95,7 +95,7 @@ def reverted(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers)
     return Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
 
 
-def loaded(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
+def to_memory_names(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
     """Return tensors on disk, translated to memory by transformers' own table."""
     from ckptkit.models.names.moved import MovedTensor
     from ckptkit.models.transformers_table import to_memory

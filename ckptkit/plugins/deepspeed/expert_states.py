@@ -32,7 +32,7 @@ from ckptkit.plugins.deepspeed.unpartitioned import (
     put_states,
     put_weight,
     read_numbered,
-    trained,
+    trained_shapes,
 )
 from ckptkit.plugins.deepspeed.values import as_dict
 
@@ -71,7 +71,7 @@ def put_unpartitioned_experts(
     if not optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
         raise Incomplete("the file with the optimizer state of one rank's experts is missing", path=path)
-    shared = trained(model)
+    shared = trained_shapes(model)
     own_shapes = expert_shapes_by_rank(experts, model, len(optimizers)) if optimizers else []
     names = [
         # in order: `split_params_into_different_moe_groups_for_optimizer` in moe/utils.py splits one ordered list

@@ -113,12 +113,12 @@ def with_lost_partitions(
     return {
         rank: partitions[rank]
         if rank in partitions
-        else lost(partitions, rank, file_name_of_rank(names, rank), count, shapes)
+        else lost_partition(partitions, rank, file_name_of_rank(names, rank), count, shapes)
         for rank in range(count)
     }
 
 
-def lost(
+def lost_partition(
     partitions: Mapping[int, Partition], rank: int, name: str, count: int, shapes: Sequence[Mapping[str, Shape]]
 ) -> Partition:
     """Return a partition with unreadable chunks, of the size that the partition of this rank had."""

@@ -127,7 +127,7 @@ def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
     optimizer = read_numbered(model.flattening, model.optimizer)
     names: Names = {}
     if len(optimizer.groups) == 1:
-        names = dict(enumerate(names_in_order(optimizer, optimizer.numbers[0], trained(model))))
+        names = dict(enumerate(names_in_order(optimizer, optimizer.numbers[0], trained_shapes(model))))
     masters = masters_of(optimizer, names)
     for name, value in (model.module or {}).items():
         put_weight(gathering, model.flattening, str(name), value, masters)
@@ -213,7 +213,7 @@ def names_in_order(
     return list(parameters) if all(agrees) else []
 
 
-def trained(model: ModelStates) -> dict[str, Shape]:
+def trained_shapes(model: ModelStates) -> dict[str, Shape]:
     """Return the shapes of the tensors that may be trained, in model order: no buffers, and tied tensors once."""
     seen: set[tuple[str, int, Shape]] = set()
     shapes: dict[str, Shape] = {}

@@ -174,7 +174,7 @@ def parameters_of_group(
     at = end = 0
     for (name, shape), padding in zip(named.items(), paddings, strict=True):
         end = at + prod(shape)
-        yield parameter(name, shape, groups, list(runs_in_row(at, prod(shape), size, len(groups))))
+        yield join_parameter(name, shape, groups, list(runs_in_row(at, prod(shape), size, len(groups))))
         at = end + padding
     for buffers in buffers_of(groups):
         check_row(buffers, end, root)
@@ -208,7 +208,7 @@ def parameters_of_sub_group(
             raise Corrupt(message, path=root / buffer.path, hint=hint)
     at = 0
     for name, shape in named.items():
-        yield parameter(name, shape, groups, list(runs_of_each(at, prod(shape), ranks)))
+        yield join_parameter(name, shape, groups, list(runs_of_each(at, prod(shape), ranks)))
         at += share_of(prod(shape), ranks)
 
 
@@ -219,7 +219,9 @@ def buffers_of(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
         yield [group.moments[name] for group in groups]
 
 
-def parameter(name: str, shape: Shape, groups: Sequence[PartitionedGroup], runs: Sequence[RankRun]) -> ZeroParameter:
+def join_parameter(
+    name: str, shape: Shape, groups: Sequence[PartitionedGroup], runs: Sequence[RankRun]
+) -> ZeroParameter:
     """Return the parameter that consists of runs in the buffers of the ranks."""
     first = groups[0]
     masters, *moments = (join_runs(shape, runs, buffers) for buffers in buffers_of(groups))

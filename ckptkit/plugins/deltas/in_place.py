@@ -24,7 +24,7 @@ from ckptkit.formats import find_format
 from ckptkit.formats.protocols import JOURNAL
 from ckptkit.io.allocation import make_folder
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.disk import again, lock_path, remove, sync_path, sync_tree
+from ckptkit.io.disk import lock_path, remove, retry_interrupted, sync_path, sync_tree
 from ckptkit.io.file import OpenFiles, file_size, is_there, read_at
 from ckptkit.io.locks import acquire, release
 from ckptkit.io.staging import clear_dead
@@ -111,7 +111,7 @@ def change(local: Path, base: Layout, sums: Mapping[str, int], successor: Succes
         with translate_os_errors(local):
             sync_tree(new_journal)
             # this rename commits the change: after it, a crash is completed and not undone
-            again(os.rename, new_journal, local / JOURNAL)
+            retry_interrupted(os.rename, new_journal, local / JOURNAL)
             sync_path(local)
     except BaseException:
         with translate_os_errors(local):
@@ -142,7 +142,7 @@ def complete_journal(local: Path) -> Delta:
     renew_manifest(local, layout, log.record, touched)
     with translate_os_errors(local):
         # last: a crash before this rename repeats the whole change, which is idempotent
-        again(os.rename, local / JOURNAL, local / _OLD)
+        retry_interrupted(os.rename, local / JOURNAL, local / _OLD)
         sync_path(local)
     clear(local)
     return log

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import absent, check_name, is_there, names_in, read_small
+from ckptkit.io.file import check_name, is_there, missing_path_error, names_in, read_small
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.version import __version__
@@ -107,7 +107,7 @@ def read_record(root: Path) -> DeltaRecord:
     path = root / RECORD
     if not is_there(path):
         if not root.exists():
-            raise absent(root)
+            raise missing_path_error(root)
         hint = "pass a complete output of `ckptkit delta`: it writes this file last"
         raise Incomplete(f"`{RECORD}` is missing: this is not a delta, or an unfinished one", path=root, hint=hint)
     value = parse_json(read_small(path, _LIMIT), path)

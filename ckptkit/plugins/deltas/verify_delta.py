@@ -17,7 +17,7 @@ from ckptkit.checks.verify import Verified
 from ckptkit.conversion.as_consolidated import as_consolidated
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.io.crc32 import RESTORE
-from ckptkit.io.file import absent, file_size
+from ckptkit.io.file import file_size, missing_path_error
 from ckptkit.io.path import to_path
 from ckptkit.io.progress import Told
 from ckptkit.layout import edits
@@ -82,7 +82,7 @@ def verify_delta(
     """
     root = to_path(path)
     if not root.exists():
-        raise absent(root)
+        raise missing_path_error(root)
     opened = None if base is None else as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
     problems = Problems()
     verified = Verified(root, FORMAT)

@@ -103,7 +103,7 @@ class LayoutBuilder:
                 group.update({self.global_name(name, run, rank): None for run, name, _ in members})
             for (run, name, moment), blob in optimizer.blobs.items():
                 self.put((OPTIMIZER, "state", self.global_name(name, run, rank), moment), blob)
-        saved = self.job.sound
+        saved = self.job.first_readable
         for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
             lists = {key: list(group) for key in ("params", *(settings.keys() & {PARAM_NAMES}))}
             self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))

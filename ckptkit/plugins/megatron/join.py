@@ -162,7 +162,7 @@ class SavedJob:
         return make_numbering({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
 
     @property
-    def sound(self) -> SavedRank:
+    def first_readable(self) -> SavedRank:
         """Return the file of the first readable rank."""
         return next(saved for saved in self.ranks.values() if not saved.is_lost)
 

@@ -182,7 +182,7 @@ class ObjectDestination:
         keys = {self._note_key(name): name for name in self.sizes if name in existing and is_large(self.sizes[name])}
         read = at_once(self._bucket.read, [key for key in keys if key in noted])
         for key, note in zip((key for key in keys if key in noted), read, strict=True):
-            sent = None if note is None else read_note(note[0])
+            sent = None if note is None else sent_file_in(note[0])
             if sent is not None and existing[keys[key]] == (sent.nbytes, sent.tag):
                 self.whole[keys[key]] = sent
                 self._sent[keys[key]] = sent.nbytes
@@ -279,7 +279,7 @@ class ObjectDestination:
         return f"{self._place.notes_prefix}{name}.json"
 
 
-def read_note(text: bytes) -> SentFile | None:
+def sent_file_in(text: bytes) -> SentFile | None:
     """Return the completed file that a note describes; None if the note cannot be read."""
     try:
         nbytes, crc, tag = json.loads(text)

@@ -145,7 +145,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         )
     source = as_stored(model.layout, chosen)
     quantized_layout = with_scales(model.layout, chosen, scheme)
-    config = {**model.config, KEYS[0]: scheme.config(modules_of(unquantized(model.layout, form, chosen)))}
+    config = {**model.config, KEYS[0]: scheme.config(modules_of(unquantized_names(model.layout, form, chosen)))}
     casts = {name: f"{source.tensors[name].spec.dtype} => {_NUMBERS} times scales" for name in chosen.names}
     model = replace(
         model.with_config(config).with_layout(quantized_layout),
@@ -217,7 +217,7 @@ def recipes_of(
     return recipes
 
 
-def unquantized(layout: Layout, form: Form, chosen: ChosenWeights) -> list[str]:
+def unquantized_names(layout: Layout, form: Form, chosen: ChosenWeights) -> list[str]:
     """Return the matrices that stay unquantized, for config.json.
 
     Includes both the names in the files and the names in memory, because loaders differ in which they look for.

@@ -102,11 +102,11 @@ class Matrix(NamedTuple):
         """Return how many rows of boxes are in memory at once."""
         return max(1, BLOCK_BYTES // (grid.rows * self.columns * self.operand.dtype.itemsize))
 
-    def elements(self, block: memoryview) -> Array:
+    def rows_as_bits(self, block: memoryview) -> Array:
         """Return rows of the matrix as stored bits."""
         return np.frombuffer(block, f"u{self.operand.dtype.itemsize}").reshape(-1, self.columns)
 
-    def values(self, stored: Array) -> Array:
+    def to_float32(self, stored: Array) -> Array:
         """Return stored elements as float32."""
         wide = widener(self.operand.dtype)(stored)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -136,10 +136,10 @@ class QuantizedValues:
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the 8-bit values of some rows. Raises `Corrupt` for NaN or infinity."""
-        stored = self._matrix.elements(blocks[0])
+        stored = self._matrix.rows_as_bits(blocks[0])
         quantized = np.empty(stored.shape, np.uint8)
         for part in self._grid.parts(box.size):
-            values = self._matrix.values(stored[part])
+            values = self._matrix.to_float32(stored[part])
             factors = self._grid.factors(self._matrix.peaks(values, self._grid))
             quantized[part] = to_e4m3(self._grid.apply(values, factors)).reshape(values.shape)
         return quantized.reshape(-1).data, False
@@ -159,10 +159,10 @@ class Scales:
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the scales of some rows of boxes, in the dtype of the grid."""
-        stored, grid = self._matrix.elements(blocks[0]), self._grid
+        stored, grid = self._matrix.rows_as_bits(blocks[0]), self._grid
         scales = np.empty(box.size, np.float32)
         for rows, columns in grid.parts(stored.shape):
-            peaks = self._matrix.peaks(self._matrix.values(stored[rows, columns]), grid)
+            peaks = self._matrix.peaks(self._matrix.to_float32(stored[rows, columns]), grid)
             top, left = rows.start // grid.rows, columns.start // grid.columns
             scales[top : top + len(peaks), left : left + peaks.shape[1]] = grid.scales(grid.factors(peaks))
         return grid.stored(scales), False

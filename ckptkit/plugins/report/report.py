@@ -94,7 +94,7 @@ def report(
         problem = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
         raise Usage(problem, path=root, hint=f"run `ckptkit report {root} OUT.html`")
     dst = roots_of(root)[0] / NAME if out is None else to_local(out)
-    checkpoint = newest(listing)
+    checkpoint = checkpoint_to_describe(listing)
     latest = None if checkpoint is None else inspect(checkpoint)
     weights = None if latest is None or fast else weights_of(latest.model)
     log = listing.root / METRICS
@@ -129,7 +129,7 @@ def list_checkpoints(root: Path) -> Listing:
         return Listing(root, (), None, None)
 
 
-def newest(listing: Listing) -> Path | None:
+def checkpoint_to_describe(listing: Listing) -> Path | None:
     """Return the checkpoint to describe: the latest, or else a complete one without a step."""
     return listing.latest or next(
         (checkpoint.path for checkpoint in reversed(listing.checkpoints) if checkpoint.is_complete), None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 
-from ckptkit.io.claims import StoreClaim, UploadTarget, beneath
+from ckptkit.io.claims import StoreClaim, UploadTarget, prefix_below
 from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.path import RemotePath, at_once, refresh
 from ckptkit.io.stores.s3 import S3Bucket
@@ -145,4 +145,4 @@ def read_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
 
 def is_in(key: str, root: str) -> bool:
     """Return whether a key is `root`, below it, or part of its upload; keys that only share a prefix are excluded."""
-    return key in (root, f"{root}{CLAIM}") or key.startswith((beneath(root), f"{root}{NOTES}/"))
+    return key in (root, f"{root}{CLAIM}") or key.startswith((prefix_below(root), f"{root}{NOTES}/"))

@@ -48,10 +48,10 @@ def inspect_quantized(component: Component) -> InspectedQuantized | None:
     except (Corrupt, Mismatch, Unsupported) as error:
         where = f"`{error.tensor}`: " if error.tensor else ""
         return InspectedQuantized("unknown", 0, 0, 0, (), f"{where}{error.message}")
-    return look(quantized) if quantized else None
+    return summarize_quantized(quantized) if quantized else None
 
 
-def look(quantized: Quantized) -> InspectedQuantized:
+def summarize_quantized(quantized: Quantized) -> InspectedQuantized:
     """Return a summary of quantized weights."""
     sizes = tuple(sorted({packed.group for packed in quantized.weights.values()}))
     stored = sum(quantized.layout.tensors[name].spec.numel for name in quantized.members) if quantized.weights else 0
@@ -158,7 +158,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
         return Quantized(layout, method, members=members, refusal=f"the weights are quantized by {method}")
     stated = read_quantization_config(config)
     if not stated.is_known:
-        return None if is_plain(specs) else unknown(layout, stated)
+        return None if is_plain(specs) else unknown_quantization(layout, stated)
     try:
         finders: list[Finder] = [load(scheme.find) for scheme in SCHEMES.values()]
         weights = {name: packed for find in finders for name, packed in find(specs, stated)}
@@ -179,7 +179,7 @@ def is_plain(specs: Mapping[str, Spec]) -> bool:
     return not (has_packed or find_foreign(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
 
 
-def unknown(layout: Layout, stated: QuantizationConfig) -> Quantized:
+def unknown_quantization(layout: Layout, stated: QuantizationConfig) -> Quantized:
     """Return weights quantized by an unknown method that config.json declares: every tensor may belong to them."""
     names = frozenset(layout.tensors)
     refusal = f"config.json says that the weights are quantized by `{stated.words}`, which ckptkit does not know"

@@ -28,7 +28,7 @@ from ckptkit.words import count
 _BY_LIBRARY = "dequantize them first, with the library that made them"
 
 
-def open_quantized(model: Model, options: ConvertOptions) -> Model:
+def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
     """Dequantize the quantized weights if the user requests a dtype; otherwise keep them with their scales, or refuse.
 
     Raises `Unsupported` for an average of quantized weights, and for a second quantization.
@@ -197,7 +197,7 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     if model.stored_as:  # the quantized weights were dequantized
         return model
     refuse_separated(model.part, {name: model.weights.origins_of([name]) for name in model.casts})
-    return model.say(*say_small(model.layout, options.edits))
+    return model.say(*note_unscaled_weights(model.layout, options.edits))
 
 
 def refuse_separated(component: Component, rounded: Mapping[str, frozenset[str]]) -> None:
@@ -218,7 +218,7 @@ def refuse_separated(component: Component, rounded: Mapping[str, frozenset[str]]
         )
 
 
-def say_small(layout: Layout, asked: Edits) -> list[str]:
+def note_unscaled_weights(layout: Layout, asked: Edits) -> list[str]:
     """Return a note on 8-bit weights without scales: they do not change although the user requests a dtype."""
     small = sorted(name for name, spec in layout.specs.items() if spec.dtype.kind == "small_float")
     if asked.dtype_of_weights is None or not small:

@@ -43,7 +43,7 @@ def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterato
     def check(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
         mask = bound.get("attention_mask", kwargs.get("attention_mask"))
-        masked = isinstance(mask, Tensor) and mask.ndim == 4 and not (visible(mask) & hidden).any()
+        masked = isinstance(mask, Tensor) and mask.ndim == 4 and not (visible_mask(mask) & hidden).any()
         if not masked or any(isinstance(module, nn.Conv1d) for module in block.modules()):
             raise Unsupported(
                 f"a `{type(block).__name__}` lets documents that share a sequence see each other",
@@ -58,7 +58,7 @@ def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterato
             hook.remove()
 
 
-def visible(mask: Tensor) -> Tensor:
+def visible_mask(mask: Tensor) -> Tensor:
     """Return a mask as bool, True where a query attends to a key. Float masks have huge negative values elsewhere."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 

@@ -93,7 +93,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
         message = f"found {stored}, but config.json does not say how many bits a number has"
         hint = "check that the quantized model's config.json is there"
         raise Unsupported(message, tensor=name, hint=hint)
-    fits = [fit for way in ways if (fit := fitting(stored, scales, way)) is not None]
+    fits = [fit for way in ways if (fit := fitting_encoding(stored, scales, way)) is not None]
     if len({(fit.way.bits, fit.shape, fit.group) for fit in fits}) > 1:
         several = " or ".join(f"{fit.way.bits} bits" for fit in fits)
         message = f"{stored} with {list(scales.shape)} scales may be numbers of {several}"
@@ -111,7 +111,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
     return fit
 
 
-def fitting(stored: Spec, scales: Spec, encoding: Integers) -> Fit | None:
+def fitting_encoding(stored: Spec, scales: Spec, encoding: Integers) -> Fit | None:
     """Return how to read a weight in one encoding; None if its shapes do not fit."""
     bits = encoding.bits if stored.dtype.name == "int32" else 8
     if bits != encoding.bits or len(stored.shape) < 2 or (stored.dtype.name == "int32" and bits > _WORD):
