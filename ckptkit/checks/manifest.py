@@ -18,7 +18,7 @@ def make_manifest(
 ) -> list[Verified]:
     """Write the manifest `ckptkit.json` of the checkpoint at `source`, or of the latest checkpoint of a run.
 
-    Each component, such as Accelerate's model and optimizer, gets a manifest in its own directory. A component that is
+    Each component, such as a model and its optimizer, gets a manifest in its own directory. A component that is
     spread over several disks gets one, in the first directory.
 
     The first result lists the files in the checkpoint's directory that no manifest covers. Raises `Corrupt` if

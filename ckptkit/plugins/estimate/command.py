@@ -88,8 +88,8 @@ def estimate(
 
     Example: ckptkit estimate meta-llama/Llama-3.1-8B --world-size 8 --gpu-memory 80GB
 
-    Exit codes: 0 done; 1 no strategy fits into `--gpu-memory`, or `--strategy` does not; 2 usage; 3 MODEL has no
-    config.json of a model, or ckptkit cannot count its parameters; 4 an I/O failure.
+    Exit codes: 0 done; 1 no strategy fits into `--gpu-memory`, or `--strategy` does not; 2 usage; 3 MODEL is not the
+    config of a model, or ckptkit cannot count its parameters; 4 an I/O failure.
     """
     from ckptkit.plugins.estimate.estimate import estimate as count_bytes
 
