@@ -11,6 +11,7 @@ import io
 import multiprocessing
 import os
 import re
+import sys
 import tempfile
 import time
 import traceback
@@ -21,6 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 
 Truth = dict[str, Tensor]
 Producer = Callable[[Path], Truth]
@@ -54,6 +57,12 @@ PRELOADED = [
 _TRANSFORMERS = "transformers.modeling_utils"  # which may look at a GPU; left out where it is missing
 
 # -- processes ---------------------------------------------------------------------------------------------------------
+
+# torch cannot send the error of a rank to the others there ("cannot pickle code objects"), so nobody learns it
+needs_errors_of_ranks = pytest.mark.skipif(
+    sys.version_info >= (3, 13) and TorchVersion(torch.__version__) < (2, 12),
+    reason="torch before 2.12 loses errors of ranks under Python 3.13",
+)
 
 
 def spawn(world_size: int, function: Callable[..., None], *arguments: object, timeout: float = 120) -> None:

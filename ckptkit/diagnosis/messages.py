@@ -46,6 +46,13 @@ MESSAGES: tuple[Message, ...] = (
         explanations.explain_key,
     ),
     Message(
+        "cannot pickle code objects",
+        "torch before 2.12 under Python 3.13 or later, `dcp.load` and `dcp.save` on several ranks",
+        "rank_error",
+        "A rank failed, and torch could not send its error to the other ranks. The error itself is lost: load or save "
+        "in one process, or with torch 2.12 or later, to see it.",
+    ),
+    Message(
         "Missing optimizer state for parameter '…' in checkpoint",
         "torch, `set_optimizer_state_dict`",
         "optimizer_state",

@@ -24,7 +24,7 @@ from tests.conftest import Produce
 from tests.diagnosis import situations
 from tests.diagnosis.situations import blank, from_pretrained, llama, load_into, run
 from tests.diagnosis.test_doctor import groups_of
-from tests.producers import save_alone, spawn
+from tests.producers import needs_errors_of_ranks, save_alone, spawn
 
 
 def error_of(function: Any, *arguments: Any) -> BaseException:
@@ -96,6 +96,7 @@ def test_shapes(tmp_path: Path) -> None:
     assert {one.code for one in found} == {"shape"}
 
 
+@needs_errors_of_ranks
 def test_a_state_that_was_never_made(produce: Produce) -> None:
     made = produce(situations.never_trained).root
     found = explain((made / "said").read_text(), made / "ckpt-1")

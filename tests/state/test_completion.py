@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 import ckptkit
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
 from tests.conftest import Produce
-from tests.producers import _on_ranks
+from tests.producers import _on_ranks, needs_errors_of_ranks
 from tests.trainers import produced_unused
 from tests.trainers.produced_unused import FLAT, LAST, SAVED, begin, resume, resume_ranks, train, unused
 
@@ -31,6 +31,7 @@ def assert_same(found: dict[str, Tensor], truth: dict[str, Tensor], prefix: str 
     assert all(torch.equal(found[name], one) for name, one in wanted.items())
 
 
+@needs_errors_of_ranks
 @pytest.mark.parametrize(("form", "options"), [("nested", None), ("flat", FLAT)])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_torch_loads_what_it_had_missed(

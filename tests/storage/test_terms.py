@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.storage import PartialLoad, Reader, load_weights
 from tests.conftest import Produce
-from tests.producers import _on_ranks, counted
+from tests.producers import _on_ranks, counted, needs_errors_of_ranks
 from tests.storage.states import cause_of, write_hf
 from tests.tiers import nightly_but
 from tests.trainers.produced_unused import LAST, SAVED, begin, train, unused, whole
@@ -218,6 +218,7 @@ def load_states(root: Path, missing: str) -> dict[str, Tensor]:
     return whole(model) | {"step of spare": step}
 
 
+@needs_errors_of_ranks
 @pytest.mark.parametrize("world_size", nightly_but([2], [1, 2]))
 def test_states_that_are_missing(world_size: int, produce: Produce) -> None:
     made = produce(unused)
@@ -242,6 +243,7 @@ def load_another_dtype(root: Path) -> dict[str, Any]:
     return state
 
 
+@needs_errors_of_ranks
 def test_another_dtype_in_shards(tmp_path: Path) -> None:
     tensors = {"weight": torch.randn(7, 6).bfloat16(), "bias": torch.randn(7).bfloat16()}
     found = _on_ranks(2, load_another_dtype, write_hf(tmp_path / "hf", tensors))

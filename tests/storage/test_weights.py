@@ -25,7 +25,7 @@ from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.process_io import bytes_read
-from tests.producers import counted
+from tests.producers import counted, needs_errors_of_ranks
 from tests.storage.states import (
     LARGE,
     assert_same_bits,
@@ -233,6 +233,7 @@ def fail_together(damaged: Path, sound: Path, place: RankPlace, report: Report) 
         report((place.rank, "done", dist.get_world_size()))
 
 
+@needs_errors_of_ranks
 def test_an_error_of_one_rank_is_raised_on_all(produce: Produce, tmp_path: Path) -> None:
     sound = produce(producers.fsdp2).root
     damaged = Path(shutil.copytree(sound, tmp_path / "dcp"))

@@ -24,6 +24,7 @@ from ckptkit.formats import locate
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
+from tests.producers import needs_errors_of_ranks
 from tests.training.saving.networks import Network, Trainee, differing
 from tests.training.saving.test_background import hold_back
 from tests.training.saving.test_run import FORMS
@@ -93,6 +94,7 @@ def die_while_saving(root: Path, victim: int, place: RankPlace, report: Report) 
         run.wait()
 
 
+@needs_errors_of_ranks
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     heard: list[tuple[str, type, str, list[str]]] = []
     launch(partial(fail_in_turn, tmp_path), 2, heard.append)
