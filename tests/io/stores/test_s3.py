@@ -215,8 +215,9 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(bucket: Bucket, tmp_
     (bucket.root / "ckpt").mkdir()
     there = bucket.root / "ckpt/model.safetensors"
 
-    def replace() -> None:
-        shutil.copy(tmp_path / "new/model.safetensors", there)
+    def replace() -> None:  # at once, as a store does: never half a file
+        shutil.copy(tmp_path / "new/model.safetensors", bucket.root / "new")
+        (bucket.root / "new").replace(there)
 
     for check in (lambda: consolidate(f"{bucket.url}/ckpt", tmp_path / "out"), lambda: verify(f"{bucket.url}/ckpt")):
         forget()
