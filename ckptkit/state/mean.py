@@ -95,8 +95,8 @@ def average(model: Model, options: ConvertOptions) -> Model:
     """Make each tensor the weighted mean of all sources. The dtypes are those of the first source."""
     from ckptkit.engine.mean import Mean  # imports numpy, which plain copies do not need
 
-    made_of = {name: model.weights.origins_of([name]) for name in model.layout.tensors}
-    rules = options.edits.dtype_rules(set().union(*made_of.values()))
+    made_of = model.weights.origins_by_name(model.layout.tensors)
+    rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
     kept = {name: spec for name, spec in model.layout.specs.items() if wanted_dtype(rules, name, made_of[name]) is None}
     remarks = describe_dtypes(model.layout.root, kept, model.siblings)
     return replace(

@@ -251,8 +251,8 @@ def restore_keys(model: Model, options: ConvertOptions) -> Model:
 
 def cast(model: Model, options: ConvertOptions) -> Model:
     """Cast the tensors to the requested dtypes. Tensors that loaders keep in fp32 stay in fp32."""
-    made_of = {name: model.weights.origins_of([name]) for name in model.layout.tensors}
-    rules = options.edits.dtype_rules(set().union(*made_of.values()))
+    made_of = model.weights.origins_by_name(model.layout.tensors)
+    rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
     remarks = options.edits.check_dtypes(rules, made_of, model.part.path)
     wide = wide_tensors(model, options)
     layout, casts = apply_dtypes(model.layout, rules, made_of, lambda name: name not in wide)

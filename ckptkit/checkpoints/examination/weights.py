@@ -72,8 +72,8 @@ def numbered_modules(facts: Facts) -> Members:
 def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the layers that alone lack a tensor, or alone have another shape or kind of dtype, of otherwise equal ones.
 
-    Layers may differ on purpose. So the first and the last layer do not count, nor does a layer with a tensor that no
-    other has, nor one whose modules differ in several shapes, as those of full attention among windows do.
+    Some layers differ on purpose, and are left out: the first and the last one, a layer with a tensor that no other
+    layer has, and a layer with several other shapes, such as full attention among windows.
     """
     for above, numbered in numbered_modules(facts).items():
         if len(numbered) <= _FEWEST_ALIKE:

@@ -81,6 +81,10 @@ class Weights:
         olds = (self.came_from[name] for name in names if name in self.came_from)
         return frozenset(old for joined in olds for old in joined.split(JOINED))
 
+    def origins_by_name(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
+        """Return, for each of these tensors, the entries of the checkpoint that it is made from."""
+        return {name: self.origins_of([name]) for name in names}
+
     def summarize(self) -> tuple[LeftOut, ...]:
         """Count the entries that were left out, by location and reason."""
         return summarize(self.whole, self.prefix, self.left_out, self.came_from.values())

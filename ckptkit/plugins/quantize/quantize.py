@@ -126,7 +126,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     form, scheme = expected_form(model), SCHEMES[options.quantize]
     linear = expected(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.tensors]
-    made_of = {name: model.weights.origins_of([name]) for name in names}
+    made_of = model.weights.origins_by_name(names)
     globs = [
         matched
         for glob in options.exclude_quantize

@@ -196,7 +196,7 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     """
     if model.stored_as:  # the quantized weights were dequantized
         return model
-    refuse_separated(model.part, {name: model.weights.origins_of([name]) for name in model.casts})
+    refuse_separated(model.part, model.weights.origins_by_name(model.casts))
     return model.say(*note_unscaled_weights(model.layout, options.edits))
 
 
