@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -222,7 +222,6 @@ def test_what_was_written_is_read_again(produce: Produce, tmp_path: Path, produc
 
 
 @pytest.mark.parametrize("form", WRITERS)
-@settings(max_examples=50)
 @given(data=st.data())
 def test_any_chunks_through_every_writer(form: str, data: st.DataObject) -> None:
     numbers: dict[str, Numbers] = {}

@@ -103,6 +103,7 @@ def test_there_is_no_torch(run: Run, tmp_path: Path) -> None:
     assert found.stdout == "None\n", found.stderr
 
 
+@pytest.mark.slow
 def test_the_same_without_torch(run: Run, produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -121,7 +121,6 @@ def cases() -> dict[str, Case]:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", cases())
-@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_products_are_those_of_whole_tensors(name: str, data: st.DataObject) -> None:
     case = cases()[name]
@@ -139,7 +138,6 @@ def test_large_blocks_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_directions_are_those_of_whole_tensors(data: st.DataObject) -> None:
     """Of rows and of columns, whatever is in a block."""
@@ -160,7 +158,6 @@ def test_directions_are_those_of_whole_tensors(data: st.DataObject) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_steps_follow_each_other(data: st.DataObject) -> None:
     """A product, a tensor that is added, and rows that are replaced at last."""

@@ -19,6 +19,7 @@ from ckptkit.formats import locate
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import Producer, Truth, save_alone
+from tests.tiers import slow_but
 
 CONVERSIONS: dict[str, Callable[[Path, Path], object]] = {
     "consolidate": consolidate,
@@ -40,7 +41,7 @@ def names(found: Diff) -> list[str]:
     return sorted(one.name for one in found.different)
 
 
-@pytest.mark.parametrize("producer", SOURCES, ids=lambda producer: producer.__name__)
+@pytest.mark.parametrize("producer", slow_but([producers.fsdp2, producers.full], SOURCES))
 def test_what_was_converted_is_the_same(produce: Produce, producer: Producer, tmp_path: Path) -> None:
     root = produce(producer).root
     for name, make in CONVERSIONS.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.blocks import Block
@@ -81,7 +81,6 @@ def test_any_chunks_become_any_chunks(data: st.DataObject) -> None:
         assert (copied.checked_bytes, copied.unchecked_bytes) == (checked, src.nbytes - checked)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes)
@@ -194,7 +193,6 @@ def check_checksums(copied: Copied, dst: Layout) -> None:
     assert len(copied.checksums) == len(written)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_casts_happen_on_the_way(data: st.DataObject) -> None:
     shape = data.draw(shapes)

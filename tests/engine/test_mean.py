@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.check_sources import Sources
@@ -68,7 +68,6 @@ def averaged(home: Path, sources: list[Layout], weights: list[float], dst: Layou
     return contents(dst)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_the_mean_is_that_of_numpy(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -90,7 +89,6 @@ def test_the_mean_is_that_of_numpy(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "bool", "float8_e4m3fn"])
-@settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_the_mean_of_the_same_is_the_same(dtype: str, data: st.DataObject) -> None:
     """To the last bit, whatever the bits are, but for the many kinds of NaN."""

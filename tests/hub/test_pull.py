@@ -38,6 +38,7 @@ def out(tmp_path: Path) -> Path:
     return home / "out"
 
 
+@pytest.mark.slow
 def test_what_transformers_pushed_and_we_pulled_loads(hub: Hub, out: Path, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
@@ -91,6 +92,7 @@ def test_killed_and_gone_on_with(hub: Hub, out: Path) -> None:
     assert json.loads(ran.stdout)["fetched_bytes"] == BIG - had + len(b"last")
 
 
+@pytest.mark.slow
 def test_interrupted(hub: Hub, out: Path) -> None:
     content = os.urandom(BIG)
     hub.put("org/tiny", {"model.safetensors": content})
@@ -107,6 +109,7 @@ def test_interrupted(hub: Hub, out: Path) -> None:
     assert (out / "model.safetensors").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_connection_that_drops_is_gone_on_with(hub: Hub, out: Path) -> None:
     content = os.urandom(BIG)
     hub.put("org/tiny", {"model.safetensors": content})
@@ -166,6 +169,7 @@ def test_names_that_lead_elsewhere(name: str) -> None:
         check_path(name, "org/tiny")
 
 
+@pytest.mark.slow
 def test_a_stranger_with_hostile_names(hub: Hub, out: Path) -> None:
     for i, name in enumerate(("../escaped", "/tmp/escaped", "a/../../escaped")):
         hub.put(f"org/evil{i}", {name: b"evil", "config.json": b"{}"})
@@ -185,6 +189,7 @@ def test_a_file_that_is_also_a_directory(hub: Hub, out: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_some_files_of_a_revision(hub: Hub, out: Path) -> None:
     old = hub.put("org/tiny", {"a.json": b"old", "b.json": b"b", "c.txt": b"c"})
     hub.put("org/tiny", {"a.json": b"new"})
@@ -201,6 +206,7 @@ def test_some_files_of_a_revision(hub: Hub, out: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_what_is_not_there(hub: Hub, out: Path) -> None:
     hub.put("org/tiny", {"a.json": b"{}"}, private=True)
     asked: list[tuple[str, dict[str, str], int]] = [
@@ -220,6 +226,7 @@ def test_what_is_not_there(hub: Hub, out: Path) -> None:
     assert list(out.parent.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_too_large_for_plain_http(hub: Hub, out: Path) -> None:
     content = os.urandom(5000)
     hub.put("org/tiny", {"config.json": b"{}", "sub/model.safetensors": content})

@@ -76,6 +76,7 @@ def test_a_model_appears_in_one_commit(hub: Hub, model: Path) -> None:
     assert not (model / "README.md").exists()
 
 
+@pytest.mark.slow
 def test_what_is_shown_names_no_place_and_no_person(hub: Hub, model: Path) -> None:
     assert ckptkit(hub, "push", model, "org/tiny", "--yes").returncode == 0
     there = hub.files("org/tiny")
@@ -89,6 +90,7 @@ def test_what_is_shown_names_no_place_and_no_person(hub: Hub, model: Path) -> No
     assert json.loads(there["ckptkit.json"])["source"] == {"path": "ckpt-70", "format": "dcp"}
 
 
+@pytest.mark.slow
 def test_the_manifest_still_fits_what_was_pushed(hub: Hub, model: Path, tmp_path: Path) -> None:
     assert ckptkit(hub, "push", model, "org/tiny", "--yes").returncode == 0
     assert ckptkit(hub, "pull", "org/tiny", tmp_path / "got").returncode == 0
@@ -97,6 +99,7 @@ def test_the_manifest_still_fits_what_was_pushed(hub: Hub, model: Path, tmp_path
     assert verified["checked_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_cards_that_are_there_are_kept(hub: Hub, model: Path) -> None:
     hub.put("org/theirs", {"README.md": b"written with care"})
     assert ckptkit(hub, "push", model, "org/theirs", "--yes").returncode == 0
@@ -128,6 +131,7 @@ def test_killed_and_gone_on_with(hub: Hub, sharded: Path) -> None:
     assert len(hub.repositories["org/tiny"].commits) == 2
 
 
+@pytest.mark.slow
 def test_interrupted(hub: Hub, sharded: Path) -> None:
     fault = hub.fail("PUT /upload", "stall", after=100)
     process = start(hub, "push", sharded, "org/tiny", "--yes")
@@ -139,6 +143,7 @@ def test_interrupted(hub: Hub, sharded: Path) -> None:
     assert hub.head("org/tiny").files.keys() == {".gitattributes"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part_size", [1 << 30, 1000], ids=["whole", "parts"])
 def test_a_bit_that_flips_on_the_way_is_found(hub: Hub, sharded: Path, part_size: int) -> None:
     hub.part_size = part_size
@@ -177,6 +182,7 @@ def test_pushed_again_only_changes_are_sent(hub: Hub, model: Path) -> None:
     assert dict(hub.received) == received
 
 
+@pytest.mark.slow
 def test_shards_of_an_earlier_checkpoint_go(hub: Hub, model: Path) -> None:
     old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "LICENSE"}
     hub.put("org/tiny", dict.fromkeys(old, b"old"))
@@ -189,6 +195,7 @@ def test_shards_of_an_earlier_checkpoint_go(hub: Hub, model: Path) -> None:
     assert len(hub.repositories["org/tiny"].commits) == 3
 
 
+@pytest.mark.slow
 def test_what_is_no_part_of_the_model_stays(hub: Hub, model: Path) -> None:
     (model / "ckptkit.json").unlink()
     for name in ("optimizer.pt", "rng_state_0.pth", "trainer_state.json", ".env", "x.tmp", "model.lock"):
@@ -211,12 +218,14 @@ def test_of_several_parts_the_models_is_pushed(hub: Hub, produce: Produce) -> No
     assert "state of training" in told["left_out"].values()
 
 
+@pytest.mark.slow
 def test_the_latest_of_a_run(hub: Hub, sharded: Path) -> None:
     ran = ckptkit(hub, "push", sharded.parent, "org/tiny")
     assert "ckpt-5" in ran.stderr
     assert "the latest complete checkpoint of" in ran.stderr
 
 
+@pytest.mark.slow
 def test_what_lies_on_two_disks(hub: Hub, sharded: Path, tmp_path: Path) -> None:
     whole = {path.name: path.read_bytes() for path in sharded.iterdir()}
     other = tmp_path / "other"
@@ -228,6 +237,7 @@ def test_what_lies_on_two_disks(hub: Hub, sharded: Path, tmp_path: Path) -> None
     assert {name: there[name] for name in whole} == whole
 
 
+@pytest.mark.slow
 def test_visibility_is_asked_for_once(hub: Hub, model: Path) -> None:
     assert ckptkit(hub, "push", model, "org/open", "--yes", "--public").returncode == 0
     assert not hub.repositories["org/open"].private
@@ -238,6 +248,7 @@ def test_visibility_is_asked_for_once(hub: Hub, model: Path) -> None:
     assert "(public)" in ckptkit(hub, "push", model, "org/open").stdout
 
 
+@pytest.mark.slow
 def test_a_branch_is_made(hub: Hub, model: Path) -> None:
     hub.put("org/tiny", {"LICENSE": b"mine"})
     before = hub.head("org/tiny")
@@ -250,6 +261,7 @@ def test_a_branch_is_made(hub: Hub, model: Path) -> None:
     assert hub.head("org/new").files.keys() == {".gitattributes"}
 
 
+@pytest.mark.slow
 def test_somebody_else_commits_meanwhile(hub: Hub, model: Path) -> None:
     hub.put("org/tiny", {"LICENSE": b"mine"})
     fault = hub.fail("PUT /upload", "stall")
@@ -263,6 +275,7 @@ def test_somebody_else_commits_meanwhile(hub: Hub, model: Path) -> None:
     assert hub.files("org/tiny")["model.safetensors"] == b"theirs"
 
 
+@pytest.mark.slow
 def test_a_hub_that_stumbles_is_asked_again(hub: Hub, model: Path) -> None:
     hub.fail("/preupload/", status=503)
     hub.fail("PUT /upload", "drop", after=30)
@@ -319,6 +332,7 @@ def test_what_others_say_is_repeated_without_tokens() -> None:
     assert redact(f"bad header\n 'Bearer {SECRET}'") == "bad header 'Bearer hf_...'"
 
 
+@pytest.mark.slow
 def test_many_files(hub: Hub, tmp_path: Path) -> None:
     root = tmp_path / "many"
     root.mkdir()

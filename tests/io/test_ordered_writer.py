@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.visit import Step, work
@@ -79,7 +79,6 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 150), min_size=1, max_size=4),
     jobs=st.integers(1, 8),
@@ -107,7 +106,6 @@ def test_pieces_leave_in_order(sizes: list[int], jobs: int, room: int, seed: int
     assert streams.most <= room
 
 
-@settings(deadline=None, max_examples=30)
 @given(jobs=st.integers(1, 8), room=st.integers(0, 40), at=st.integers(0, 30), is_stream=st.booleans())
 def test_an_error_of_one_thread_or_of_the_stream_ends_all(jobs: int, room: int, at: int, is_stream: bool) -> None:
     streams = Streams(room, at if is_stream else None)
@@ -141,7 +139,6 @@ def test_an_error_of_one_thread_or_of_the_stream_ends_all(jobs: int, room: int, 
         streams.turns.put(late, memoryview(bytes(1)))
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     runs=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.booleans()), min_size=1, max_size=6),
     tail=st.integers(0, 40),

@@ -117,6 +117,7 @@ def test_once_is_enough_and_pins_hold(tmp_path: Path) -> None:
     assert_demoted(tmp_path / "ckpt-1", weights[1])
 
 
+@pytest.mark.slow
 def test_the_parts_of_accelerate_become_one_model(produce: Produce, tmp_path: Path) -> None:
     truth = produce(producers.accelerate).truth
     for step in (1, 2):

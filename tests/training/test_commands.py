@@ -83,6 +83,7 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_earlier_checkpoint_is_resumed_in_a_new_run_only(tmp_path: Path) -> None:
     done = invoke(tmp_path, "train", "c1", "--steps", "3", "--save-every", "1", "--nproc", "1", *TINY)
     assert done.exit_code == 0, done.stderr
@@ -144,6 +145,7 @@ def test_a_train_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal
     assert len(RunFolder(tmp_path / "run").checkpoints()) == 1
 
 
+@pytest.mark.slow
 def test_an_interruption_while_the_ranks_start_prints_no_traceback(tmp_path: Path) -> None:
     """It comes while the server imports torch, which takes it seconds: it has no rank yet."""
     command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "2", *TINY]

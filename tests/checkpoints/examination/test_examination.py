@@ -217,6 +217,7 @@ def test_doctor_and_verify(change: str, tmp_path: Path) -> None:
         assert {one.line for one in odd if one not in certain} <= {*checked.notes}
 
 
+@pytest.mark.slow
 def test_a_prefix_is_taken_off_by_the_fix(tmp_path: Path) -> None:
     wrapped = ("checkpointed_states", "compiled_states", "ddp_states")
     for change in (*wrapped, "prefixed_states", "prefixed_state_of_one"):

@@ -15,6 +15,7 @@ from ckptkit.errors import CkptError
 from tests.conftest import Produce
 from tests.conversion.salvaging.damage import assert_truth, bits, cut, flip, load_hf
 from tests.producers import Producer, Truth
+from tests.tiers import slow_but
 from tests.trainers import produced_ranks
 
 
@@ -27,7 +28,7 @@ def copied(produce: Produce, producer: Producer, place: str, tmp_path: Path) -> 
     return Path(shutil.copytree(made.root / place, tmp_path / "damaged")), own(made.truth, place)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("rank", slow_but([1], [0, 1, 3]))
 @pytest.mark.parametrize("how", ["missing", "cut", "flipped"])
 def test_replicas_stand_in_for_a_rank(rank: int, how: str, produce: Produce, tmp_path: Path) -> None:
     """Of HSDP each shard is in the files of two ranks: one of them is enough, for the optimizer too."""

@@ -66,6 +66,7 @@ def test_an_id_is_looked_at_without_its_weights(hub: Hub, tmp_path: Path) -> Non
     assert sum(hub.served.values()) < 1 << 18
 
 
+@pytest.mark.slow
 def test_all_of_it_is_of_one_commit(hub: Hub, tmp_path: Path) -> None:
     old, new = ({name: tensor + step for name, tensor in _MANY.items()} for step in (0, 1))
     for step, tensors in enumerate((old, new)):
@@ -99,6 +100,7 @@ def test_a_checkpoint_in_a_folder_is_verified_and_consolidated(hub: Hub, produce
     assert (found.code, {problem["path"] for problem in found.value["problems"]}) == (1, {f"{url}/{chunk.path}"})
 
 
+@pytest.mark.slow
 def test_where_a_file_is_sent_from_is_asked_for_once(hub: Hub, tmp_path: Path) -> None:
     save_file({str(i): torch.randn(1 << 20) for i in range(8)}, tmp_path / "model.safetensors")
     hub.put("org/model", {"model.safetensors": tmp_path / "model.safetensors"})
@@ -112,6 +114,7 @@ def test_where_a_file_is_sent_from_is_asked_for_once(hub: Hub, tmp_path: Path) -
     assert hub.served["org/model/model.safetensors"] < size + (1 << 20)
 
 
+@pytest.mark.slow
 def test_what_the_hub_has_not_or_does_not_show(hub: Hub, tmp_path: Path) -> None:
     write_hf(tmp_path / "model", {"t": torch.arange(3.0)})
     hub.put("org/model", files_in(tmp_path / "model"), private=True)
@@ -147,6 +150,7 @@ def test_a_typo_in_a_local_path_stays_on_this_machine(hub: Hub, produce: Produce
     assert not hub.requests
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_said_to_be_one(hub: Hub, produce: Produce, tmp_path: Path) -> None:
     source = str(produce(producers.fsdp2).root)
     hub.put("org/model", {"config.json": b'{"model_type": "strange", "architectures": ["Strange"]}'})
@@ -154,6 +158,7 @@ def test_a_model_of_the_hub_is_said_to_be_one(hub: Hub, produce: Produce, tmp_pa
     assert any("`org/model` is not a path here" in note for note in found.value["notes"])
 
 
+@pytest.mark.slow
 def test_what_the_cache_has_is_read_offline(hub: Hub, produce: Produce, tmp_path: Path) -> None:
     """As transformers does: weights, config and tokenizer come from the cache while HF_HUB_OFFLINE is set."""
     source = str(produce(producers.fsdp2).root)

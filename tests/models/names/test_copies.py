@@ -14,6 +14,7 @@ import ckptkit
 from ckptkit.errors import SeveralModels
 from ckptkit.models.names.copies import find_copy
 from tests.command import ckptkit as run
+from tests.tiers import slow_but
 
 MODEL = {"layers.0.w": torch.arange(8.0).reshape(2, 4), "layers.1.w": torch.ones(2, 4), "norm.b": torch.zeros(4)}
 
@@ -67,7 +68,11 @@ def test_a_model_that_is_there_twice_is_refused(tmp_path: Path, what: str, wrapp
 
 @pytest.mark.parametrize("wrapper", ["", "model", "state_dict"])
 @pytest.mark.parametrize(
-    "what", ["ddp", "ema", "ema-prefix", "ema-module", "under-another-name", "wrapped", "wrapped-twice", "swa"]
+    "what",
+    slow_but(
+        ["ema", "swa"],
+        ["ddp", "ema", "ema-prefix", "ema-module", "under-another-name", "wrapped", "wrapped-twice", "swa"],
+    ),
 )
 def test_the_hint_writes_either(tmp_path: Path, what: str, wrapper: str) -> None:
     torch.save({wrapper: TWICE[what]} if wrapper else TWICE[what], tmp_path / "src.pt")

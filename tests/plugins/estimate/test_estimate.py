@@ -287,6 +287,7 @@ def local_bytes(tensors: Any) -> int:
     return sum(tensor.to_local().nbytes for tensor in tensors if isinstance(tensor, DTensor))
 
 
+@pytest.mark.slow
 def test_states_are_the_bytes_of_fsdp2s_own_shards_and_checkpoints(tmp_path: Path) -> None:
     """Two ranks and odd sizes: rank 0 has the larger half of each tensor."""
     heard: list[dict[str, Any]] = []

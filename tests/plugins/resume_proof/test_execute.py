@@ -11,6 +11,7 @@ import pytest
 
 from ckptkit.plugins.resume_proof.execute import Execution, execute
 from ckptkit.plugins.resume_proof.options import ScriptOptions
+from tests.tiers import slow_but
 
 HANGING = """
 import subprocess, sys, time
@@ -38,7 +39,7 @@ def is_alive(number: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("end", ["", "time.sleep(600)"])
+@pytest.mark.parametrize("end", slow_but([""], ["", "time.sleep(600)"]))
 def test_no_process_is_left(tmp_path: Path, end: str) -> None:
     done = run(tmp_path, HANGING + end, time_limit=2)
     child = int((tmp_path / "run" / "child").read_text())

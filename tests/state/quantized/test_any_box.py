@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -70,7 +70,6 @@ def test_a_part_is_that_part_of_the_whole(tmp_path: Path, case: str) -> None:
     truth = part_of(recipe, stored.tensors, whole(packed.shape))
     assert torch.equal(truth.bfloat16(), stored.truth.bfloat16())
 
-    @settings(max_examples=60, deadline=None)
     @given(st.data())
     def same(data: st.DataObject) -> None:
         spans = [

@@ -92,6 +92,7 @@ def test_positions_of_whole_documents_change_nothing() -> None:
         torch.testing.assert_close(model(tokens, pack((48,), (48,))), model(tokens), rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 @pytest.mark.parametrize("positions", [None, pack((10, 6), (16,))])
 def test_blocks_can_be_compiled_whole_and_recomputed(positions: Tensor | None) -> None:

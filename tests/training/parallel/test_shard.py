@@ -149,7 +149,7 @@ def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple
     ("world_size", "variants", "shape"),
     [
         pytest.param(1, ON_ONE, SHAPE, id="one rank", marks=pytest.mark.nightly),
-        pytest.param(2, FEW, SHAPE, id="two ranks, few"),
+        pytest.param(2, FEW, SHAPE, id="two ranks, few", marks=pytest.mark.slow),
         pytest.param(
             2, UNTIED, replace(SHAPE, tie_word_embeddings=False), id="two ranks, untied", marks=pytest.mark.slow
         ),

@@ -92,6 +92,7 @@ def assert_equal(heard: Heard, count: int) -> None:
     assert [what for what in heard if what[1]] == []
 
 
+@pytest.mark.slow
 def test_two_ranks_load_what_they_saved(saved_by_two: tuple[Path, Heard]) -> None:
     assert_equal(saved_by_two[1], 2 * len(pairs(ON_TWO)))
 
@@ -103,6 +104,7 @@ def test_three_ranks_load_what_two_saved(saved_by_two: tuple[Path, Heard]) -> No
     assert_equal(heard, 3 * len(pairs(ON_THREE)) * len(ON_THREE))
 
 
+@pytest.mark.slow
 def test_one_process_without_a_group_loads_what_two_saved(saved_by_two: tuple[Path, Heard]) -> None:
     heard: Heard = []
     load_into(list(saved_by_two[0].iterdir()), ("plain",), heard.append)
@@ -120,6 +122,7 @@ def test_four_ranks_and_one(tmp_path: Path) -> None:
     assert_equal(heard, len(pairs(ON_FOUR)))
 
 
+@pytest.mark.slow
 def test_others_open_the_checkpoints(saved_by_two: tuple[Path, Heard], tmp_path: Path) -> None:
     plain = trained("plain").model
     for run in saved_by_two[0].iterdir():
