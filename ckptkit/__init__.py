@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckptkit.checks.diff import diff
     from ckptkit.checks.differences import Diff
     from ckptkit.checks.inspect import Inspected, inspect
-    from ckptkit.checks.manifest import make_manifest
+    from ckptkit.checks.make_manifest import make_manifest
     from ckptkit.checks.moved import Moved
     from ckptkit.checks.moved import moved as moved
     from ckptkit.checks.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
@@ -161,7 +161,7 @@ _HOMES = {
     "inspect_delta": "ckptkit.plugins.deltas.inspect_delta",
     "list_run": "ckptkit.runs.ls",
     "ls": "ckptkit.runs.ls",
-    "make_manifest": "ckptkit.checks.manifest",
+    "make_manifest": "ckptkit.checks.make_manifest",
     "merge": "ckptkit.conversion.merge",
     "moved": "ckptkit.checks.moved",
     "open": "ckptkit.checks.open",
@@ -198,7 +198,7 @@ def __getattr__(name: str) -> Any:
 
         raise without_torch(error) from None
     if isinstance(value, FunctionType):
-        from ckptkit.arguments import checked
+        from ckptkit.argument_types import checked
 
         value = checked(value)
         value.__module__ = __name__  # pickle looks the function up by this module name

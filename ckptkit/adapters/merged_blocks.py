@@ -38,13 +38,13 @@ class Product:
     @property
     def operands(self) -> tuple[Operand, ...]:
         """Return A and B, each with the region that a box of the weight needs."""
-        return self.a._replace(region=self.of_a), self.b._replace(region=self.of_b)
+        return self.a._replace(region=self.box_of_a), self.b._replace(region=self.box_of_b)
 
-    def of_a(self, box: Box) -> Box:
+    def box_of_a(self, box: Box) -> Box:
         """Return the box of A that a box of the weight needs."""
         raise NotImplementedError
 
-    def of_b(self, box: Box) -> Box:
+    def box_of_b(self, box: Box) -> Box:
         raise NotImplementedError
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:
@@ -62,11 +62,11 @@ class LinearProduct(Product):
     The kernel axes of B have size 1.
     """
 
-    def of_a(self, box: Box) -> Box:
+    def box_of_a(self, box: Box) -> Box:
         """Return the columns of A."""
         return Box((0, *box.start[1:]), (self.shape_of_a[0], *box.size[1:]))
 
-    def of_b(self, box: Box) -> Box:
+    def box_of_b(self, box: Box) -> Box:
         kernel = (1,) * (len(box.size) - 2)
         return Box((box.start[0], *(0 for _ in self.shape_of_b[1:])), (box.size[0], self.shape_of_b[1], *kernel))
 
@@ -77,11 +77,11 @@ class LinearProduct(Product):
 class TransposedProduct(Product):
     """The update of a weight `[in, out]`, such as an embedding: (B `[out, r]` times A `[r, in]`) transposed."""
 
-    def of_a(self, box: Box) -> Box:
+    def box_of_a(self, box: Box) -> Box:
         """Return the columns of A that are the weight's rows."""
         return Box((0, box.start[0]), (self.shape_of_a[0], box.size[0]))
 
-    def of_b(self, box: Box) -> Box:
+    def box_of_b(self, box: Box) -> Box:
         """Return the rows of B that are the weight's columns."""
         return Box((box.start[1], 0), (box.size[1], self.shape_of_b[1]))
 
@@ -105,12 +105,12 @@ class ExpertsProduct(Product):
     def rank(self) -> int:
         return self.shape_of_a[0] // self.count
 
-    def of_a(self, box: Box) -> Box:
+    def box_of_a(self, box: Box) -> Box:
         """Return the rows of A for the experts of the box, and the columns that it needs."""
         axis = 1 if self.is_transposed else 2
         return Box((box.start[0] * self.rank, box.start[axis]), (box.size[0] * self.rank, box.size[axis]))
 
-    def of_b(self, box: Box) -> Box:  # noqa: ARG002
+    def box_of_b(self, box: Box) -> Box:  # noqa: ARG002
         """Return all of B: the columns of an expert are scattered, and B is read only once."""
         return Box((0, 0), self.shape_of_b)
 

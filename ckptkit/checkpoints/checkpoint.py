@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ckptkit import trainers
-from ckptkit.arguments import checked
+from ckptkit.argument_types import checked
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join_components
 from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_number
@@ -526,7 +526,9 @@ def find_latest(root: Path) -> LatestCheckpoint:
     for tracker in (one for one in trackers if one.is_latest):
         tracked = tracked_checkpoint(tracker, root, named)
         candidates += [(tracker.name, tracked)] if tracked else []
-        if not tracked:
+        if not tracker.target:
+            remarks.append(f"`{tracker.name}` names no checkpoint")
+        elif not tracked:
             what = "is not complete" if (root / tracker.target).exists() else "does not exist"
             remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
     remarks += [f"`{one.name}` names {one.target}" for one in trackers if one.is_guess and not one.is_latest]
@@ -554,6 +556,8 @@ def is_rolled_back(last: Checkpoint, highest: Checkpoint) -> bool:
 
 def tracked_checkpoint(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
     """Return the complete checkpoint that a latest-checkpoint file names; None if it is incomplete or missing."""
+    if not tracker.target:
+        return None
     checkpoint = next((candidate for candidate in named if tracker.means(candidate.path)), None) or Checkpoint.at(
         root / tracker.target
     )

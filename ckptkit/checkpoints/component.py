@@ -31,7 +31,15 @@ from ckptkit.layout import Chunk, Layout, StoredTensor, edits
 from ckptkit.layout.box import whole
 from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.names.weights import may_have_weights
-from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names, who_wrote
+from ckptkit.trainers import (
+    completion_marker_of,
+    is_exported,
+    is_other_part,
+    step_of,
+    step_of_place,
+    unfinished_names,
+    who_wrote,
+)
 
 _MAX_VERIFIED = 1 << 26  # bytes: larger files are not read only to verify their checksum
 _UNFINISHED = "wait for the save to end, or take another step"
@@ -173,7 +181,7 @@ def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
     A component inside a checkpoint's directory obeys the markers of both directories. `is_part` says that `path` is
     such a component if its parent's name has no step.
     """
-    if path.is_dir() and (marker := marker_of(path)) and marker not in names_in(path):
+    if path.is_dir() and (marker := completion_marker_of(path)) and marker not in names_in(path):
         message = f"unfinished: expected the file `{marker}`, found none"
         return Incomplete(message, path=path, hint=_UNFINISHED)
     is_inside = is_part or (step_of(path) is None and step_of_place(path) is not None)

@@ -329,7 +329,7 @@ def contains_step_directories(path: Path) -> bool:
 
 def is_save_marker(name: str) -> bool:
     """Return whether a file of this name describes only the save it belongs to, so that no copy may have it."""
-    return name == MANIFEST or trainers.is_commit(name)
+    return name == MANIFEST or trainers.is_commit_marker(name)
 
 
 def reason_to_leave(path: Path, beside: Iterable[str]) -> str:

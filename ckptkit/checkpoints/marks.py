@@ -18,7 +18,9 @@ class PlacedFiles(NamedTuple):
     descriptions: Collection[str]
 
 
-def find_marks(components: Iterable[PlacedFiles], names: Collection[str], *, is_for_loaders: bool) -> tuple[str, ...]:
+def files_to_end_with(
+    components: Iterable[PlacedFiles], names: Collection[str], *, is_for_loaders: bool
+) -> tuple[str, ...]:
     """Return the files without which no reader takes the rest for a checkpoint, in the order to write them.
 
     `components` begin with the model. The manifests among all `names` come first. Then come the files that describe

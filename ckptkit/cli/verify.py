@@ -150,7 +150,7 @@ def manifest(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure; 5 a manifest exists.
     """
-    from ckptkit.checks.manifest import make_manifest
+    from ckptkit.checks.make_manifest import make_manifest
 
     path = with_others(path, also)
     with progress_bar("manifest") as progress:

@@ -41,7 +41,7 @@ class Sources:
         # the ledger may have reads of an earlier call, which count too
         self._read = ledger.read
         self._requested = count_requested(nbytes, runs)
-        self._compared: set[SourcePlace] = set()
+        self._sum_arguments: set[SourcePlace] = set()
         self.checked_bytes = 0
         # a resumed ledger may have complete ranges already
         for place in [place for place, *_ in self._read if place in self._waiting]:
@@ -58,7 +58,7 @@ class Sources:
         unchecked: Counter[tuple[int, str]] = Counter()
         for place, nbytes in self._requested.items():
             number, path, _ = place
-            if nbytes and place not in self._compared and path in self._plan.sources[number].file_sums:
+            if nbytes and place not in self._sum_arguments and path in self._plan.sources[number].file_sums:
                 unchecked[number, path] += nbytes
         return unchecked
 
@@ -111,7 +111,7 @@ class Sources:
                 tensor=name,
             )
         self.checked_bytes += self._requested[place]
-        self._compared.add(place)
+        self._sum_arguments.add(place)
         del self._waiting[place]
 
     def unfinished(self) -> Plan:

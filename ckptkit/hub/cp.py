@@ -18,7 +18,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_left, reason_to_leave
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
-from ckptkit.checkpoints.marks import PlacedFiles, find_marks
+from ckptkit.checkpoints.marks import PlacedFiles, files_to_end_with
 from ckptkit.checkpoints.other_kinds import other_kind_of
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
@@ -220,7 +220,7 @@ def list_checkpoint(checkpoint: Checkpoint) -> Contents:
     sizes = {str(path.relative_to(root)): file_size(path) for path, why in files if not why}
     left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in files if why)
     described = [PlacedFiles(part.place, part.own.needed, part.own.layout.descriptions) for part in parts]
-    marks = find_marks(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
+    marks = files_to_end_with(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
     ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
     is_file = not checkpoint.path.is_dir() and len(sizes) == 1
     return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)

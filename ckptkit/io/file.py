@@ -15,7 +15,7 @@ from ckptkit.errors import RESTORE, CkptError, Corrupt, IOFailure, NotACheckpoin
 from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import open_regular, open_to_write
-from ckptkit.io.path import hint_on_id, is_remote
+from ckptkit.io.path import hint_for_hub_id, is_remote
 from ckptkit.io.ranges import RemoteFile
 from ckptkit.io.stores import StoredSum
 
@@ -301,7 +301,7 @@ def missing_path_error(path: Path) -> NotACheckpoint:
     with suppress(CkptError):
         names = [child.name for child in children(path.parent) if not child.name.startswith(".")]
     near = " or ".join(f"`{path.parent / name}`" for name in get_close_matches(path.name, names))
-    hint = f"did you mean {near}?" if near else hint_on_id(str(path))
+    hint = f"did you mean {near}?" if near else hint_for_hub_id(str(path))
     return NotACheckpoint("no such file or directory", path=path, hint=hint)
 
 

@@ -244,7 +244,7 @@ def has_form_of_id(place: str) -> bool:
     return _HUB_ID.fullmatch(place) is not None and not place.endswith(".json")
 
 
-def hint_on_id(place: str) -> str | None:
+def hint_for_hub_id(place: str) -> str | None:
     """Return a hint for a path that does not exist and may be meant for the Hub; None for any other path."""
     if os.path.lexists(place) or not has_form_of_id(place):
         return None

@@ -14,7 +14,7 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, tr
 from ckptkit.formats.json_text import not_json, parse_json
 from ckptkit.io.file import children, names_in, read_small
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import hint_on_id, is_model_id, spelled_like, to_model_path, to_path
+from ckptkit.io.path import hint_for_hub_id, is_model_id, spelled_like, to_model_path, to_path
 from ckptkit.io.stores.hub import downloading
 from ckptkit.layout import Spec
 from ckptkit.trainers import companion_folders, config_of, has_name_of_training, step_of
@@ -259,7 +259,7 @@ def resolve_base(base: str) -> Path:
     if Path(base).is_dir():
         return Path(base)
     if not is_model_id(base):
-        hint = f"pass the directory `{Path(base).parent}`" if Path(base).is_file() else hint_on_id(base)
+        hint = f"pass the directory `{Path(base).parent}`" if Path(base).is_file() else hint_for_hub_id(base)
         raise Usage(f"expected a directory or a Hub id like `org/model`, found `{base}`", hint=hint)
     if "@" in base:
         return to_model_path(base)

@@ -322,6 +322,8 @@ def describe_trackers(trackers: Sequence[Tracker], listed: Sequence[Listed]) -> 
 
 def describe_tracker(tracker: Tracker, listed: Sequence[Listed]) -> str:
     named = [checkpoint for checkpoint in listed if tracker.name in checkpoint.named_by]
+    if not tracker.target:
+        return f"`{tracker.name}` names no checkpoint"
     if not named:
         return f"`{tracker.name}` says {tracker.target}, which does not exist"
     fault = "" if all(checkpoint.is_complete for checkpoint in named) else ", which is not complete"

@@ -68,7 +68,7 @@ def dequantized_tensors(
     packed = {plain_name(name): name for name in chosen if name in quantized.weights}
     plain = [name for name in chosen if name not in quantized.members]
     added = copied_tensors(plain, layout, model)
-    added |= {new: made_plain(quantized, old, model) for new, old in packed.items()}
+    added |= {new: dequantized_spec(quantized, old, model) for new, old in packed.items()}
     return added, {new: f"{layout.tensors[old].spec.dtype} times scales" for new, old in packed.items()}
 
 
@@ -108,7 +108,7 @@ def copy_recipe(name: str, number: int) -> RecipeFor:
     return lambda _, dtype: Taken(Operand(number, name, dtype))
 
 
-def made_plain(quantized: Quantized, name: str, model: Model) -> tuple[Spec, RecipeFor]:
+def dequantized_spec(quantized: Quantized, name: str, model: Model) -> tuple[Spec, RecipeFor]:
     """Return the spec of a plain weight, and the recipe that computes it from the base's numbers and scales."""
     recipe = always(recipe_of(quantized, name, source_number(model)))
     return Spec(dtype_of(model.config), quantized.weights[name].shape), recipe

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.marks import PlacedFiles, find_marks
+from ckptkit.checkpoints.marks import PlacedFiles, files_to_end_with
 from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.check_sources import Sources, bytes_at
@@ -144,7 +144,7 @@ def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
     ]
     manifests = [] if conversion.is_file else [str(Path(draft.place, MANIFEST)) for draft in drafts]
     names = {*conversion.file_sizes, *manifests}
-    return find_marks(parts, names, is_for_loaders=conversion.options.writer.is_model_only)
+    return files_to_end_with(parts, names, is_for_loaders=conversion.options.writer.is_model_only)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptkit.arguments import checked
+from ckptkit.argument_types import checked
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.io.destination import require_shared, to_destination
 from ckptkit.io.path import is_remote

@@ -200,13 +200,13 @@ def json_trackers() -> dict[str, tuple[str, ...]]:
     return {name: keys for trainer in TRAINERS.values() for name, keys in trainer.json_trackers.items()}
 
 
-def marker_of(path: Path) -> str | None:
+def completion_marker_of(path: Path) -> str | None:
     """Return the name of the file without which the directory at `path` is unfinished; None if it needs no marker."""
     path = path.absolute()
     return look_up([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
 
 
-def is_commit(name: str) -> bool:
+def is_commit_marker(name: str) -> bool:
     """Return whether a file of this name marks the end of the save that it belongs to."""
     return any(matches("commits", name)) or any(name in trainer.markers.values() for trainer in TRAINERS.values())
 

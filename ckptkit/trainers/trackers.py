@@ -49,6 +49,7 @@ _TOKEN = re.compile(r"[^\s/\\\"'`,;()\[\]{}<>]+")
 class Tracker:
     """A file or link called `name` that names a checkpoint: `target` is the name of the checkpoint, or its step.
 
+    `target` is "" for a tracker of a known trainer whose content is neither, such as a file that was cut short.
     With `is_latest`, it names the checkpoint to resume from. With `is_guess`, no known trainer writes such a file, so
     it only may name that.
     """
@@ -72,7 +73,8 @@ def trackers_in(root: Path) -> list[Tracker]:
     named = {stem_of(path.name): path.name for path in visible if may_be_step(path)}
     trackers_found: list[Tracker] = []
     for path in visible:
-        if target := read_tracker(path):
+        target = read_tracker(path)
+        if target is not None:
             trackers_found.append(Tracker(path.name, target, is_for_resuming(path)))
         elif named and path.name not in named.values():
             trackers_found += mentions_in(path, named)
@@ -192,7 +194,10 @@ def is_for_resuming(path: Path) -> bool:
 
 
 def read_tracker(path: Path) -> str | None:
-    """Return the name or step in a tracker, None for any other file or without either."""
+    """Return the name or step in a tracker, "" for other content, None for any other file.
+
+    The JSON of a trainer's state may name no checkpoint, and is no tracker then.
+    """
     with translate_os_errors(path):
         if path.is_symlink():
             return entry_of(path.parent, os.readlink(path))
@@ -201,15 +206,17 @@ def read_tracker(path: Path) -> str | None:
     try:
         text = read_text(path)
     except (Corrupt, Unsafe, ValueError, RecursionError):
-        return None  # an invalid tracker protects no checkpoint; a failed read (IOFailure) must not look like one
+        return ""  # an invalid tracker protects no checkpoint; a failed read (IOFailure) must not look like one
+    if text is None:
+        return None
     if path.suffix == _OF_STORES:
         text = PurePosixPath(text).name
     is_name = text.isprintable() and text not in (".", "..") and not set(text) & set("/\\")
-    return text if is_name else None
+    return text if is_name else ""
 
 
-def read_text(path: Path) -> str:
-    """Return the name or step in a tracker, "" if its JSON has none.
+def read_text(path: Path) -> str | None:
+    """Return the name or step in a tracker, None if its JSON has none.
 
     Raises `ValueError` for a file that is not text.
     """
@@ -220,4 +227,4 @@ def read_text(path: Path) -> str:
     value = json.loads(read_small(path, _LIMIT_OF_JSON))
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) else None

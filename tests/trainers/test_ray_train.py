@@ -58,4 +58,4 @@ def test_without_a_tracker_the_hint_names_none(run: Path) -> None:
 )
 def test_a_snapshot_that_says_nothing_means_nothing(run: Path, content: str) -> None:
     (run / SNAPSHOT).write_text(content)
-    assert trackers_in(run) == []
+    assert not any(tracker.target for tracker in trackers_in(run))

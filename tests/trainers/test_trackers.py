@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.checkpoints.checkpoint import find_latest
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
 
@@ -34,9 +35,12 @@ def test_files_hold_a_name_or_a_step(tmp_path: Path, name: str, content: bytes, 
     "content",
     [b"", b"\n", b"../evil", b"/etc", b"..", b".", b"a\\b", b"a\0b", b"a\nb", b"\xff\xfe", b"\xd9\xa1", b"7" * 2000],
 )
-def test_files_that_hold_anything_else_mean_nothing(tmp_path: Path, content: bytes) -> None:
+def test_files_that_hold_anything_else_mean_nothing_and_are_said(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "latest").write_bytes(content)
-    assert found(tmp_path) == []
+    assert found(tmp_path) == [("latest", "")]
+    (tmp_path / "ckpt-7").mkdir()
+    assert not any(tracker.means(tmp_path / name) for tracker in trackers_in(tmp_path) for name in ("", "ckpt-7"))
+    assert "`latest` names no checkpoint" in find_latest(tmp_path).remarks
 
 
 def test_what_is_no_file_means_nothing(tmp_path: Path) -> None:

@@ -185,13 +185,13 @@ class Flattening:
         self.flat.keys[name] = key
         try:
             if is_tensor(value):
-                self.flat.tensors[name] = self.stored(value)
+                self.flat.tensors[name] = self.tensor_of(value)
             else:
                 self.flat.blobs[name] = self.blob(value)
         except CkptError as error:
             raise error.blame(tensor=name) from None
 
-    def stored(self, value: Any) -> StoredTensor:
+    def tensor_of(self, value: Any) -> StoredTensor:
         """Return a tensor with one chunk: its storage, or the part of the storage that it uses."""
         try:
             located = place_tensor(as_tensor(value), self.entries)

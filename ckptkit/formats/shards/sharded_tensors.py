@@ -55,7 +55,7 @@ class _RankFlattening(Flattening):
         self.root = root
         self.specs = Specs(rank, self.read_integers, {}, {})
 
-    def stored(self, value: Any) -> StoredTensor:
+    def tensor_of(self, value: Any) -> StoredTensor:
         """Return a tensor with the chunks of this rank."""
         if is_dtensor(value):
             placed = self.specs.open(value)
@@ -63,7 +63,7 @@ class _RankFlattening(Flattening):
         if is_sharded_tensor(value):
             sharded = open_sharded(value)
             return RankTensor(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), spread=sharded)
-        plain = super().stored(value)
+        plain = super().tensor_of(value)
         return RankTensor(plain.spec, plain.chunks)
 
     def read_integers(self, value: Any) -> list[int]:

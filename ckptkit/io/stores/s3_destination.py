@@ -123,7 +123,7 @@ class S3Destination:
             self._count(kept=len(data))
             return
         more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
-        response = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
+        response = self._call("upload_part", piece.name, Body=data, **more, **self._sum_arguments(crc))
         parts[piece.number] = SentPart(response["ETag"], len(data), crc)
         self._count(sent=len(data))
 
@@ -159,7 +159,9 @@ class S3Destination:
             return
         condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
         try:
-            retry_on_conflict(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
+            retry_on_conflict(
+                lambda: self._call("put_object", name, Body=data, **self._sum_arguments(crc), **condition)
+            )
             self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in TAKEN:
@@ -176,7 +178,9 @@ class S3Destination:
             return
         self._require_claim()
         try:
-            retry_on_conflict(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
+            retry_on_conflict(
+                lambda: self._call("put_object", name, Body=data, **self._sum_arguments(crc), **_ONLY_NEW)
+            )
             self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in TAKEN:
@@ -195,7 +199,7 @@ class S3Destination:
     def note(self, name: str, data: bytes) -> None:
         """Write a note beside the claim."""
         key = f"{self._place.notes_prefix}{name}"
-        self._bucket.call("put_object", key, Body=data, **self._compared(crc32(data)))
+        self._bucket.call("put_object", key, Body=data, **self._sum_arguments(crc32(data)))
 
     def notes(self) -> dict[str, bytes]:
         base = self._place.notes_prefix
@@ -387,7 +391,7 @@ class S3Destination:
     def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
         known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
         data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
-        key, compared = self._place.claim_key, self._compared(crc32(data))
+        key, compared = self._place.claim_key, self._sum_arguments(crc32(data))
         response = self._bucket.call("put_object", key, Body=data, **compared, **condition)
         self._tag = str(response["ETag"])
 
@@ -408,7 +412,7 @@ class S3Destination:
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
         return self._bucket.call(operation, self._place.key(name), **arguments)
 
-    def _compared(self, crc: int) -> dict[str, str]:
+    def _sum_arguments(self, crc: int) -> dict[str, str]:
         """Return the arguments that make the store compare a body with its CRC-32."""
         checksum = self._checksum(crc)
         return {"ChecksumAlgorithm": "CRC32", **checksum} if checksum else {}

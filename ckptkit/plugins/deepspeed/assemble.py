@@ -43,7 +43,7 @@ def put_layer(gathering: Gathering, root: Path, name: str, number: int, masters:
     try:
         for key, value in as_dict(file.value, name).items():
             full = f"{number}.{key}"
-            copy = flattening.stored(value) if is_tensor(value) else None
+            copy = flattening.tensor_of(value) if is_tensor(value) else None
             names = [full] if full in masters else find_shared(str(key), copy, masters)
             if not names or copy is None:
                 gathering.flatten(flattening, value, (MODEL, full))

@@ -108,6 +108,6 @@ def tensors_in(file: StateFile, layer: AutoLayer, expert: int) -> Iterator[tuple
         value = saved.pop(expert_name, None)
         if not is_tensor(value):
             raise Corrupt("the file does not contain the tensor of its expert", tensor=expert_name, hint=_HINT)
-        yield name, flattening.stored(value)
+        yield name, flattening.tensor_of(value)
     if saved:
         raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(next(iter(saved))), hint=_HINT)

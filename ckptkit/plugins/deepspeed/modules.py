@@ -81,7 +81,7 @@ def put_modules_in_slices(
         values = [(model.module or {}).get(name) for model in models]
         if not all(map(is_tensor, values)):
             raise Corrupt("expected the tensor on all ranks of tensor parallelism", tensor=str(name))
-        parts = [model.flattening.stored(each) for model, each in zip(models, values, strict=True)]
+        parts = [model.flattening.tensor_of(each) for model, each in zip(models, values, strict=True)]
         joined = slices.of(first.aliases.get(str(name), str(name))).join(parts)
         if name in known:
             put_stored_copy(gathering, str(name), joined, known[str(name)])
@@ -97,7 +97,7 @@ def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any
     """Put the low-precision copy of a parameter as its twin. ZeRO 3 saves an empty tensor instead of a copy."""
     if not is_tensor(value):
         raise Corrupt("ZeRO has this parameter, but `module` does not have its tensor", tensor=name)
-    put_stored_copy(gathering, name, flattening.stored(value), master)
+    put_stored_copy(gathering, name, flattening.tensor_of(value), master)
 
 
 def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master: StoredTensor) -> None:
@@ -131,7 +131,7 @@ def put_replicas(gathering: Gathering, part: PartOfModel, name: str) -> None:
     for model in part.models[1:]:
         value = (model.module or {}).get(name)
         if is_tensor(value):
-            replicas += model.flattening.stored(value).chunks
+            replicas += model.flattening.tensor_of(value).chunks
     if replicas:
         gathering.flat.spares[".".join((MODEL, name))] = tuple(replicas)
 
@@ -142,7 +142,7 @@ def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
     for model in part.models:
         if not is_tensor(model.fragments.get(name)):
             raise Corrupt("the parameter is frozen, and its data is missing", tensor=name)
-        fragment = model.flattening.stored(model.fragments[name])
+        fragment = model.flattening.tensor_of(model.fragments[name])
         (chunk,) = fragment.chunks
         if len(part.models) == 1 and fragment.spec.shape == shape:
             return fragment

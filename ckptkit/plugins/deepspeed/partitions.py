@@ -117,7 +117,7 @@ def read_group(
 def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:
     """Return the chunk of a one-dimensional tensor; None for a scalar. Raises `Unsupported` for other shapes."""
     try:
-        (chunk,) = flattening.stored(value).chunks
+        (chunk,) = flattening.tensor_of(value).chunks
     except CkptError as error:
         raise error.blame(tensor=name) from None
     if len(chunk.box.size) > 1 or chunk.strides is not None:

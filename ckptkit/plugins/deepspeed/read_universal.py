@@ -145,7 +145,7 @@ def read_value(root: Path, path: str, state_name: str, shape: Shape) -> StoredTe
     flattening = Flattening(file.entries, path)
     value = as_dict(file.value, path).get("param") if pairs_of(file.value) is not None else file.value
     return (
-        with_known_shape(flattening.stored(value), shape, is_free=state_name == STEP)
+        with_known_shape(flattening.tensor_of(value), shape, is_free=state_name == STEP)
         if is_tensor(value)
         else flattening.blob(value)
     )
@@ -194,7 +194,7 @@ def put_untrained(
                 value = dict_or_none(file.value, path).get("param")
                 if not is_tensor(value):
                     raise Corrupt("there is no tensor under `param`, and the shape is unknown", path=root / path)
-                gathering.put((MODEL, folder.name), Flattening(file.entries, path).stored(value))
+                gathering.put((MODEL, folder.name), Flattening(file.entries, path).tensor_of(value))
             except CkptError as error:
                 report(error.blame(tensor=f"{MODEL}.{folder.name}"))
             yield path

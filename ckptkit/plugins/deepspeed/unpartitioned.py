@@ -64,7 +64,7 @@ class Gathering:
         """Put optimizer state that several parameters share below the name of each of them."""
         for state_name, value in values.items():
             try:
-                stored = flattening.stored(value) if is_tensor(value) else flattening.blob(value)
+                stored = flattening.tensor_of(value) if is_tensor(value) else flattening.blob(value)
             except CkptError as error:
                 raise error.blame(tensor=".".join((*STATE, names[0], state_name)) if names else state_name) from None
             for name in names:
@@ -74,7 +74,7 @@ class Gathering:
         """Put the hyperparameters and the parameter names of a parameter group."""
         for key, value in settings.items():
             if key != "params":
-                stored = flattening.stored(value) if is_tensor(value) else flattening.blob(value)
+                stored = flattening.tensor_of(value) if is_tensor(value) else flattening.blob(value)
                 self.put((*GROUPS, number, key), stored)
         self.put((*GROUPS, number, "params"), Blob(flattening.path, flattening.pickle.offset, 0, dump(names)))
 
@@ -168,7 +168,7 @@ def masters_of(optimizer: IndexedOptimizer, names: Names) -> dict[str, StoredTen
     """Return the fp32 master weights by name; {} if the parameter order is not certain."""
     if not (names and optimizer.masters):
         return {}
-    stored = map(optimizer.flattening.stored, optimizer.masters)
+    stored = map(optimizer.flattening.tensor_of, optimizer.masters)
     return dict(zip(names.values(), stored, strict=True))
 
 
@@ -183,7 +183,7 @@ def put_weight(
         gathering.flatten(flattening, value, (MODEL, name))
         return
     gathering.put((MODEL, name), masters[name])
-    gathering.put_twin((MODEL, name), flattening.stored(value))
+    gathering.put_twin((MODEL, name), flattening.tensor_of(value))
 
 
 def names_in_order(

@@ -135,13 +135,13 @@ class ComparedPair:
             cp(Path(temporary, "delta"), output, jobs=self.jobs)
         return written
 
-    def write(self, output: Path, place: Path, *, force: bool, sync: bool) -> WrittenDelta:
-        """Write the delta to `output` by way of directory `place`. The result is atomic."""
+    def write(self, output: Path, staging: Path, *, force: bool, sync: bool) -> WrittenDelta:
+        """Write the delta to `output` by way of directory `staging`. The result is atomic."""
         from ckptkit.plugins.deltas.spool import Spool
         from ckptkit.plugins.deltas.write_delta import write_delta
 
         origins = [Origin.of(side.path) for side in self.sides]
-        stage = Stage(place, sync=sync)
+        stage = Stage(staging, sync=sync)
         try:
             stage.open()
             make_folder(stage.work)

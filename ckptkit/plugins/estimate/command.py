@@ -172,7 +172,7 @@ def row(budget: Budget) -> tuple[str, ...]:
         budget.peak,
         *([budget.host] if budget.host else []),
     )
-    return (label(budget.setup), *map(format_bytes, sizes), budget.tightest)
+    return (label(budget.setup), *map(format_bytes, sizes), budget.peak_moment)
 
 
 def label(setup: Setup) -> str:
@@ -182,7 +182,7 @@ def label(setup: Setup) -> str:
 
 def print_detail(budget: Budget) -> None:
     """Print the memory of one strategy at each moment of a step, with bars for its peak."""
-    say(f"{label(budget.setup)}, at each moment of a step; the bars show `{budget.tightest}`")
+    say(f"{label(budget.setup)}, at each moment of a step; the bars show `{budget.peak_moment}`")
     moments = budget.moments
     rows: list[Sequence[str]] = [
         (
@@ -243,7 +243,7 @@ def strategy_json(estimated: Estimated, budget: Budget) -> dict[str, Any]:
         "shards": budget.setup.shards,
         "replicas": budget.setup.world_size // budget.setup.shards,
         "peak_bytes": budget.peak,
-        "peak_at": budget.tightest,
+        "peak_at": budget.peak_moment,
         "moments": budget.moments,
         "host_bytes": budget.host,
         "fits": estimated.fits(budget),

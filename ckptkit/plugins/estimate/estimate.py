@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.formats.json_text import not_json
 from ckptkit.io.file import read_small
-from ckptkit.io.path import hint_on_id, is_model_id, remarks_on_id
+from ckptkit.io.path import hint_for_hub_id, is_model_id, remarks_on_id
 from ckptkit.io.stores.hub import downloading
 from ckptkit.layout.dtypes import DTYPES, parse_dtype
 from ckptkit.plugins.estimate.architecture import Architecture, read_architecture
@@ -211,7 +211,7 @@ def find_config(model: str) -> Path:
             "expected a size such as 8b, a config.json, a directory with one, or a Hub id like "
             f"`org/model`; found `{model}`"
         )
-        raise Usage(message, hint=hint_on_id(model))
+        raise Usage(message, hint=hint_for_hub_id(model))
     from huggingface_hub import hf_hub_download
 
     with downloading(model):

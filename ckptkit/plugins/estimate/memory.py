@@ -111,14 +111,14 @@ class Budget:
     host: int
 
     @property
-    def tightest(self) -> str:
+    def peak_moment(self) -> str:
         """Return the moment of the peak."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def parts(self) -> Parts:
         """Return the bytes at the peak, by component."""
-        return self.moments[self.tightest]
+        return self.moments[self.peak_moment]
 
     @property
     def peak(self) -> int:

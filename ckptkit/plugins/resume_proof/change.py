@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checks.manifest import make_manifest
+from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats import locate
 from ckptkit.formats.archives.zip_entries import read_directory

@@ -94,7 +94,7 @@ def copy_run_files(source: Path, target: Path, *, latest: tuple[str, str], witho
     for folder in (source, *(last_folder.parent for last_folder in source.rglob(last) if last_folder.parent != source)):
         there = target / folder.relative_to(source)
         there.mkdir(parents=True, exist_ok=True)
-        trackers = {tracker.name: tracker for tracker in trackers_in(folder)}
+        trackers = {tracker.name: tracker for tracker in trackers_in(folder) if tracker.target}
         for file in folder.iterdir():
             if file.is_symlink():
                 if file.readlink().name == last:

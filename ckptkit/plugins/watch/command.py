@@ -82,7 +82,7 @@ def watch(
         tries=tries,
         timeout=timeout,
         once=once,
-        tell=None if json else tell,
+        tell=None if json else print_outcome,
     )
     report(done, json=json)
     if not done.is_ok:
@@ -102,7 +102,7 @@ def require_command(line: str) -> None:
         raise Usage(f"unknown command `{words[0]}`", hint=hint)
 
 
-def tell(event: Event) -> None:
+def print_outcome(event: Event) -> None:
     """Print an outcome as a line on stdout, and progress as a note."""
     line = f"{event.checkpoint.name}: {event.message}"
     if event.outcome is None:

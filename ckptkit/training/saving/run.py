@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from ckptkit.arguments import checked
+from ckptkit.argument_types import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors, warn

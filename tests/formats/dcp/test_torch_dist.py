@@ -17,7 +17,7 @@ from torch import Tensor
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.find_components import CHANGES, DESCRIPTION, EXPORTED
-from ckptkit.checks.manifest import make_manifest
+from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.checks.verify import verify
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.diagnosis.doctor import doctor

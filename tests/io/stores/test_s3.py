@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checks.inspect import inspect
-from ckptkit.checks.manifest import make_manifest
+from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.checks.verify import verify
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert

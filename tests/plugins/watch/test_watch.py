@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.checks.manifest import make_manifest
+from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.plugins.watch.commands import describe_exit
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
