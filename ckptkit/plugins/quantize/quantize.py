@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from glob import escape
 from itertools import groupby
+from pathlib import Path
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor, edits
@@ -59,16 +59,15 @@ class ChosenWeights:
 
 
 def choose_weights(
-    specs: Mapping[str, Spec], linear: Iterable[str], kept: Iterable[str], scheme: Scheme, globs: Sequence[str]
+    specs: Mapping[str, Spec], linear: Iterable[str], kept: Iterable[str], scheme: Scheme, excluded: Collection[str]
 ) -> ChosenWeights:
     """Choose among the weights of `linear` layers; loaders expect the weights in `kept` unquantized.
 
-    Weights that match one of the `globs`, by tensor or module name, stay unquantized, and so do weights that must be
-    treated alike.
+    The weights in `excluded` stay unquantized, and so do weights that must be treated alike.
     """
     names = [name for name in linear if name in specs]
     kept = set(kept)
-    skipped = {name: reason for name in names if (reason := reason_to_skip(name, specs[name], kept, scheme, globs))}
+    skipped = {name: reason for name in names if (reason := reason_to_skip(name, specs[name], kept, scheme, excluded))}
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[group_of(name)].append(name)
@@ -78,7 +77,7 @@ def choose_weights(
     return ChosenWeights(tuple(name for name in names if name not in skipped), skipped)
 
 
-def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs: Sequence[str]) -> str | None:
+def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, excluded: Collection[str]) -> str | None:
     """Return why a weight stays unquantized; None if it can be quantized. Raises `Unsupported` if it is not float."""
     parts = name.split(".")
     if spec.dtype.kind != "float":
@@ -87,7 +86,7 @@ def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs:
         return HEADS
     if parts[-2] in _ROUTERS or not set(parts).isdisjoint(_TOWERS):
         return HEADS
-    if any(matches_tensor(name, glob) for glob in globs):
+    if name in excluded:
         return ASKED
     return None if scheme.scales(spec.shape) else RAGGED
 
@@ -95,6 +94,23 @@ def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs:
 def matches_tensor(name: str, glob: str) -> bool:
     """Return whether a tensor or its module matches a glob."""
     return fnmatchcase(name, glob) or fnmatchcase(name.removesuffix(".weight"), glob)
+
+
+def excluded_names(options: ConvertOptions, made_of: Mapping[str, Collection[str]], path: Path) -> set[str]:
+    """Return the weights that a glob of `--exclude-quantize` matches, by their names in the source or else in the output.
+
+    `made_of` gives the names in the source that each weight is made of. In the output, the name of a module matches,
+    too. Raises `Usage` for a glob that matches none.
+    """
+    excluded: set[str] = set()
+    for glob in options.exclude_quantize:
+        matched = {name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)}
+        matched = matched or {name for name in made_of if matches_tensor(name, glob)}
+        if not matched:
+            what = "weight of a linear layer"
+            options.edits.check_matched("--exclude-quantize", [glob], made_of, path, is_match=matches_tensor, what=what)
+        excluded |= matched
+    return excluded
 
 
 def group_of(name: str) -> str:
@@ -126,17 +142,8 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     form, scheme = expected_form(model), SCHEMES[options.quantize]
     linear = expected(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.tensors]
-    made_of = model.weights.origins_by_name(names)
-    globs = [
-        matched
-        for glob in options.exclude_quantize
-        for matched in [escape(name) for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
-        or [glob]
-    ]
-    options.edits.check_matched(
-        "--exclude-quantize", globs, names, model.part.path, is_match=matches_tensor, what="weight of a linear layer"
-    )
-    chosen = choose_weights(model.layout.specs, linear.names, linear.kept, scheme, globs)
+    excluded = excluded_names(options, model.weights.origins_by_name(names), model.part.path)
+    chosen = choose_weights(model.layout.specs, linear.names, linear.kept, scheme, excluded)
     if not chosen.names:
         why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.reasons.items())
         hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.reasons else None

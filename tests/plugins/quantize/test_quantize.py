@@ -225,7 +225,7 @@ def test_globs_leave_a_module_and_what_is_joined_with_it(tmp_path: Path) -> None
 def test_experts_are_left_together() -> None:
     specs = {f"layers.0.experts.{i}.{m}.weight": Spec(DTYPES["bfloat16"], (128, 128)) for i in (0, 1) for m in "ab"}
     specs["layers.0.visual.a.weight"] = Spec(DTYPES["bfloat16"], (128, 128))
-    found = choose_weights(specs, specs, (), SCHEMES["fp8-block"], ["*.1.b"])
+    found = choose_weights(specs, specs, (), SCHEMES["fp8-block"], {"layers.0.experts.1.b.weight"})
     assert found.names == ()
     assert {reason: len(names) for reason, names in found.reasons.items()} == {HEADS: 1, ASKED: 1, ALONE: 3}
     assert modules_of(specs) == ["layers.0.experts", "layers.0.visual.a"]
