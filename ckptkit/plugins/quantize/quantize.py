@@ -97,7 +97,7 @@ def matches_tensor(name: str, glob: str) -> bool:
 
 
 def excluded_names(options: ConvertOptions, made_of: Mapping[str, Collection[str]], path: Path) -> set[str]:
-    """Return the weights that a glob of `--exclude-quantize` matches, by their names in the source or else in the output.
+    """Return the weights that a glob of `--exclude-quantize` matches, by their names in the source, else in the output.
 
     `made_of` gives the names in the source that each weight is made of. In the output, the name of a module matches,
     too. Raises `Usage` for a glob that matches none.
