@@ -74,10 +74,12 @@ def trackers_in(root: Path) -> list[Tracker]:
     trackers_found: list[Tracker] = []
     for path in visible:
         target = read_tracker(path)
-        if target is not None:
-            trackers_found.append(Tracker(path.name, target, is_for_resuming(path)))
-        elif named and path.name not in named.values():
-            trackers_found += mentions_in(path, named)
+        found = [Tracker(path.name, target, is_for_resuming(path))] if target else []
+        if not found and named and path.name not in named.values():
+            found = list(mentions_in(path, named))
+        if not found and target is not None:
+            found = [Tracker(path.name, target, is_for_resuming(path))]
+        trackers_found += found
     return trackers_found
 
 

@@ -82,7 +82,6 @@ NOT_NAMED = {
     "best": link("best", "step-100"),
     "lowest": tracker("LOWEST_VAL.txt", "step-100"),
     "same": tracker("latest", "step-300"),
-    "nothing": tracker("latest", "\n"),
     "older-last": old_last,
     "any-best": tracker("best_checkpoint.json", json.dumps({"path": "step-100"})),
     "nested-best": tracker("best.json", json.dumps({"best": {"step": 100, "loss": 0.1}, "last": {"step": 300}})),
@@ -149,6 +148,14 @@ def test_else_the_highest_step_is_taken(tmp_path: Path, how: str) -> None:
     NOT_NAMED[how](run)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert value_in(run) == 300
+
+
+@pytest.mark.parametrize("content", ["", "\n", "/elsewhere/step-100\n\0"])
+def test_a_tracker_that_names_nothing_is_said(tmp_path: Path, content: str) -> None:
+    run = lay(tmp_path / "run", 100, 200, 300)
+    (run / "latest").write_text(content)
+    with pytest.warns(LatestDiffers, match="`latest` names no checkpoint; using step-300"):
         assert value_in(run) == 300
 
 

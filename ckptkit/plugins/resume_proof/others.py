@@ -145,11 +145,16 @@ def survives_a_kill(runs: Runs, wanted: int) -> str:
     label = f"killed-at-{wanted}"
     folder = runs.room / RUNS / label / last.relative_to(runs.whole.run).parent
     names = re.compile(rf"(?<!\d){runs.script.steps}(?!\d)")
+    earlier = {path.name for path in runs.paths.values()} - {last.name}
+    finished = {entry.name for entry in last.parent.iterdir()}
     seen = 0
 
     def is_saving() -> bool:
+        """Return whether enough files are there: under a name with the step, or under one that a rename replaces."""
         nonlocal seen
-        seen = sum(len(files_of(entry)) for entry in entries_of(folder) if names.search(entry.name))
+        there = {entry.name: entry for entry in entries_of(folder)}
+        hidden = there.keys() - finished if there.keys() >= earlier else set()
+        seen = sum(len(files_of(entry)) for name, entry in there.items() if names.search(name) or name in hidden)
         return seen >= wanted
 
     with runs.room_of(label):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import accelerate  # noqa: F401 - train_accelerate.py needs it
+import deepspeed  # noqa: F401 - train_deepspeed.py needs it
 import lightning  # noqa: F401 - train_lightning.py needs it
 import pytest
 import transformers  # noqa: F401 - train_trainer.py needs it
@@ -16,7 +17,9 @@ from ckptkit.training.smoke.run_check import Check
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
-def prove(tmp_path: Path, name: str, resume_with: str, loss: str, save_every: int) -> dict[str, Check]:
+def prove(
+    tmp_path: Path, name: str, resume_with: str, loss: str, save_every: int, more: str = "", nproc: int = 1
+) -> dict[str, Check]:
     """Prove a script beside this file."""
     script = Path(__file__).with_name(f"train_{name}.py")
     options = (
@@ -27,8 +30,8 @@ def prove(tmp_path: Path, name: str, resume_with: str, loss: str, save_every: in
     checks = ckptkit.smoke(
         tmp_path / "run",
         tmp_path / "out",
-        nproc=1,
-        command=f"{sys.executable} {script} {options}",
+        nproc=nproc,
+        command=f"{sys.executable} {script} {options} {more}",
         resume_with=resume_with,
         loss=loss,
         steps=2 * save_every,
@@ -74,6 +77,26 @@ def test_lightning_saves_no_random_state(tmp_path: Path) -> None:
     checks = prove(tmp_path, "lightning", "--resume {checkpoint}", "loss ([0-9.]+)", 4)
     assert "no random state is in the checkpoint" in checks["resume continues the run"].detail
     assert checks["loaded into its place"].ok
+
+
+def test_files_of_ranks_written_under_a_name_that_a_rename_replaces(tmp_path: Path) -> None:
+    checks = prove(
+        tmp_path, "rank_files", "--resume {checkpoint}", "loss ([0-9.]+)", 4, more="--nproc {nproc}", nproc=2
+    )
+    assert not [check for check in checks.values() if check.ok is False]
+    assert checks["resume continues the run"].detail.endswith("equal, bit for bit")
+    assert "of 6 files of global_step_8: global_step_4 is complete" in checks["killed while saving 1"].detail
+
+
+@pytest.mark.parametrize("fault", ["", "--forgets-scheduler"])
+def test_deepspeed(tmp_path: Path, fault: str) -> None:
+    checks = prove(tmp_path, "deepspeed", "--resume {checkpoint}", "loss ([0-9.]+)", 4, more=fault)
+    failed = {check.name: check.detail for check in checks.values() if check.ok is False}
+    if not fault:
+        assert not failed
+    else:
+        assert "scheduler" in failed["resume continues the run"]
+        assert "restored: scheduler" in failed
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:
