@@ -1,4 +1,4 @@
-"""ZeRO 1 on one rank, saved by the engine's own `save_checkpoint`, with a scheduler, and a random state of the client."""
+"""ZeRO 1 on one rank, saved by the engine's own `save_checkpoint`, with a scheduler and a random state."""
 
 import argparse
 import os
