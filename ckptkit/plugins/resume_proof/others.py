@@ -28,6 +28,7 @@ _SUMS = 1e-3  # relative: how far sums in another order may drive the tensors of
 _MOMENTS_OF_SAVING = (0, 0.5, 1)  # shares of a checkpoint's files: at the first file, at half of them, at the last
 _RANK_STATE = "restore a state of each rank only on the same number of ranks, and make it anew on another"
 _CONFIG = "config.json"
+_BROKEN = ("which is not complete", "which does not exist", "names no checkpoint")  # remarks on what `latest` names
 _RENAME = "save to a directory with another name, and rename it at the end"
 
 
@@ -163,9 +164,7 @@ def survives_a_kill(runs: Runs, wanted: int) -> str:
             raise CheckSkipped(f"the save of {last.name} was over before the kill")
         when = f"at {seen} of {count(total, 'file')}"
         found = find_latest(folder)
-        broken = [
-            remark for remark in found.remarks if "which is not complete" in remark or "which does not exist" in remark
-        ]
+        broken = [remark.partition("; using")[0] for remark in found.remarks if any(map(remark.count, _BROKEN))]
         if broken:
             raise CheckFailed(f"killed {when} of {last.name}: {broken[0]}: write it after the save")
         if found.checkpoint is None:

@@ -202,6 +202,19 @@ def test_a_save_in_place_does_not_survive_a_kill(tmp_path: Path) -> None:
     assert "killed at 1 of 4 files: step_8 looks complete, and the script does not resume from it: save to a" in detail
 
 
+@pytest.mark.nightly
+def test_a_tracker_that_is_written_before_the_save_does_not_survive_a_kill(tmp_path: Path) -> None:
+    early = (
+        "            save_file(weights",
+        '            (run / "latest").write_text(f"step_{step}")\n            save_file(weights',
+    )
+    slow = ("            save_file(moments", "            import time; time.sleep(0.5)\n            save_file(moments")
+    found = prove(tmp_path, early, slow)
+    assert found["resume continues the run"][0]
+    expected = "killed at 1 of 4 files of step_8: `latest` names step_8, which does not exist: write it after the save"
+    assert found["killed while saving 1"] == (False, expected)
+
+
 def test_the_command_prints_a_table_and_a_card(tmp_path: Path) -> None:
     line = f"{sys.executable} {NUMPY} {{run}} {{steps}} {{save_every}}"
     done = command(tmp_path, "smoke", "--command", line, "--nproc", "1")
