@@ -1,4 +1,4 @@
-"""Decide whether a directory or file may be replaced: only if ckptkit knows every entry in it.
+"""Decide whether a directory or file may be replaced: only if it is one checkpoint, and ckptkit knows its entries.
 
 A training checkpoint that was not converted from another checkpoint cannot be made again. Only a later save of the
 training, or a copy of another such checkpoint, may replace it.
@@ -6,13 +6,14 @@ training, or a copy of another such checkpoint, may replace it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from ckptkit import trainers
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
@@ -42,7 +43,8 @@ def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool 
         check_training(dst, by_training=by_training)
         return
     with translate_os_errors(dst):
-        unknown = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
+        known = {dst / name for name in made}
+        unknown = [str(path.relative_to(dst)) for path in unknown_entries(dst, known, by_training=by_training)]
     if unknown:
         named = ", ".join(unknown[:_MOST_NAMED]) + and_more(len(unknown) - _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
@@ -60,26 +62,47 @@ def check_training(dst: Path, *, by_training: bool) -> None:
 
 
 def states_only_at(dst: Path) -> list[str]:
-    """Return the training state in the checkpoint at `dst`; [] if ckptkit made it from another checkpoint."""
-    return [] if is_made_of_another(dst) else names_of_state(Checkpoint.at(dst))
+    """Return the components or tensors at `dst` that are training state.
 
-
-def is_made_of_another(dst: Path) -> bool:
-    """Return whether the manifest in a directory says that ckptkit made the checkpoint from another one."""
+    Those in files that ckptkit made from another checkpoint are left out. Returns [] for a checkpoint that cannot be
+    read.
+    """
+    checkpoint = Checkpoint.at(dst)
+    made = {path for folder in {dst, *(one.path for one in checkpoint.components)} for path in made_of_another(folder)}
+    components = [
+        one.place for one in checkpoint.components if one.place and not one.is_model and not files_of(one) <= made
+    ]
     try:
-        manifest = read_manifest(dst) if dst.is_dir() else None
-    except Corrupt:
-        return False
-    return manifest is not None and manifest.source is not None
-
-
-def names_of_state(checkpoint: Checkpoint) -> list[str]:
-    """Return the components or tensors of a checkpoint that are training state; [] if it cannot be read."""
-    components = [component.place for component in checkpoint.components if component.place and not component.is_model]
-    try:
-        return components or sorted(names_of_training(checkpoint.layout))
+        layout = checkpoint.layout
+        states = names_of_training(layout)
+        paths = {name: layout.root / item.path for name, item in layout.stored if name in states}
+        return components or sorted(name for name in states if paths.get(name) not in made)
     except _UNREADABLE:
-        return []
+        return components
+
+
+def is_made_of_another(path: Path) -> bool:
+    """Return whether the manifest in a directory says that ckptkit made the checkpoint from another one."""
+    return bool(made_of_another(path))
+
+
+def made_of_another(folder: Path) -> set[Path]:
+    """Return the files that ckptkit made from another checkpoint, by the manifest in a directory."""
+    try:
+        manifest = read_manifest(folder) if folder.is_dir() else None
+    except Corrupt:
+        return set()
+    return {folder / name for name in manifest.files} if manifest and manifest.source is not None else set()
+
+
+def files_of(component: Component) -> set[Path]:
+    """Return the files of a component; if it cannot be read, those that its format owns by their names."""
+    try:
+        layout = component.layout
+        return {layout.root / name for name in (*layout.paths, *layout.descriptions)}
+    except _UNREADABLE:
+        folder = component.path if component.path.is_dir() else component.path.parent
+        return {folder / name for name in names_in(folder) if component.reader.owns(name)}
 
 
 def is_checkpoint_file(path: Path) -> bool:
@@ -139,13 +162,21 @@ def require_no_checkpoint(dst: Path) -> None:
             raise destination_exists(dst)
 
 
-def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:
-    """Yield the entries of directory `root` that belong neither to its checkpoint nor to the files `made`."""
+def unknown_entries(root: Path, made: set[Path], *, by_training: bool) -> Iterator[Path]:
+    """Yield the entries of directory `root` that belong neither to its checkpoint nor to the files `made`.
+
+    A file with tensors belongs to it if its components read it or its manifest lists it, not by its name: it may be
+    another model. A later save `by_training` replaces such files, too.
+    """
     parts, files = own_parts(root)
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)
     known = made | files
     above = {folder for path in known for folder in path.parents} | parts
-    yield from unknown_in(root, known, above, is_checkpoint=is_checkpoint)
+
+    def is_known(path: Path, beside: Iterable[str]) -> bool:
+        return is_known_name(path.name, beside) and (by_training or path.is_dir() or not is_checkpoint_file(path))
+
+    yield from unknown_in(root, known, above, is_known if is_checkpoint else lambda *_: False)
 
 
 def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
@@ -154,29 +185,26 @@ def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
     components = checkpoint.components
     if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
-    files = set()
-    for component in components:
-        try:
-            files |= {
-                component.layout.root / name for name in (*component.layout.paths, *component.layout.descriptions)
-            }
-        except _UNREADABLE:  # its files are still recognized by their names
-            continue
-    return {component.path for component in components}, files
+    return {component.path for component in components}, {file for one in components for file in files_of(one)}
 
 
-def unknown_in(folder: Path, known: set[Path], above: set[Path], *, is_checkpoint: bool) -> Iterator[Path]:
-    """Yield the unknown paths in a directory: `known` are files, `above` the directories that contain known files."""
+def unknown_in(
+    folder: Path, known: set[Path], above: set[Path], is_known: Callable[[Path, Iterable[str]], bool]
+) -> Iterator[Path]:
+    """Yield the unknown paths in a directory: `known` are files, `above` the directories that contain known files.
+
+    `is_known` tells of any other path, by the names beside it, whether it belongs to a checkpoint.
+    """
     recorded = files_in_manifest(folder)
     known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}
     names = names_in(folder)
     for path in children(folder):
-        if path in known or (is_checkpoint and is_known_name(path.name, names)):
+        if path in known or is_known(path, names):
             continue
         if path.is_symlink() or not path.is_dir():
             yield path
-        elif path in above or (is_checkpoint and is_known_folder(path.name)):
-            yield from unknown_in(path, known, above, is_checkpoint=is_checkpoint)
+        elif path in above or is_known_folder(path.name):
+            yield from unknown_in(path, known, above, is_known)
         elif names_in(path):
             yield path
 

@@ -19,7 +19,7 @@ from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import find_doubt, refuse_partial_file
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_models
-from ckptkit.errors import Caution, Corrupt, Mismatch, Usage
+from ckptkit.errors import Caution, CkptError, Corrupt, Mismatch, Usage
 from ckptkit.formats import format_of_file, writable_formats
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import is_there
@@ -104,11 +104,19 @@ def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertO
 
 
 def older_than_latest(run: Path) -> Checkpoint | None:
-    """Return the complete checkpoint before the latest one of a run; None without one, or if it is not a run."""
+    """Return the last checkpoint of a run before the latest one that can be read; None without one, or for no run."""
     if not run.is_dir() or Checkpoint.at(run).is_direct:
         return None
     complete = [checkpoint for checkpoint in named_in(run) if checkpoint.is_complete]
-    return complete[-2] if len(complete) > 1 else None
+    return next(filter(can_be_read, complete[-2::-1]), None)
+
+
+def can_be_read(checkpoint: Checkpoint) -> bool:
+    """Return whether no file of a checkpoint is missing or too short."""
+    try:
+        return not any(checkpoint.problems()) and bool(checkpoint.layout.names)
+    except CkptError:
+        return False
 
 
 def report_on(

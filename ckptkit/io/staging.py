@@ -114,6 +114,9 @@ class Stage:
             except Occupied:
                 if not self.is_part or read_key(self.path) != self.key:
                     raise
+            except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+                error.filename = os.fspath(self.dst.parent)  # the user does not know our lock
+                raise
 
     def let_others_in(self) -> None:
         """Let other processes open the directory, too, to write other parts of the same output."""

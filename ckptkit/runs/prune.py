@@ -216,7 +216,7 @@ def examine(path: Path, read_by: Readers) -> SavedCheckpoint | str:
     if any(place.is_symlink() for place in roots_of(path)):
         return "a symbolic link"
     if step is None or is_epoch(path):
-        return "its name has no step number"
+        return "its name does not end with a step"
     if not checkpoint.components:
         return (checkpoint.unreadable or of_no_format(path)).message
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]

@@ -143,6 +143,53 @@ def test_a_training_replaces_its_own_checkpoint(source: Path, tmp_path: Path) ->
         ckptkit.cp(tmp_path / "weights", tmp_path / "other", overwrite=True)
 
 
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("hf", "huggingface", "consolidated", "lora_adapter", "tokenizer", "trainer", "optimizer_0", "global_step5"),
+        *("adapter_model.safetensors", "model_1.safetensors", "consolidated.safetensors", "consolidated.00.pth"),
+        *("model.fp16.safetensors", "pytorch_model.bin", "training_state.pt", "rank0.pt", "extra_state.pt"),
+    ],
+)
+def test_another_model_in_an_output_is_not_replaced(
+    source: Path, tmp_path: Path, place: str, has_manifest: bool
+) -> None:
+    """Its directory or file may have a name that trainers give to parts of a checkpoint."""
+    out, other = tmp_path / "out", tmp_path / "out" / place
+    consolidate(source, out, names="keep")
+    if not has_manifest:
+        (out / "ckptkit.json").unlink()
+    if "." not in place:
+        other.mkdir()
+        other /= "model.safetensors"
+    tensors = {"w": counted(7, 3) + 1}
+    save_file(tensors, other) if other.suffix == ".safetensors" else torch.save(tensors, other)
+    with pytest.raises(Occupied):
+        consolidate(source, out, names="keep", overwrite=True)
+    assert other.exists()
+
+
+@pytest.mark.parametrize("add", [trainer, shards])
+def test_a_training_that_was_saved_into_an_output_is_not_replaced(
+    source: Path, tmp_path: Path, add: Callable[[Path], None]
+) -> None:
+    consolidate(source, tmp_path / "out", names="keep")
+    add(tmp_path / "training")
+    shutil.copytree(tmp_path / "training", tmp_path / "out", dirs_exist_ok=True)
+    with pytest.raises(Occupied, match=r"a checkpoint of a training|does not know"):
+        consolidate(source, tmp_path / "out", names="keep", overwrite=True)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}"])
+def test_a_damaged_output_is_replaced(source: Path, tmp_path: Path, damage: bytes) -> None:
+    consolidate(source, tmp_path / "out", names="keep", max_shard_size=40)
+    (tmp_path / "out" / "model.safetensors.index.json").write_bytes(damage)
+    (tmp_path / "out" / "ckptkit.json").unlink()
+    consolidate(source, tmp_path / "out", names="keep", overwrite=True)
+    assert len(ckptkit.open(tmp_path / "out")) == 1
+
+
 def test_a_file_of_all_states_is_not_replaced_by_a_model(tmp_path: Path) -> None:
     one_file(tmp_path / "training")
     file, before = tmp_path / "training" / "a.pt", (tmp_path / "training" / "a.pt").read_bytes()

@@ -189,7 +189,7 @@ def test_names_of_epochs_and_batches(produce: Produce, tmp_path: Path) -> None:
         place(produce, tmp_path / name)
     done = prune(tmp_path, keep_last=1, yes=True)
     assert (steps(done.keep), steps(done.delete)) == ([4], [3, 2])
-    assert reasons(done) == dict.fromkeys(("epoch_3", "epoch=4.ckpt"), "its name has no step number")
+    assert reasons(done) == dict.fromkeys(("epoch_3", "epoch=4.ckpt"), "its name does not end with a step")
 
 
 def test_a_metric_that_no_checkpoint_has_is_a_slip(produce: Produce, tmp_path: Path) -> None:

@@ -173,7 +173,9 @@ def read_entry_place(
             f"a zip entry of {unpacked} bytes at byte {offset} does not fit the {limit} bytes of the archive's entries"
         )
     if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
-        raise Corrupt(f"the zip entry of {unpacked} bytes at byte {offset} is not followed by its own description")
+        raise Corrupt(
+            f"damaged near byte {offset}: the zip entry of {unpacked} bytes there has no description behind it"
+        )
     return offset, unpacked
 
 

@@ -121,8 +121,9 @@ def report(estimated: Estimated, *, in_detail: bool) -> None:
     """Print the estimate as tables."""
     model, setup = estimated.model, estimated.budgets[0].setup
     say(
-        f"{model.model_type}: {format_count(model.numel)} parameters, {count(model.layers, 'block')} of "
-        f"{format_count(model.block)} and {format_count(model.root)} outside the blocks"
+        f"{model.model_type}: {format_count(model.numel)} parameters (vocabulary {model.vocabulary:,}), "
+        f"{count(model.layers, 'block')} of {format_count(model.block)} and {format_count(model.root)} outside the "
+        "blocks"
     )
     say(f"largest unit that is gathered at once: {format_bytes(estimated.largest_unit)} in {setup.param_dtype}")
     say(

@@ -115,8 +115,8 @@ def has_finite_losses(runs: Runs) -> str:
         raise CheckFailed(f"the loss of step {step} is {means[step - 1]}: lower the learning rate")
     half = len(means) // 2
     early, late = sum(means[:half]) / half, sum(means[half:]) / (len(means) - half)
-    falls = "falls" if late < early else "does not fall"
-    return f"{len(means)} losses; the mean {falls}, {early:.4g} then {late:.4g}"
+    falls = "falls" if late < early else "does not fall, as it need not in so few steps"
+    return f"{len(means)} losses; the mean {falls}: {early:.4g}, then {late:.4g}"
 
 
 def describe_no_losses(runs: Runs) -> str:
@@ -152,7 +152,11 @@ def resumes(runs: Runs) -> str:
         raise CheckFailed(
             f"{STEP}: the resumed run printed {steps}, and failed: {IMPERATIVES[STEP]}; output: {execution.log}"
         )
-    runs.require_done(execution, f"the script does not resume from {runs.middle_path.name}")
+    name = runs.middle_path.name
+    runs.require_done(
+        execution,
+        f"the script resumes from {name}, and then fails" if state else f"the script does not resume from {name}",
+    )
     if state is None:
         raise CheckFailed(f"the resumed run saved no checkpoint at step {runs.script.steps}; output: {execution.log}")
     return f"from a copy of {runs.middle_path.name} to step {runs.script.steps}"

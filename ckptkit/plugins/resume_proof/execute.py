@@ -23,6 +23,8 @@ _POLL = 0.002  # seconds between two looks: a small checkpoint is written in som
 _TAIL = 1 << 16  # bytes at the end of a log in which its last error is looked for
 _LONGEST = 200  # characters of a line of output in a message
 _OF_PARENT = ("ChildFailedError", "ProcessExitedException")  # of a launcher: the error of its rank is above it
+# torchrun logs a warning or an error as `E1127 18:20:31.5 7 torch/distributed/elastic/...`, and ends with a traceback
+_OF_TORCHRUN = re.compile(r"^[WE]\d{4} [\d:. ]+torch/distributed/elastic/multiprocessing", re.MULTILINE)
 _OF_GPU = re.compile(
     r"no NVIDIA driver|No CUDA GPUs|not compiled with CUDA|CUDA (is|was) not available|no ROCm", re.IGNORECASE
 )
@@ -63,13 +65,14 @@ class Execution:
         return f"exit code {self.exit_code}: {lines[-1]}; output: {self.log}"
 
     def last_lines(self, number: int) -> list[str]:
-        """Return the last lines of the output that are not empty, cut to a length that fits a message."""
+        """Return the last lines of the output that have a word, cut to a length that fits a message."""
         lines = [line.strip()[:_LONGEST] for line in self.read_tail().splitlines()]
-        return [line for line in lines if line][-number:]
+        return [line for line in lines if re.search(r"\w", line)][-number:]
 
     def read_tail(self) -> str:
-        """Return the end of the output, without the command itself."""
-        return self.log.read_bytes().partition(b"\n")[2][-_TAIL:].decode("utf-8", "replace")
+        """Return the end of the output, without the command itself and what torchrun says of a rank that failed."""
+        tail = self.log.read_bytes().partition(b"\n")[2][-_TAIL:].decode("utf-8", "replace")
+        return _OF_TORCHRUN.split(tail)[0] or tail
 
 
 def execute(
