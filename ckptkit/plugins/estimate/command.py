@@ -120,11 +120,9 @@ def estimate(
 def report(estimated: Estimated, *, in_detail: bool) -> None:
     """Print the estimate as tables."""
     model, setup = estimated.model, estimated.budgets[0].setup
-    say(
-        f"{model.model_type}: {format_count(model.numel)} parameters (vocabulary {model.vocabulary:,}), "
-        f"{count(model.layers, 'block')} of {format_count(model.block)} and {format_count(model.root)} outside the "
-        "blocks"
-    )
+    say(f"{model.model_type}: {format_count(model.numel)} parameters with a vocabulary of {model.vocabulary:,}")
+    blocks = f"{count(model.layers, 'block')} of {format_count(model.block)}"
+    say(f"{blocks} and {format_count(model.root)} outside the blocks")
     say(f"largest unit that is gathered at once: {format_bytes(estimated.largest_unit)} in {setup.param_dtype}")
     say(
         f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "

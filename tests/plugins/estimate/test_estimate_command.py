@@ -22,7 +22,8 @@ def test_all_strategies_in_a_table() -> None:
         "full_shard", "shard_grad_op", "hybrid_shard 2 x 4", "ddp",
     ]  # fmt: skip
     for words in (
-        "8.03 billion parameters (vocabulary 128,256), 32 blocks",
+        "8.03 billion parameters with a vocabulary of 128,256",
+        "32 blocks of 218 million",
         "16.1 GB",
         "export in bfloat16",
         "1 sequence",
