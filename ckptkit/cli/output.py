@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError
+from ckptkit.trainers import step_of
 from ckptkit.words import fold_lines, format_bytes, visible
 
 _quiet = False
@@ -68,9 +69,11 @@ def note(text: str) -> None:
 
 
 def note_used(asked: Path | None, used: Path) -> None:
-    """Print which checkpoint is used, if the user named the run that contains it, or no path."""
+    """Print which checkpoint is used, if the user named no path, its run, or the step that it is a part of."""
     if used != asked:
-        note(f"using {used}, the latest complete checkpoint{f' of {asked}' if asked else ''}")
+        is_part = asked is not None and step_of(asked) is not None and step_of(used) is None
+        what = "the model" if is_part else "the latest complete checkpoint"
+        note(f"using {used}, {what}{f' of {asked}' if asked else ''}")
 
 
 def say(text: str) -> None:
