@@ -22,7 +22,8 @@ def gather_name_evidence(place: Path) -> Evidence:
     files = frozenset(names_in(place)) if place.is_dir() else frozenset({place.name})
 
     def read_json(name: str) -> Mapping[str, Any]:
-        return read_object(place / name) if name in files else {}
+        path = place / name
+        return read_object(path) if name in files or (".." in path.parts and path.is_file()) else {}
 
     return Evidence(place, files, read_json=read_json)
 

@@ -68,7 +68,8 @@ NEMO = TrainerFacts(
 )
 
 # swift/trainers/mixin.py, swift/megatron/trainers/base.py of ms-swift 4.6.0: the directories of transformers' Trainer
-# with the arguments beside the weights; with Megatron, `checkpoint-500/iter_0000500`, and the Hub's weights beside it.
+# with the arguments beside the weights, with FSDP's shards only in the directory of the run; with Megatron,
+# `checkpoint-500/iter_0000500`, and the Hub's weights beside it.
 SWIFT = TrainerFacts(
     name="ms_swift",
     marks=(
@@ -76,6 +77,7 @@ SWIFT = TrainerFacts(
             "ms-swift, by Megatron", place="iter_[0-9]+", json=("metadata.json", "sharded_backend"), beside="args.json"
         ),
         Mark("ms-swift", json=("args.json", "swift_version")),
+        Mark("ms-swift", place=_FSDP, json=("../../args.json", "swift_version")),
     ),
     states=(r"args\.json", r"additional_config\.json"),
     # of swift/tuners/base.py, `SwiftModel.save_pretrained`
@@ -176,6 +178,18 @@ AUTOMODEL = TrainerFacts(
     own_state=(r"(?:rng_global|(?:rng|dataloader)_dp)_rank_([0-9]+)\.pt",),
     states=(r"step_scheduler\.pt", r"losses\.json", r"consolidate\.sh"),
     unfinished=(".incomplete",),
+)
+
+# v1/core/utils/checkpoint.py and v1/plugins/trainer_plugins/distributed/fsdp2.py of LLaMA-Factory 0.9.5, with `USE_V1`:
+# `checkpoint-N` with `model` and `optimizer`, in DCP or as one process saves them, states of ranks in two directories,
+# and a marker, which is written last: without it, `save_total_limit` deletes the checkpoint.
+_COMPLETE = "CHECKPOINT_COMPLETE"
+
+LLAMA_FACTORY = TrainerFacts(
+    name="llama_factory",
+    marks=(Mark("LLaMA-Factory", place="model", beside=_COMPLETE),),
+    kept={"dataloader": _COMPLETE, "rng_state": _COMPLETE},
+    states=(_COMPLETE,),
 )
 
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for each
@@ -401,7 +415,7 @@ LEROBOT = TrainerFacts(
 # whose files may be beside its checkpoints.
 _ALL = (
     *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
-    *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
-    *(TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT, TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
+    *(PRIME_RL, AUTOMODEL, LLAMA_FACTORY, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN),
+    *(VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT, TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

@@ -43,7 +43,7 @@ class Mark(NamedTuple):
     A checkpoint has the mark if it has everything that is given: for each pattern in `files` a file, all entries in
     `keys`, the `format`, the world size (`by_ranks`), a small JSON file and a key in it, a place whose name matches the
     pattern `place`, and a file or directory called `beside` next to that place. `beside` may refer to groups of
-    `place`.
+    `place`. The JSON file may be above the checkpoint: `../NAME`.
     """
 
     title: str

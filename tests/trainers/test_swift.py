@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.errors import Unsupported
 from ckptkit.runs.ls import ls
+from tests.producers import save_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
 FILE = "adapter_model.safetensors"
@@ -40,6 +41,16 @@ def test_every_file_of_an_adapter_is_known(tmp_path: Path) -> None:
         "README.md": "describes these weights only",
         **dict.fromkeys(("additional_config.json", "args.json", "rng_state.pth"), "training state"),
     }
+
+
+@pytest.mark.parametrize("arguments", ['{"swift_version": "4.6.0"}', '{"lr": 1}'])
+def test_shards_of_fsdp_are_named_by_the_arguments_of_the_run(tmp_path: Path, arguments: str) -> None:
+    place = tmp_path / "v0-20261127" / "checkpoint-2"
+    save_alone({"w": torch.ones(2)}, place / "pytorch_model_fsdp_0")
+    (place / "trainer_state.json").write_text("{}")
+    (place.parent / "args.json").write_text(arguments)
+    expected = "ms-swift" if "swift" in arguments else "Accelerate, by transformers' Trainer"
+    assert ckptkit.inspect(place).trainer == ckptkit.inspect(place / "pytorch_model_fsdp_0").trainer == expected
 
 
 def test_weights_of_the_hub_beside_megatrons_are_read(tmp_path: Path) -> None:
