@@ -304,15 +304,14 @@ def unused_files(
             continue
         name = str(path.relative_to(root))
         is_other = step_of(path) is not None and path not in components
-        if trainers.is_change(path.name) and not any(path in used_path.parents for used_path in used):
+        is_unused = not any(path in used_path.parents for used_path in used)
+        if trainers.is_change(path.name) and is_unused:
             yield LeftBehind(path, CHANGES, name)
-        elif path in components and path.is_dir() and not any(path in used_path.parents for used_path in used):
+        elif path in components and path.is_dir() and is_unused:
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
-        elif (
-            step_of(path) is None
-            and contains_step_directories(path)
-            and not any(path in used_path.parents for used_path in used)
-        ):
+        elif trainers.is_kept(path.name, names) and is_unused:
+            yield LeftBehind(path, TRAINING, name)
+        elif step_of(path) is None and contains_step_directories(path) and is_unused:
             yield LeftBehind(path, RUN, name)
         elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
             yield from unused_files(root, used, components, path)

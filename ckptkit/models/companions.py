@@ -168,9 +168,11 @@ def read_companions(directory: Path, *, follow_links: bool = False) -> Companion
         raise not_json(error, text, directory / CONFIG) from error
     if not isinstance(config, dict) or not config:
         return None
-    if not ("model_type" in config or "architectures" in config):
-        files = {name: read(name) for name in FILES if (directory / name).is_file()}
-        return Companions(directory, files, library=config_of(config))
+    if not is_of_transformers(config):
+        library = config_of(config)
+        names = [*FILES, *filter(library.reads, sorted(names_in(directory)))]
+        files = {name: read(name) for name in names if (directory / name).is_file()}
+        return Companions(directory, files, library=library)
     code = code_files(config)
     names = [
         *FILES,
@@ -182,6 +184,11 @@ def read_companions(directory: Path, *, follow_links: bool = False) -> Companion
     files = {name: read(name) for name in names if (directory / name).is_file()}
     trained = tuple(name for name in modules if any(map(is_weights, children(directory / name))))
     return Companions(directory, files, config, tuple(sorted(code - files.keys())), modules=trained)
+
+
+def is_of_transformers(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a model of transformers, not of another library or a trainer."""
+    return "model_type" in config or "architectures" in config
 
 
 def find_config(checkpoint: Path) -> Mapping[str, Any] | None:

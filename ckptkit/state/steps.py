@@ -15,7 +15,14 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions, find_config
+from ckptkit.models.companions import (
+    CONFIG,
+    Companions,
+    describe_weights,
+    find_companions,
+    find_config,
+    is_of_transformers,
+)
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
 from ckptkit.models.fit import fit
 from ckptkit.models.known_types import find_embedding
@@ -203,7 +210,7 @@ def trained_class_of(model: Model, expected: Form) -> tuple[Mapping[str, Any], S
 def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
     """Return a warning if the base's config.json describes another model than the config.json beside the checkpoint."""
     own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
-    if own is None or own == model.config:
+    if own is None or own == model.config or not is_of_transformers(own):
         return []
     from ckptkit.models.computation import (
         describe_differences,

@@ -162,6 +162,7 @@ OLMO = TrainerFacts(
     steps=("step([0-9]{1,18})",),
     # a rank without its own file uses the file of rank 0
     kept={"train": "model_and_optim", ".metadata.json": "model_and_optim"},
+    states=(r"data_paths\.txt",),  # olmo_core/train/callbacks/config_saver.py, which also writes its own config.json
 )
 
 # nemo_automodel/components/checkpoint/{checkpointing,lifecycle,utils}.py of NeMo Automodel 36044ad3 (August 2026):
@@ -237,6 +238,14 @@ PRIME_RL = TrainerFacts(
     complete_folders=("trainer",),
     states=(r"rank_[0-9]+\.pt", r"progress\.pt"),
     markers={"broadcasts/step_[0-9]+": "STABLE"},
+)
+
+# veomni/checkpoint/dcp_checkpointer.py of VeOmni 0.1.12: `global_step_N` with DCP of `model` and `optimizer`, and in a
+# directory the state of each rank, with the step and the scheduler: a rank cannot resume without its own file.
+VEOMNI = TrainerFacts(
+    name="veomni",
+    marks=(Mark("VeOmni", files=("extra_state",), keys=("model", "optimizer")),),
+    kept={"extra_state": ".metadata"},
 )
 
 # slime/backends/megatron_utils of slime 624b824 and miles/backends of miles 31f1ca9 (August 2026): Megatron's `iter_N`
@@ -408,14 +417,17 @@ LEROBOT = TrainerFacts(
     name="lerobot",
     marks=(Mark("LeRobot", files=(r"train_config\.json",), json=("config.json", "type")),),
     states=(r"training_step\.json", r"train_config\.json"),
-    config=ConfigOf("LeRobot", ("type",)),
+    # processor/pipeline.py: what normalizes observations and actions, and the statistics that it needs
+    config=ConfigOf(
+        "LeRobot", ("type",), beside=(r"policy_(?:pre|post)processor(?:_step_[0-9]+_\w+)?\.(?:json|safetensors)",)
+    ),
 )
 
 # `who_wrote` tries the trainers in this order: the most specific marks come first, and torch comes before the libraries
 # whose files may be beside its checkpoints.
 _ALL = (
     *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
-    *(PRIME_RL, AUTOMODEL, LLAMA_FACTORY, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN),
-    *(VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT, TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
+    *(PRIME_RL, AUTOMODEL, VEOMNI, LLAMA_FACTORY, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX),
+    *(GRAIN, VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT, TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

@@ -82,13 +82,19 @@ class Unread(NamedTuple):
 class ConfigOf(NamedTuple):
     """A config.json of another library than transformers: the library's name, and the keys that identify it.
 
-    `stem` is the beginning of the file names that the library loads, `needs` is a file that it loads instead.
+    `stem` is the beginning of the file names that the library loads, `needs` is a file that it loads instead. `beside`
+    are patterns of further files that it loads with the model.
     """
 
     title: str
     keys: tuple[str, ...]
     stem: str = "model"
     needs: str = ""
+    beside: tuple[str, ...] = ()
+
+    def reads(self, name: str) -> bool:
+        """Return whether the library loads a file of this name with the model."""
+        return any(re.fullmatch(pattern, name) for pattern in self.beside)
 
 
 class MetricsFile(NamedTuple):

@@ -105,3 +105,13 @@ def logged_losses(checkpoint: Path, output: Path) -> Path:
     log = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
     output.write_text(json.dumps({str(entry["step"]): entry["loss"] for entry in log if "loss" in entry}))
     return output
+
+
+def torchvision_on_cpu() -> None:
+    """Let torchvision be imported where its library, which PyPI has for CUDA only, cannot be loaded."""
+    import torch
+
+    operators = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch._torchvision_operators = operators  # they go with the object

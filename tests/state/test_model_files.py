@@ -45,6 +45,22 @@ def test_a_config_of_another_library_goes_along_unchanged(
     assert "config.json" in again.files
 
 
+def test_the_processors_of_a_lerobot_policy_go_along(tmp_path: Path) -> None:
+    """LeRobot opens a policy with the files that normalize its observations and actions."""
+    policy = tmp_path / "pretrained_model"
+    policy.mkdir()
+    save_file({"a.weight": WEIGHT}, policy / "model.safetensors")
+    (policy / "config.json").write_text('{"type": "act", "n_obs_steps": 1}')
+    (policy / "train_config.json").write_text("{}")
+    (policy / "policy_preprocessor.json").write_text('{"steps": []}')
+    statistics = policy / "policy_preprocessor_step_3_normalizer_processor.safetensors"
+    save_file({"action.mean": WEIGHT[0]}, statistics)
+    done = ckptkit.consolidate(policy, tmp_path / "out")
+    assert (tmp_path / "out" / statistics.name).read_bytes() == statistics.read_bytes()
+    assert {"policy_preprocessor.json", statistics.name, "model.safetensors", "config.json"} <= done.files.keys()
+    assert {left.name for left in done.left_behind} == {"train_config.json"}
+
+
 def test_a_base_without_config_is_refused(tmp_path: Path) -> None:
     torch.save({"a": WEIGHT}, tmp_path / "model.pt")
     (tmp_path / "base").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,19 @@ def test_olmo_finds_all_that_it_needs_again(produce: Produce, tmp_path: Path) ->
     done = ckptkit.reshard(root, tmp_path / "step10", to=4)
     assert {".metadata.json", "config.json", "train/rank0.pt", "train/rank1.pt"} <= done.files.keys()
     assert (tmp_path / "step10" / ".metadata.json").read_bytes() == (root / "step10" / ".metadata.json").read_bytes()
+
+
+def test_olmos_own_files_are_known(produce: Produce, tmp_path: Path) -> None:
+    """Its config.json is not transformers', so it is not compared with the one in the base."""
+    root, base = tmp_path / "step10", tmp_path / "base"
+    shutil.copytree(produce(produced_trees.trees).root / "olmo" / "step10", root)
+    (root / "data_paths.txt").write_text("tokens.npy")
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "own", "architectures": ["Own"]}')
+    done = ckptkit.consolidate(root, tmp_path / "out", base=str(base), names="keep")
+    assert {left.name for left in done.left_behind} == {".metadata.json", "data_paths.txt", "train"}
+    assert all(left.is_known for left in done.left_behind)
+    assert not any("config.json" in words for words in done.warnings)
 
 
 def test_newer_composer_keeps_its_two_directories(produce: Produce, tmp_path: Path) -> None:
