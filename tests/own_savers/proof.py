@@ -114,4 +114,4 @@ def torchvision_on_cpu() -> None:
     operators = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    torch._torchvision_operators = operators  # they go with the object
+    torch._torchvision_operators = operators  # type: ignore[attr-defined]  # they go with the object
