@@ -62,7 +62,8 @@ from ckptkit.io.path import list_ahead, to_local, to_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.names import family_of
-from ckptkit.models.names.weights import Weights, find_weights
+from ckptkit.models.names.copies import find_copies_in
+from ckptkit.models.names.weights import COPY, TRAINING, Weights, find_weights
 from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, stem_of, step_of
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
@@ -137,6 +138,15 @@ class Checkpoint:
         Other directories at a path are components of a checkpoint, or checkpoints of their own.
         """
         return any(not component.place or component.has_all for component in self.components)
+
+    @cached_property
+    def is_run(self) -> bool:
+        """Return whether the path is a run, which looks like a checkpoint because of a stray file in it."""
+        if not self.is_direct or not self.path.is_dir() or step_of(self.path) is not None:
+            return False
+        first = self.components[0]
+        is_odd = first.path == self.path and is_stray(self.path, first.reader)
+        return is_odd and any(checkpoint.components for checkpoint in named_in(self.path))
 
     @property
     def places(self) -> list[Path]:
@@ -347,7 +357,10 @@ class Checkpoint:
         """Return whether, by file names, it is a model without any training state such as an optimizer."""
         if not (self.path.is_dir() and self.is_direct and self.components[0].reader.is_model_only):
             return False
-        return not any(child.is_dir() or child.suffix in TRAINING_SUFFIXES for child in children(self.path))
+        return not any(
+            child.suffix in TRAINING_SUFFIXES or (child.is_dir() and not Checkpoint.at(child).is_weights_only)
+            for child in children(self.path)
+        )
 
     def require_resumable(self) -> None:
         """Raise `NotACheckpoint` for a checkpoint that contains only weights."""
@@ -364,7 +377,23 @@ class Checkpoint:
         with translate_os_errors(self.path):
             files = list(unused_files(self.path, frozenset(used), components))
         copy = self.exported
-        return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in files]
+        files = [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in files]
+        return [
+            left._replace(why=COPY) if left.why == TRAINING and self.is_copied_in(left.path) else left for left in files
+        ]
+
+    def is_copied_in(self, path: Path) -> bool:
+        """Return whether a file or component of training state contains a copy of the model's weights.
+
+        Returns False if it cannot be read.
+        """
+        reader = detect_format(path)
+        try:
+            shapes = self.weights.layout.shapes if reader else {}
+            layout = Component("", path, reader).layout if reader and shapes else None
+        except CkptError:
+            return False
+        return layout is not None and bool(find_copies_in(layout, layout.tensors, shapes))
 
     @property
     def files_beside(self) -> list[LeftBehind]:
@@ -470,17 +499,20 @@ def run_around(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return the latest checkpoint of a run that looked like a checkpoint because of a stray file in it; else None.
 
     Warns which of the two ckptkit uses. A model with description files, as a trainer exports at the end of a run, is
-    used itself: this returns None.
+    used itself: this returns None. Raises the error for a run without a complete checkpoint.
     """
     path, reader = checkpoint.path, checkpoint.components[0].reader
     if not path.is_dir() or step_of(path) is not None or checkpoint.components[0].path != path:
         return None
-    if is_stray(path, reader):
+    if checkpoint.is_run:
         latest = latest_in(path)  # warns if it is not the highest step
-        if latest is not None:
-            files = ", ".join(sorted(checkpoint.components[0].layout.files))
-            warn(f"{path}: a run; using {latest.name}, and not {files} beside it", RunAround)
+        if latest is None:
+            raise no_checkpoint(path)
+        files = ", ".join(sorted(checkpoint.components[0].layout.files))
+        warn(f"{path}: a run; using {latest.name}, and not {files} beside it", RunAround)
         return latest
+    if is_stray(path, reader):
+        return None
     if reader.is_model_only and (left := find_latest(path).checkpoint):
         words = f"using the model in this directory, and not the latest checkpoint of the run in it, {left.name}"
         warn(f"{path}: {words}", RunAround)

@@ -20,7 +20,7 @@ from ckptkit.formats.rank_names import find_set, not_joined
 from ckptkit.io.file import children, folders, names_in
 from ckptkit.io.local import is_strange_link
 from ckptkit.models.companions import FILES
-from ckptkit.models.names.weights import TRAINING
+from ckptkit.models.names.weights import COPY, TRAINING
 from ckptkit.trainers import ONE_FILE, may_be_step_name, stem_of, step_of
 from ckptkit.trainers.trainer import Unread
 
@@ -36,7 +36,7 @@ EARLIER = "the manifest of an earlier save"
 COMPANION = "config or tokenizer"
 EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
-LOST = (WEIGHTS, PERHAPS_WEIGHTS, CHANGES)  # not copied although the output may need it
+LOST = (WEIGHTS, PERHAPS_WEIGHTS, CHANGES, COPY)  # not copied although the output may need it
 DESCRIPTION = "describes these weights only"
 _REASON_BY_NAME = {  # reason -> whether a file name means it
     TRAINING: trainers.is_training_state,

@@ -133,7 +133,8 @@ class FileSum:
 class Manifest:
     """The files of one directory, and the CRC-32, in row-major order, of each contiguous tensor.
 
-    `source` is the path and format of the checkpoint that this one was made from; None for an original.
+    `source` is the path and format of the checkpoint that this one was made from; None for an original. For a delta it
+    also has `base`, the path of the checkpoint that the delta changes.
     """
 
     files: Mapping[str, FileSum]

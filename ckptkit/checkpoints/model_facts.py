@@ -19,7 +19,7 @@ from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import is_there
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG, bases_of, find_adapter_differences, read_adapter_config
-from ckptkit.models.companions import CONFIG, MODULES, Companions, find_companions
+from ckptkit.models.companions import CONFIG, MODULES, Companions, find_companions, find_different_inputs
 from ckptkit.models.computation import (
     ConfigDifference,
     compare,
@@ -86,6 +86,18 @@ class ModelFacts:
     def config(self) -> Mapping[str, Any] | None:
         return self.companions.config
 
+    @cached_property
+    def library_config(self) -> Mapping[str, Any] | None:
+        """Return the config.json of another library than transformers; None without one."""
+        text = self.companions.files.get(CONFIG) if self.companions.library else None
+        return None if text is None else dict(parse_json(text, self.found_in / CONFIG))
+
+    @property
+    def library(self) -> str:
+        """Return the name of the library whose config.json describes the model; "" without one."""
+        known = self.companions.library
+        return known.title if known else "" if self.config is None else "transformers"
+
     @property
     def found_in(self) -> Path:
         """Return the directory of config.json, or else the checkpoint."""
@@ -94,11 +106,11 @@ class ModelFacts:
     @property
     def described_in(self) -> str:
         """Return the name of the files with the facts: config.json, or else the trainer's own files."""
-        return CONFIG if self.config is not None else self.reported_in if self.reported else ""
+        return CONFIG if self.library else self.reported_in if self.reported else ""
 
     @property
     def are_known(self) -> bool:
-        return self.config is not None or bool(self.reported)
+        return bool(self.library or self.reported)
 
     @property
     def files(self) -> frozenset[str]:
@@ -127,13 +139,16 @@ class ModelFacts:
         modules = compare(*flatten_both(self.modules, other.modules))
         differences = [*self.find_differences(other), *modules, *self.find_code_differences(other)]
         differences.sort(key=lambda one: not one.is_certain)
-        return ComparedFacts(tuple(differences), tuple(self.list_gaps(other)), self.describe_files(other))
+        notes = (*self.list_gaps(other), *self.note_on_inputs(other))
+        return ComparedFacts(tuple(differences), notes, self.describe_files(other))
 
     def find_differences(self, other: ModelFacts) -> list[ConfigDifference]:
         """Return the differences of the configs, or else of the facts that the trainers' files report."""
         differences: list[ConfigDifference] = []
         if self.config is not None and other.config is not None:
             differences = find_differences(self.config, other.config)
+        elif self.library_config is not None and other.library_config is not None:
+            differences = find_differences(self.library_config, other.library_config)
         elif other.config is not None:
             differences = find_contradictions(self.reported, other.config)
         elif self.config is not None:
@@ -164,11 +179,21 @@ class ModelFacts:
         if ours != theirs:
             yield f"the adapter is for the base `{ours}`, the one in {other.path} for `{theirs}`"
 
+    def note_on_inputs(self, other: ModelFacts) -> Iterator[str]:
+        """Yield a note if files that prepare the inputs differ, such as a tokenizer."""
+        if different := find_different_inputs(self.companions, other.companions):
+            yield f"{', '.join(different)}: differs from {other.found_in}, so the models may get other inputs"
+
     def list_gaps(self, other: ModelFacts) -> Iterator[str]:
-        """Yield a note if only one of the two has a config.json."""
-        if (self.config is None) == (other.config is None):
+        """Yield a note if only one of the two has a config.json, or if their libraries differ."""
+        if self.library and other.library:
+            if "transformers" in {self.library, other.library} and self.library != other.library:
+                libraries = f"of {self.library} in {self.path} and of {other.library} in {other.path}"
+                yield f"{CONFIG} is {libraries}, so ckptkit did not compare how the models compute"
             return
-        without = self if self.config is None else other
+        if not self.library and not other.library:
+            return
+        without = other if self.library else self
         rest = f"compared only the facts in {without.reported_in}" if without.reported else "did not compare"
         how = "" if without.reported else " how the models compute"
         yield f"{CONFIG} is missing in {without.path}, so ckptkit {rest}{how}"

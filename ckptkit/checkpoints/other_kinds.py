@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -46,10 +47,15 @@ OTHER_KINDS = PluginTable(
 def other_kind_of(path: Path) -> OtherKind | None:
     """Return the module for a directory of another kind, complete or not; None if no kind matches."""
     names = names_in(path) if path.is_dir() else ()
-    for known in OTHER_KINDS.values():
-        if any(map(re.compile(known.files).fullmatch, names)):
-            return cast(OtherKind, import_module(known.where))
-    return None
+    known = find_kind(names)
+    return None if known is None else cast(OtherKind, import_module(known.where))
+
+
+def find_kind(names: Iterable[str]) -> KnownKind | None:
+    """Return the row for a directory with files of these names; None if no kind matches."""
+    names = list(names)
+    kinds = (known for known in OTHER_KINDS.values() if any(map(re.compile(known.files).fullmatch, names)))
+    return next(kinds, None)
 
 
 def members_of(path: Path) -> list[Path]:

@@ -148,7 +148,8 @@ def verify(
     checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]
     report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in component_paths(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
-    results_by_checkpoint = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
+    known = {checkpoint.path for checkpoint in checkpoints}
+    results_by_checkpoint = [(checkpoint, verify_whole(checkpoint, look, known)) for checkpoint in checkpoints]
     results_by_checkpoint = [
         (checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in results_by_checkpoint
     ]
@@ -227,9 +228,14 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
 
 
 def find_checkpoints(source: Source) -> list[Checkpoint]:
-    """Return the checkpoint at a path, or all checkpoints of a run, complete or not, oldest first."""
+    """Return the checkpoint at a path, or all checkpoints of a run, complete or not, oldest first.
+
+    Stray files in the run come last.
+    """
     path = path_of(source)
     checkpoint = Checkpoint.at(path)
+    if checkpoint.is_run:
+        return [*checkpoints_in(path), checkpoint]
     checkpoints = [] if checkpoint.is_direct else checkpoints_in(path)
     if checkpoints and not all(candidate.unreadable for candidate in checkpoints):
         return checkpoints
@@ -242,10 +248,12 @@ def component_paths(checkpoint: Checkpoint) -> list[Path]:
     return checkpoint.places or [checkpoint.path]
 
 
-def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> list[Verified]:
+def verify_whole(
+    checkpoint: Checkpoint, look: Callable[[Path], Verified], known: Collection[Path] = ()
+) -> list[Verified]:
     """Verify the components of a checkpoint and other weights in its directory.
 
-    The first result lists the other files.
+    The first result lists the other files, without the `known` checkpoints.
     """
     places, root = component_paths(checkpoint), checkpoint.path
     results = [look(path) for path in places]
@@ -260,7 +268,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
     weights = [
         left_file.path for left_file in left if left_file.why in (*LOST, EXPORTED) and detect_format(left_file.path)
     ]
-    rest = tuple(left_file for left_file in left if left_file.path not in weights)
+    rest = tuple(left_file for left_file in left if left_file.path not in (*weights, *known))
     return [replace(results[0], left_behind=rest), *results[1:], *map(look, weights)]
 
 

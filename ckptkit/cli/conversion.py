@@ -23,7 +23,7 @@ from ckptkit.errors import Usage, and_more
 from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
-from ckptkit.models.names.weights import UNKNOWN, LeftOut
+from ckptkit.models.names.weights import NOT_ASKED, LeftOut
 from ckptkit.settings import settings_of
 from ckptkit.state.options import ADAPTER, RANK, ConvertOptions
 from ckptkit.words import count, format_bytes, natural
@@ -260,7 +260,7 @@ def remarks(done: Converted) -> list[str]:
     lines = []
     if done.wrapper:
         lines.append(f"found the model under the key `{done.wrapper}`")
-    lines += describe_dropped(left for left in done.dropped if left.why != UNKNOWN)
+    lines += describe_dropped(left for left in done.dropped if left.why not in NOT_ASKED)
     named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")

@@ -26,7 +26,7 @@ from ckptkit.io.file import is_there
 from ckptkit.io.path import is_remote, remarks_on_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.models.names.weights import UNKNOWN, names_of_training
+from ckptkit.models.names.weights import NOT_ASKED, names_of_training
 from ckptkit.state.directories import (
     check_free,
     files_taken,
@@ -105,7 +105,7 @@ def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertO
 
 def older_than_latest(run: Path) -> Checkpoint | None:
     """Return the last checkpoint of a run before the latest one that can be read; None without one, or for no run."""
-    if not run.is_dir() or Checkpoint.at(run).is_direct:
+    if not run.is_dir() or ((checkpoint := Checkpoint.at(run)).is_direct and not checkpoint.is_run):
         return None
     complete = [checkpoint for checkpoint in named_in(run) if checkpoint.is_complete]
     return next(filter(can_be_read, complete[-2::-1]), None)
@@ -263,7 +263,7 @@ def require_all_taken(conversion: Conversion) -> None:
     """Raise `Mismatch` if a tensor or file of the sources would not be copied although no rule or option says so."""
     for entries in conversion.entries:
         for left in entries.groups():
-            if left.why == UNKNOWN:
+            if left.why in NOT_ASKED:
                 message = f"`{left.name}` would be lost: {count(left.entries, 'tensor')} ({left.why})"
                 hint = f"drop it with --exclude '{left.name}*', or drop --strict"
                 raise Mismatch(message, path=conversion.origins[0].path, hint=hint)

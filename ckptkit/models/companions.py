@@ -41,6 +41,7 @@ FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_NOT_OF_INPUTS = (CONFIG, "generation_config.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 TEMPLATES = "additional_chat_templates"
 # sentence-transformers: modules after the transformer, such as pooling; each has a directory with its config
@@ -105,6 +106,12 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
         if companions is not None and (companions.library is None or directory == own):
             return with_tokenizer(companions, checkpoint)
     return Companions()
+
+
+def find_different_inputs(ours: Companions, theirs: Companions) -> list[str]:
+    """Return the files that both have with other bytes and that prepare a model's inputs, such as a tokenizer."""
+    names = [name for name in FILES if name not in _NOT_OF_INPUTS and name in ours.files and name in theirs.files]
+    return [name for name in names if ours.files[name] != theirs.files[name]]
 
 
 def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
@@ -303,7 +310,7 @@ def dump_config(config: Mapping[str, Any]) -> bytes:
 def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:
     """Return the paths of the tokenizer files in a checkpoint, by name. Skips links: they could point anywhere."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    names = [name for name in FILES if name not in (CONFIG, "generation_config.json")]
+    names = [name for name in FILES if name not in _NOT_OF_INPUTS]
     return {name: place / name for name in names if is_regular(place / name)}
 
 

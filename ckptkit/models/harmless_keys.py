@@ -33,11 +33,15 @@ _HARMLESS = re.compile(
             r"id2label|label2id|problem_type|finetuning_task|task_specific_params",
             r"vocab_size|max_position_embeddings|n_positions|n_ctx|seq_length|(model_)?max_(sequence|seq)_?len(gth)?",
             r"num_nextn_predict_layers|.*mtp.*",  # MTP layers, which predict further tokens
+            # where timm's `pretrained_cfg` found the weights (timm/models/_pretrained.py), and LeRobot's training
+            r"hf_hub_(id|filename)|origin_url|paper_(ids|name)|push_to_hub|repo_id",
+            r"optimizer_(lr|lr_backbone|betas|eps|weight_decay|grad_clip_norm)|scheduler_(warmup|decay)_(steps|lr)",
         )
     )
 )
 # harmless keys that some models read when they compute: patterns of their model types and classes
 _READ_BY = {
+    "_class_name": re.compile("None"),  # the model's class in diffusers, whose configs have no `model_type`
     # classifiers find the last token; models like RoBERTa count positions from it; others embed it
     "pad_token_id": re.compile(
         r".*(Classification|Reward|Roberta|Electra|Camembert).*|.*(roberta|electra|camembert|seamless_m4t|gemma4).*|"

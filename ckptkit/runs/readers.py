@@ -1,16 +1,19 @@
-"""Find the entries of a run that read a checkpoint beside them: links to it or into it, and adapters of it."""
+"""Find the entries of a run that read a checkpoint beside them: links to it or into it, adapters and deltas of it."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.adapters.config import read_config
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.checkpoints.other_kinds import find_kind
 from ckptkit.errors import Corrupt, Unsafe, Unsupported, translate_os_errors
-from ckptkit.io.file import folders
+from ckptkit.io.file import folders, names_in
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import is_remote
 
@@ -27,27 +30,28 @@ def readers_in(root: Path) -> Mapping[str, Readers]:
     for entry in (entry for directory in directories for entry in folders(directory)):
         if entry.name.startswith(".") or entry.is_symlink():
             continue
-        for path in links_and_adapters(entry):
+        for path in links_and_records(entry):
             name = str(path.relative_to(entry.parent))
             if path.is_symlink():
                 target = Path(os.path.realpath(path))
                 reads = entry_with(target, directories)
                 reason = f"`{name}` links {'to' if target.name == reads else 'into'} it"
             else:
-                reads = base_of_adapter(path, directories)
-                reason = f"the adapter in `{path.parent.relative_to(entry.parent)}` has it as its base"
+                reads = base_of(path, directories)
+                what = "adapter" if path.name == ADAPTER_CONFIG else "delta"
+                reason = f"the {what} in `{path.parent.relative_to(entry.parent)}` has it as its base"
             if reads not in (None, entry.name):
                 readers[str(reads)].setdefault(entry.name, reason)
     return {name: tuple(sorted(by_entry.items())) for name, by_entry in readers.items()}
 
 
-def links_and_adapters(directory: Path) -> Iterator[Path]:
-    """Yield the links and the adapter configs below a directory, without following links.
+def links_and_records(directory: Path) -> Iterator[Path]:
+    """Yield the links, adapter configs and manifests of deltas below a directory, without following links.
 
-    In a store, which has no links, yields only the config in the directory itself.
+    In a store, which has no links, yields only the files in the directory itself.
     """
     if is_remote(directory):
-        yield from [directory / ADAPTER_CONFIG] if (directory / ADAPTER_CONFIG).is_file() else []
+        yield from (directory / name for name in records_among(names_in(directory)))
         return
     pending = [directory]
     while pending:
@@ -57,8 +61,15 @@ def links_and_adapters(directory: Path) -> Iterator[Path]:
                     entries = sorted(scanned, key=lambda entry: entry.name)
             except FileNotFoundError:  # deleted meanwhile
                 continue
-        yield from (Path(entry) for entry in entries if entry.is_symlink() or entry.name == ADAPTER_CONFIG)
+        records = records_among(entry.name for entry in entries)
+        yield from (Path(entry) for entry in entries if entry.is_symlink() or entry.name in records)
         pending += (Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def records_among(names: Iterable[str]) -> set[str]:
+    """Return the names of files that record the base of an adapter or a delta."""
+    names = frozenset(names)
+    return {name for name in names if name == ADAPTER_CONFIG or (name == MANIFEST and find_kind(names))}
 
 
 def entry_with(path: Path, directories: Sequence[Path]) -> str | None:
@@ -69,14 +80,18 @@ def entry_with(path: Path, directories: Sequence[Path]) -> str | None:
     return None
 
 
-def base_of_adapter(config: Path, directories: Sequence[Path]) -> str | None:
-    """Return the entry of the run that an adapter's config names as its base, None without.
+def base_of(record: Path, directories: Sequence[Path]) -> str | None:
+    """Return the entry of the run that an adapter's config or a delta's manifest names as the base, None without.
 
-    The config has the path that the user passed. It may be relative to any directory, or of another mount, so the names
+    The file has the path that the user passed. It may be relative to any directory, or of another mount, so the names
     of the run and of the entry decide.
     """
     try:
-        base = read_config(config).base
+        if record.name == ADAPTER_CONFIG:
+            base = read_config(record).base
+        else:
+            manifest = read_manifest(record.parent)
+            base = (manifest.source or {}).get("base") if manifest else None
     except (Corrupt, Unsafe, Unsupported):
         return None
     if base is None:

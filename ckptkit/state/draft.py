@@ -27,7 +27,7 @@ from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.expected import Form
 from ckptkit.models.fit import abridge
-from ckptkit.models.names.weights import UNKNOWN, LeftOut, Weights, names_of_training, summarize
+from ckptkit.models.names.weights import NOT_ASKED, LeftOut, Weights, names_of_training, summarize
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
@@ -186,7 +186,7 @@ class Entries:
     @property
     def left(self) -> int:
         """Return how many tensors are dropped although no rule or option asks for it."""
-        return sum(why == UNKNOWN for why in self.dropped.values())
+        return sum(why in NOT_ASKED for why in self.dropped.values())
 
     def groups(self) -> tuple[LeftOut, ...]:
         """Count the dropped entries by location and reason."""

@@ -20,7 +20,7 @@ from ckptkit.errors import Caution
 from ckptkit.io.allocation import free_bytes
 from ckptkit.layout.plan import RecipeVerdict
 from ckptkit.models.fit import abridge
-from ckptkit.models.names.weights import UNKNOWN, LeftOut
+from ckptkit.models.names.weights import NOT_ASKED, UNKNOWN, LeftOut
 from ckptkit.state.draft import Conversion, Entries
 from ckptkit.summary import Summarized
 from ckptkit.words import count, describe_checksums, format_bytes
@@ -130,9 +130,9 @@ def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> l
     """Return a warning for each group of tensors, and each kind of state files, that no rule or option drops."""
     lines = [
         f"not copied: `{lost.name}`, {count(lost.entries, 'entry')}, {format_bytes(lost.nbytes)} ({lost.why}); "
-        f"--include '{lost.name}*' writes it alone"
+        + (f"--include '{lost.name}*' writes it alone" if lost.why == UNKNOWN else "`ckptkit convert` copies it")
         for lost in dropped
-        if lost.why == UNKNOWN
+        if lost.why in NOT_ASKED
     ]
     return lines + describe_left([lost for lost in left_behind if lost.why in LOST], "not copied")
 

@@ -397,6 +397,20 @@ def test_a_checkpoint_without_a_step_in_its_name_hides_no_others(checkpoint: Pat
     assert found == {"ckpt-1": False, "ckpt-2": True, "ckpt-2-to4": True}
 
 
+@pytest.mark.parametrize(("step", "stray"), [("ckpt-5", "norm_stats.pt"), ("epoch_0", "stats.safetensors")])
+def test_a_stray_file_in_a_run_hides_no_checkpoint(checkpoint: Path, tmp_path: Path, step: str, stray: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(checkpoint, run / step)
+    statistics = {"mean": torch.zeros(3)}
+    (save_file if stray.endswith(".safetensors") else torch.save)(statistics, run / stray)
+    found = verify(run)
+    assert [(part.path, part.is_ok, part.left_behind) for part in found] == [(run / step, True, ()), (run, True, ())]
+    (run / step / ".metadata").unlink()
+    assert [part.is_ok for part in verify(run)] == [False, True]
+    with pytest.raises(NotACheckpoint, match=f"the run has no complete checkpoint; unfinished: {step}"):
+        Checkpoint.open(run)
+
+
 def test_nothing_to_verify(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(NotACheckpoint):

@@ -202,6 +202,63 @@ def test_other_files_of_a_model(
     assert ckptkit.diff(roots[0], roots[0]).is_equal
 
 
+TIMM = {"architecture": "vit_tiny", "pretrained_cfg": {"tag": "x", "hf_hub_id": "a/b"}, "global_pool": "token"}
+DIFFUSERS = {"_class_name": "UNet2DModel", "_diffusers_version": "0.30", "act_fn": "silu"}
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "change", "key"),
+    [
+        (TIMM, "model.safetensors", {"global_pool": "avg"}, "global_pool"),
+        (TIMM, "model.safetensors", {"model_args": {"act_layer": "relu"}}, "model_args.act_layer"),
+        (TIMM, "model.safetensors", {"pretrained_cfg": {"tag": "x", "hf_hub_id": "c/d"}}, ""),
+        (DIFFUSERS, "diffusion_pytorch_model.safetensors", {"act_fn": "gelu"}, "act_fn"),
+        (DIFFUSERS, "diffusion_pytorch_model.safetensors", {"_class_name": "UNet1DModel"}, "_class_name"),
+        (DIFFUSERS, "diffusion_pytorch_model.safetensors", {"_diffusers_version": "0.31"}, ""),
+        ({"d_model": 4, "n_layer": 1, "rms_norm": True}, "model.safetensors", {"rms_norm": False}, "rms_norm"),
+        ({"of": "nobody we know", "act": "silu"}, "model.safetensors", {"act": "gelu"}, "act"),
+    ],
+)
+def test_the_config_of_another_library(
+    config: dict[str, Any], file: str, change: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    base = {**config, "model_args": {"act_layer": "gelu"}} if config is TIMM else config
+    roots = [write_config(tmp_path / name, one) for name, one in (("a", base), ("b", {**base, **change}))]
+    for root in roots:
+        save_file(model(), root / file)
+    assert [one.key for one in ckptkit.diff(*roots).configs] == ([key] if key else [])
+    (verified,) = ckptkit.verify(roots[0], against=roots[1])
+    assert [key in problem.message for problem in verified.problems] == ([True] if key else [])
+    if key:
+        with pytest.raises(Mismatch, match=key):
+            ckptkit.average(roots, tmp_path / "mean")
+    else:
+        ckptkit.average(roots, tmp_path / "mean")
+
+
+def test_configs_of_two_libraries_are_not_compared(tmp_path: Path) -> None:
+    roots = [write_config(tmp_path / name, one) for name, one in (("a", CONFIG), ("b", TIMM))]
+    for root in roots:
+        save_file(model(), root / "model.safetensors")
+    found = ckptkit.diff(*roots)
+    assert any("config.json is of transformers in" in note and "of timm in" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "preprocessor_config.json", "chat_template.jinja"])
+def test_other_inputs_are_said(name: str, tmp_path: Path) -> None:
+    roots = [write_config(tmp_path / one, CONFIG) for one in "ab"]
+    for root, text in zip(roots, ('{"a": 1}', '{"a": 2}'), strict=True):
+        save_file(model(), root / "model.safetensors")
+        (root / name).write_text(text)
+    note = f"{name}: differs from {roots[1]}, so the models may get other inputs"
+    assert note in ckptkit.diff(*roots).notes
+    (verified,) = ckptkit.verify(roots[0], against=roots[1])
+    assert verified.compared is not None
+    assert note in verified.compared.notes
+    assert note in ckptkit.average(roots, tmp_path / "mean").notes
+    assert not any("inputs" in one for one in ckptkit.diff(roots[0], roots[0]).notes)
+
+
 def write_adapter(root: Path, change: dict[str, Any]) -> Path:
     root.mkdir()
     matrices: dict[str, Tensor] = {

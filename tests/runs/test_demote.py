@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ckptkit import list_run, prune, verify
+from ckptkit import consolidate, list_run, prune, verify
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.runs.prune import Pruned
 from ckptkit.training.config import TrainConfig
@@ -259,3 +259,38 @@ def look(root: Path) -> list[Path]:
     for folder, folders, files in os.walk(root):
         found += [Path(folder, name) for name in (*folders, *files)]
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("custom_checkpoint_0.pkl", ("shadow",)),
+        ("extra_state.pt", ()),
+        ("train_state.pt", ("ema",)),
+        ("optimizer.safetensors", ()),
+        ("optim", ("ema",)),
+        ("", ("optim_ema",)),
+        ("", ("train_state", "ema")),
+    ],
+)
+def test_an_average_that_is_named_like_training_state_is_kept(tmp_path: Path, name: str, keys: tuple[str, ...]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
+    average: dict[str, object] = {key: tensor * 2 for key, tensor in model.items()}
+    for key in reversed(keys):
+        average = {key: average}
+    for step in (1, 2):
+        checkpoint = tmp_path / f"ckpt-{step}"
+        save_alone({"model": model, **({} if name else average)}, checkpoint)
+        if name == "optim":
+            save_alone(average, checkpoint / name)
+        elif name.endswith(".safetensors"):
+            save_file(dict(average), checkpoint / name)
+        elif name:
+            torch.save(average, checkpoint / name)
+    done = demote(tmp_path)
+    assert [entry.reason for entry in done.keep][1:] == [done.keep[1].reason]
+    assert "cannot be demoted: `" in done.keep[1].reason
+    assert "(a copy of the model's weights, such as an average)" in done.keep[1].reason
+    assert not done.demote
+    done_alone = consolidate(tmp_path / "ckpt-2", tmp_path / "out")
+    assert any("a copy of the model's weights" in text for text in done_alone.warnings)

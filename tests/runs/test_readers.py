@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+from ckptkit import consolidate, delta
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.io.joined import joined
 from ckptkit.runs.prune import Pruned, prune
 from ckptkit.training.saving.run import Run
@@ -72,6 +75,24 @@ READERS: dict[str, tuple[Callable[[Path], None], str]] = {
         "the adapter in `dpo` has it as its base",
     ),
 }
+
+
+@pytest.mark.parametrize("place", ["delta-3", "deltas/2-to-3"])
+def test_the_base_of_a_delta_stays(run: Path, place: str) -> None:
+    consolidate(run / "step-3", run.parent / "new")
+    delta(run / "step-1", run.parent / "new", run / place, force=True)
+    found = reasons(prune(run, keep_last=1))
+    assert found == {"step-3": found["step-3"], "step-1": f"the delta in `{place}` has it as its base"}
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_another_model_in_weights_is_no_training_state(run: Path, has_states: bool) -> None:
+    shutil.rmtree(run / "step-3")
+    consolidate(run / "step-2", run / "step-3")
+    consolidate(run / "step-2", run / "step-3" / "merged")
+    if has_states:
+        torch.save({"step": 3}, run / "step-3" / "merged" / "scheduler.pt")
+    assert Checkpoint.at(run / "step-3").is_weights_only is not has_states
 
 
 def reasons(done: Pruned) -> dict[str, str]:

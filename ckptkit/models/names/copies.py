@@ -1,18 +1,24 @@
-"""Find a second copy of a model among its tensors: `module.x` beside `x`, or an average, `ema.x` or `net_ema.x`."""
+"""Find a second copy of a model: `module.x` beside `x`, an average, `ema.x` or `net_ema.x`, or in training state."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import DDP
+from ckptkit.layout.wrappers import DDP, unwrapped
+from ckptkit.models.names.elementwise import ELEMENTWISE, OPTAX
 
 # words in the name of a module with an average, or at the start of a parameter's name
 _AVERAGE = re.compile(r"(?:^|(?<=_))(?:ema|avg|averaged?|shadow|swa)(?:_|$)")
+
+# keys of fp32 master weights and gradients, which an optimizer may store by the parameters' names or in their order
+_MASTERS = re.compile(r"(?:fp32|master)s?(?:_from_\w+?)?(?:_(?:params?|weights?))?(?:_groups)?|(?:.*_)?grads?")
+_STATE = "state"
 
 _MIN_TENSORS = 3  # tensors; two modules with so many equal shapes are copies, whatever their names are
 
@@ -72,7 +78,63 @@ def find_average(module: str, alike: Iterable[str], shapes: Mapping[str, Shape])
 
 def copy_of(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the copy if the model has all of its tensors. Ignores tensors of one element: they may count updates."""
-    known = {name.replace(".", ""): name for name in shapes if not name.startswith(prefix)}
-    pairs = {name: known.get(of.replace(".", "")) for name, of in own.items() if prod(shapes[name]) != 1}
+    known = {without_dots(name): name for name in shapes if not name.startswith(prefix)}
+    pairs = {name: known.get(without_dots(of)) for name, of in own.items() if prod(shapes[name]) != 1}
     copied = [(name, of) for name, of in pairs.items() if of is not None and shapes[of] == shapes[name]]
     return SecondModel(*copied[0], prefix) if copied and len(copied) == len(pairs) else None
+
+
+def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Shape]) -> set[str]:
+    """Return the tensors among `names`, which are training state by their keys, that are copies of a model's weights.
+
+    `shapes` are those of the model. A copy ends with the name of a weight and has its shape, or is in a list of tensors
+    with the shapes of weights, in which some averages store them. Optimizer state and fp32 master weights, which are
+    stored by parameter too, are no copies. Ignores tensors of one element: they may be counters or settings.
+    """
+    known = {without_dots(name): shape for name, shape in shapes.items() if prod(shape) != 1}
+    copies: set[str] = set()
+    lists: dict[KeyPath, list[str]] = {}
+    for name in names:
+        spec = layout.tensors[name].spec if name in layout.tensors else None
+        if spec is None or spec.dtype.kind != "float" or prod(spec.shape) == 1:
+            continue
+        key = layout.key(name)
+        if isinstance(key[-1], int):
+            lists.setdefault(without_numbers(key), []).append(name)
+        elif is_copied(key, spec.shape, known):
+            copies.add(name)
+    available = Counter(known.values())
+    for above, members in lists.items():
+        wanted = Counter(layout.tensors[name].spec.shape for name in members)
+        if len(members) >= min(_MIN_TENSORS, len(known)) and wanted <= available and not is_state(steps_of(above)):
+            copies.update(members)
+    return copies
+
+
+def is_copied(key: KeyPath, shape: Shape, known: Mapping[str, Shape]) -> bool:
+    """Return whether a key path ends with the name of a weight of this shape, which no optimizer state is above."""
+    steps = steps_of(key)
+    starts = (at for at in range(len(steps)) if known.get("".join(steps[at:])) == shape)
+    start = next(starts, None)
+    return start is not None and not is_state(steps[:start])
+
+
+def is_state(above: Sequence[str]) -> bool:
+    """Return whether the tensors below these steps are optimizer state: `state.exp_avg`, `opt_state.0.mu`."""
+    return _STATE in above[:-1] or any(step in ELEMENTWISE | OPTAX or _MASTERS.fullmatch(step) for step in above)
+
+
+def steps_of(key: KeyPath) -> list[str]:
+    """Return the steps of a key path, split at dots and without the prefixes of wrappers."""
+    return unwrapped(".".join(map(str, key))).split(".")
+
+
+def without_numbers(key: KeyPath) -> KeyPath:
+    """Return a key path without the indices at its end: a list may contain a list for each group of parameters."""
+    while key and isinstance(key[-1], int):
+        key = key[:-1]
+    return key
+
+
+def without_dots(name: str) -> str:
+    return name.replace(".", "")

@@ -25,3 +25,10 @@ ELEMENTWISE = frozenset(
 )
 # some optimizers have one for each row or slice
 SECOND_MOMENTS = frozenset(["exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"])
+# of optax, google-deepmind/optax/_src and contrib: fields of its states that have the tree of the parameters
+OPTAX = frozenset(
+    [
+        *("mu", "nu", "nu_max", "trace", "v", "v_row", "v_col", "m", "m1", "m2", "sum_of_squares", "acc_grads"),
+        *("hessian", "exp_inf", "delta", "grad_sum", "prev_grad", "g_before", "e_g", "e_x"),
+    ]
+)

@@ -18,6 +18,7 @@ from ckptkit.errors import Corrupt, Mismatch, SeveralModels
 from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename, select
 from ckptkit.layout.wrappers import find_average, unwrapped, without_ddp
+from ckptkit.models.names.copies import find_copies_in
 from ckptkit.words import count
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
@@ -40,11 +41,13 @@ _GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
 JOINED = " + "  # separator between source names of one tensor
 OF_ONE = "/shard_"  # the suffix after it distinguishes objects of layers and ranks with one name
 
-# Reasons why an entry does not belong to the model. No option asks to leave out entries that are UNKNOWN.
+# Reasons why an entry does not belong to the model. No option asks to leave out entries that are NOT_ASKED.
 TRAINING = "training state"
 AVERAGE = "counter of the average"
 VALUE = "non-tensor"
 UNKNOWN = "unknown: perhaps another model"
+COPY = "a copy of the model's weights, such as an average"
+NOT_ASKED = (UNKNOWN, COPY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ def find_weights(layout: Layout) -> Weights:
     weights = rename(select(layout, names.__contains__), names.__getitem__)
     left_out = reasons_for(layout, prefix, [name for name in layout.names if name not in names])
     left_out |= dict.fromkeys(sorted(counters), AVERAGE)
+    of_training = [name for name, why in left_out.items() if why == TRAINING]
+    left_out |= dict.fromkeys(find_copies_in(layout, of_training, weights.shapes), COPY)
     return Weights(weights, prefix, {new: old for old, new in names.items()}, left_out, layout)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.as_consolidated import as_consolidated
-from ckptkit.errors import Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, translate_os_errors
 from ckptkit.formats import locate
 from ckptkit.io.file import names_in
 from ckptkit.io.path import to_local, to_path
@@ -81,6 +81,7 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
         update = find_update(model, sums, source)
         if not update.deltas:
             return ChangedInPlace(path, (), is_completed=is_completed, unfinished=update.unfinished)
+        require_own_files(path, model)
         record = in_place.change(path, model, sums, update.successor)
         in_place.complete_journal(path)
     return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed, update.unfinished)
@@ -94,6 +95,18 @@ def open_plain(path: Path) -> Layout:
         hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
         raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
     return layout
+
+
+def require_own_files(path: Path, model: Layout) -> None:
+    """Raise `Unsafe` for a file that has other names too: a change in place would change those as well."""
+    for file in sorted(path / name for name in model.files):
+        hint = f"copy the model with `cp -rL {path} COPY`, and pass COPY"
+        if file.is_symlink():
+            raise Unsafe("the file is a symbolic link, whose target would change", path=file, hint=hint)
+        with translate_os_errors(file):
+            links = file.stat().st_nlink
+        if links > 1:
+            raise Unsafe(f"the file has {links} names (hard links), and all of them would change", path=file, hint=hint)
 
 
 def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:

@@ -150,7 +150,8 @@ class ComparedPair:
                 written = self.report(output, changes, checked)
                 if not force:
                     require_small(written)
-                record = write_delta(stage.path, changes, source_of(self.sides[1].layout))
+                source = {**source_of(self.sides[1].layout), "base": str(self.sides[0].path.absolute())}
+                record = write_delta(stage.path, changes, source)
             for origin in origins:
                 origin.check()
             files = {name: file_size(stage.path / name) for name in sorted(names_in(stage.path)) if "." in name[1:]}

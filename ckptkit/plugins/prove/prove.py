@@ -15,7 +15,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.io.file import read_small
 from ckptkit.io.path import remarks_on_id
 from ckptkit.io.progress import Progress
-from ckptkit.models.companions import Companions, find_companions
+from ckptkit.models.companions import Companions, find_companions, find_different_inputs
 from ckptkit.models.computation import ConfigDifference, describe_differences, rope_of
 from ckptkit.models.transformers_model import missing_package
 from ckptkit.plugins.prove.model import Logits, Runnable
@@ -105,7 +105,6 @@ def most_tokens(config: Mapping[str, Any]) -> int:
 
 _LIMIT = 1 << 24  # bytes of a file of tokens
 _DIGITS = 10
-_TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "tekken.")  # prefixes of tokenizer files
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +228,9 @@ def notes_on(ours: Companions, theirs: Companions, source: Path) -> Iterator[str
             f"{source} has no config.json: it ran with the export's config.json, which this run does not prove; "
             "pass --base with the model that the training began with"
         )
-    tokenizers = [name for name in ours.files if name.startswith(_TOKENIZER) and name in theirs.files]
-    different = [name for name in tokenizers if ours.files[name] != theirs.files[name]]
-    if different:
+    if different := find_different_inputs(ours, theirs):
         subject = f"{', '.join(different)}: differs from {theirs.found_in}"
-        yield f"{subject}; ckptkit did not prove that text becomes the same tokens"
+        yield f"{subject}; ckptkit did not prove that the models get the same inputs"
 
 
 def read_tokens(given: str | Path | Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 import ckptkit
 from ckptkit.errors import SeveralModels
 from ckptkit.models.names.copies import find_copy
+from ckptkit.models.names.weights import COPY
 from tests.command import ckptkit as run
 from tests.tiers import slow_but
 
@@ -92,3 +93,35 @@ def test_the_hint_writes_either(tmp_path: Path, what: str, wrapper: str) -> None
 @pytest.mark.parametrize("what", OTHERS)
 def test_other_names_are_no_copy(what: str) -> None:
     assert find_copy({name: tuple(value.shape) for name, value in OTHERS[what].items()}) is None
+
+
+COPIES = {
+    "NeMo's EMAOptimizer": {"optimizer": {"ema": list(MODEL.values()), "decay": 0.9}},
+    "torch_ema": {"optimizer": {"ema": {"shadow_params": list(MODEL.values()), "collected_params": None}}},
+    "by name": {"optim_ema": MODEL},
+    "of the wrapped model": {"train_state": {"ema": under("module._orig_mod."), "step": 5}},
+    "without dots": {"train_state": {"ema": under("", dots="")}},
+    "in a list": {"optimizers": [{"slow": MODEL}]},
+    "a state dict": {"scheduler": {"swa": {"state": MODEL}}},
+    "of a part": {"rng_and_ema": {"layers.1.w": MODEL["layers.1.w"]}},
+}
+NO_COPIES = {
+    "moments": {"optimizer": {"state": {name: {"exp_avg": value} for name, value in MODEL.items()}}},
+    "moments by number": {"optimizer": {"state": {i: {"exp_avg": v} for i, v in enumerate(MODEL.values())}}},
+    "moments of Megatron": {"optimizer": {"state": {"exp_avg": MODEL, "fp32_param": MODEL}}},
+    "moments of optax": {"opt_state": {"0": {"mu": MODEL, "nu": {"params": MODEL}}}},
+    "master weights": {"optimizer": {"fp32_from_fp16_params": [list(MODEL.values())]}},
+    "gradients": {"train_state": {"grads": MODEL}},
+    "other shapes": {"optim_ema": {name: torch.ones(3, 3) for name in MODEL}},
+    "generators": {"rng_state": [torch.ones(4, dtype=torch.uint8)] * 4},
+    "counters": {"train_state": {"norm.b": torch.ones(1)}},
+}
+
+
+@pytest.mark.parametrize("what", [*COPIES, *NO_COPIES])
+def test_a_copy_under_the_key_of_training_state(tmp_path: Path, what: str) -> None:
+    torch.save({"model": MODEL, **{**COPIES, **NO_COPIES}[what]}, tmp_path / "ckpt-5.pt")
+    groups = ckptkit.Checkpoint.open(tmp_path / "ckpt-5.pt").weights.summarize()
+    assert (COPY in {one.why for one in groups}) == (what in COPIES)
+    done = ckptkit.consolidate(tmp_path / "ckpt-5.pt", tmp_path / "out")
+    assert any(f"({COPY}); `ckptkit convert` copies it" in text for text in done.warnings) == (what in COPIES)

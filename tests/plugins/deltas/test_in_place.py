@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from mmap import mmap
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import ckptkit
-from ckptkit.errors import CkptError, Incomplete, Mismatch, Occupied, Unsupported, Usage
+from ckptkit.errors import CkptError, Incomplete, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io.locks import acquire, release
 from ckptkit.plugins.deltas.apply_in_place import apply_in_place
 from tests.conftest import Some
@@ -209,6 +210,27 @@ def test_what_is_refused_changes_nothing(tmp_path: Path, states: list[State]) ->
             apply_in_place(local, root)
     finally:
         release(held, lock)
+
+
+@pytest.mark.parametrize(
+    ("link", "words"), [(os.link, r"the file has 2 names \(hard links\)"), (os.symlink, "the file is a symbolic link")]
+)
+def test_a_file_with_other_names_is_not_changed(
+    tmp_path: Path, states: list[State], link: Callable[[Path, Path], None], words: str
+) -> None:
+    root = published(tmp_path, states)
+    other = as_hf(tmp_path / "other", states[0])
+    local = tmp_path / "local"
+    local.mkdir()
+    link(other / "model.safetensors", local / "model.safetensors")
+    before = files(other)
+    with pytest.raises(Unsafe, match=words):
+        apply_in_place(local, root)
+    assert files(other) == before
+    assert {path.name for path in local.iterdir()} == {"model.safetensors"}
+    shutil.copytree(local, tmp_path / "copy")
+    assert apply_in_place(tmp_path / "copy", root).deltas
+    assert files(other) == before
 
 
 def test_two_deltas_of_one_base(tmp_path: Path, states: list[State]) -> None:
