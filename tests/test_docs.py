@@ -23,7 +23,7 @@ from tests.source import PATHS, nodes
 
 ROOT = Path(__file__).parents[1]
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), *GUIDE]
+PAGES = [*sorted(ROOT.glob("*.md")), *GUIDE, *sorted((ROOT / "docs" / "trainers").glob("*.md"))]
 WIDTH = 120
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
