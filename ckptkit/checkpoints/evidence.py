@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.errors import Corrupt, IOFailure, Unsafe
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.trainers.trainer import Evidence
@@ -25,7 +27,11 @@ def gather_name_evidence(place: Path) -> Evidence:
         path = place / name
         return read_object(path) if name in files or (".." in path.parts and path.is_file()) else {}
 
-    return Evidence(place, files, read_json=read_json)
+    def read_class(name: str) -> str:
+        beside = place.parent / name
+        return read_pickled_class(place / name) if name in files else read_pickled_class(beside)
+
+    return Evidence(place, files, read_json=read_json, read_class=read_class)
 
 
 def gather_evidence(place: Path, layouts: Iterable[Layout]) -> Evidence:
@@ -62,6 +68,17 @@ def read_object(path: Path) -> Mapping[str, Any]:
     except (Corrupt, IOFailure, Unsafe):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_pickled_class(path: Path) -> str:
+    """Return the class of the object in a small file of torch.save, as `module.Class`; "" if there is none."""
+    try:
+        with translate_os_errors(path):
+            is_small = path.is_file() and path.stat().st_size <= _LIMIT
+        value = read_state_file(path.parent, path.name).value if is_small else None
+    except CkptError:
+        return ""
+    return str(value.of) if isinstance(value, Record) else ""
 
 
 def read_number(path: Path, key: KeyPath) -> object:

@@ -5,6 +5,8 @@ A trainer is one entry of `TRAINERS`. Trainers that need a function have their o
 
 from __future__ import annotations
 
+import re
+
 from ckptkit.entry_points import PluginTable
 from ckptkit.trainers.ckptkit import CKPTKIT
 from ckptkit.trainers.trainer import ConfigOf, Mark, TrainerFacts, Unread
@@ -41,6 +43,31 @@ ACCELERATE = TrainerFacts(
     own_state=(r"random_states_([0-9]+)\.pkl",),
     optional_state=(r"random_states_([0-9]+)\.pkl",),  # accelerate/checkpointing.py: "Could not load random states"
     states=(r"(?:scheduler|sampler|dl_state_dict)(?:_[0-9]+)?\.bin", r"scaler\.pt", r"custom_checkpoint_[0-9]+\.pkl"),
+)
+
+# transformers/trainer.py, `_save`: the pickled arguments of a Trainer, also beside the states of DeepSpeed and beside
+# FSDP's full state dict. With shards of FSDP the Trainer leaves them out.
+_ARGUMENTS = "training_args.bin"
+_GLOBAL_STEP = "global_step([0-9]{1,18})"
+
+
+def _by_trainer(library: str, package: str) -> tuple[Mark, ...]:
+    """Return the marks of a library with a Trainer of its own: the class of the arguments is in its package."""
+    title, pickled = f"{library}, by transformers' Trainer", (_ARGUMENTS, rf"{package}\..*")
+    return (
+        Mark(title, files=(re.escape(_ARGUMENTS),), pickled=pickled),
+        Mark(title, place=f"{_FSDP}|{_GLOBAL_STEP}", beside=STATE, pickled=pickled),
+    )
+
+
+# trl/trainer/base_config.py of TRL 1.16; sentence_transformers/base/{training_args,model}.py of 6.2
+TRL = TrainerFacts(name="trl", marks=_by_trainer("TRL", "trl"))
+SENTENCE_TRANSFORMERS = TrainerFacts(
+    name="sentence_transformers",
+    marks=(
+        *_by_trainer("sentence-transformers", "sentence_transformers"),
+        Mark("sentence-transformers", json=("config_sentence_transformers.json", "__version__")),
+    ),
 )
 
 # lightning/fabric/strategies/{fsdp,model_parallel}.py, lightning/pytorch/callbacks/model_checkpoint.py: a DCP directory
@@ -270,7 +297,6 @@ SLIME = TrainerFacts(
 # deepspeed/runtime/engine.py: `global_stepN` with the states of models and optimizers by rank, and `latest`, a file
 # with the name of the directory that is meant. transformers' Trainer puts both into its own `checkpoint-N`.
 _ZERO = r"(?:(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_)?mp_rank_[0-9]{2,}_(?:model|optim)_states\.pt|latest_universal"
-_GLOBAL_STEP = "global_step([0-9]{1,18})"
 
 DEEPSPEED = TrainerFacts(
     name="deepspeed",
@@ -392,10 +418,17 @@ PEFT = TrainerFacts(
     descriptions=(r"adapter_config\.json", r"README\.md"),
 )
 
-# diffusers/configuration_utils.py: models, by the version in their config.
+# diffusers/configuration_utils.py: models, by the version in their config. diffusers/pipelines/pipeline_utils.py: a
+# pipeline has a directory for each of its components, such as `unet` and `vae`, which model_index.json names.
 DIFFUSERS = TrainerFacts(
     name="diffusers",
     marks=(Mark("Diffusers", json=("config.json", "_diffusers_version")),),
+    unread={
+        r"model_index\.json": Unread(
+            "a diffusers pipeline, which has a directory for each model",
+            "pass the directory of one model, such as unet, transformer, vae or text_encoder",
+        )
+    },
     config=ConfigOf("diffusers", ("_class_name",), stem="diffusion_pytorch_model"),
 )
 
@@ -426,6 +459,7 @@ LEROBOT = TrainerFacts(
 # `who_wrote` tries the trainers in this order: the most specific marks come first, and torch comes before the libraries
 # whose files may be beside its checkpoints.
 _ALL = (
+    *(CKPTKIT, TRL, SENTENCE_TRANSFORMERS),
     *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
     *(PRIME_RL, AUTOMODEL, VEOMNI, LLAMA_FACTORY, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX),
     *(GRAIN, VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT, TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),

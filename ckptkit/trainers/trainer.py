@@ -16,7 +16,9 @@ class Evidence:
     """The names in a checkpoint: its place and files, and, once its metadata was read, its format and keys.
 
     `keys` are the first steps of the key paths, `below` has the second steps under each. `read_json` returns a small
-    JSON file of the checkpoint, {} if it cannot be read. `read_source` returns the source in the checkpoint's manifest.
+    JSON file of the checkpoint, {} if it cannot be read. `read_class` returns the class of the object in a file of
+    torch.save, in the checkpoint or beside it, "" if it cannot be read. `read_source` returns the source in the
+    checkpoint's manifest.
     """
 
     place: Path
@@ -26,6 +28,7 @@ class Evidence:
     keys: frozenset[str] = frozenset()
     below: Mapping[str, frozenset[str]] = field(default_factory=dict)
     read_json: Callable[[str], Mapping[str, Any]] = lambda _: {}
+    read_class: Callable[[str], str] = lambda _: ""
     read_source: Callable[[], Mapping[str, str] | None] = lambda: None
 
     def has_file(self, pattern: str) -> bool:
@@ -41,9 +44,10 @@ class Mark(NamedTuple):
     """Names that only one trainer writes, and the `title` to show for it.
 
     A checkpoint has the mark if it has everything that is given: for each pattern in `files` a file, all entries in
-    `keys`, the `format`, the world size (`by_ranks`), a small JSON file and a key in it, a place whose name matches the
-    pattern `place`, and a file or directory called `beside` next to that place. `beside` may refer to groups of
-    `place`. The JSON file may be above the checkpoint: `../NAME`.
+    `keys`, the `format`, the world size (`by_ranks`), a small JSON file and a key in it, a file of torch.save and a
+    pattern for the class of its object (`pickled`), a place whose name matches the pattern `place`, and a file or
+    directory called `beside` next to that place. `beside` may refer to groups of `place`. The JSON file may be above
+    the checkpoint: `../NAME`.
     """
 
     title: str
@@ -52,6 +56,7 @@ class Mark(NamedTuple):
     format: str | None = None
     by_ranks: bool = False
     json: tuple[str, str] | None = None
+    pickled: tuple[str, str] | None = None
     place: str = ".*"
     beside: str = ""
 
@@ -65,6 +70,7 @@ class Mark(NamedTuple):
             and all(map(seen.has_file, self.files))
             and (not self.beside or (seen.place.parent / place.expand(self.beside)).exists())
             and (self.json is None or self.json[1] in seen.read_json(self.json[0]))
+            and (self.pickled is None or re.fullmatch(self.pickled[1], seen.read_class(self.pickled[0])) is not None)
         )
 
 
