@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -275,7 +276,7 @@ def look(root: Path) -> list[Path]:
 )
 def test_an_average_that_is_named_like_training_state_is_kept(tmp_path: Path, name: str, keys: tuple[str, ...]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
-    average: dict[str, object] = {key: tensor * 2 for key, tensor in model.items()}
+    average: dict[str, Any] = {key: tensor * 2 for key, tensor in model.items()}
     for key in reversed(keys):
         average = {key: average}
     for step in (1, 2):

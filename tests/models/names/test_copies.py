@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_other_names_are_no_copy(what: str) -> None:
     assert find_copy({name: tuple(value.shape) for name, value in OTHERS[what].items()}) is None
 
 
-COPIES = {
+COPIES: dict[str, dict[str, Any]] = {
     "NeMo's EMAOptimizer": {"optimizer": {"ema": list(MODEL.values()), "decay": 0.9}},
     "torch_ema": {"optimizer": {"ema": {"shadow_params": list(MODEL.values()), "collected_params": None}}},
     "by name": {"optim_ema": MODEL},
@@ -105,7 +106,7 @@ COPIES = {
     "a state dict": {"scheduler": {"swa": {"state": MODEL}}},
     "of a part": {"rng_and_ema": {"layers.1.w": MODEL["layers.1.w"]}},
 }
-NO_COPIES = {
+NO_COPIES: dict[str, dict[str, Any]] = {
     "moments": {"optimizer": {"state": {name: {"exp_avg": value} for name, value in MODEL.items()}}},
     "moments by number": {"optimizer": {"state": {i: {"exp_avg": v} for i, v in enumerate(MODEL.values())}}},
     "moments of Megatron": {"optimizer": {"state": {"exp_avg": MODEL, "fp32_param": MODEL}}},
