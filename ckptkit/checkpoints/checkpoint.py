@@ -391,7 +391,7 @@ class Checkpoint:
         try:
             shapes = self.weights.layout.shapes if reader else {}
             layout = Component("", path, reader).layout if reader and shapes else None
-        except CkptError:
+        except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported):
             return False
         return layout is not None and bool(find_copies_in(layout, layout.tensors, shapes))
 
