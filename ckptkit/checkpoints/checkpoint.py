@@ -140,7 +140,7 @@ class Checkpoint:
         return any(not component.place or component.has_all for component in self.components)
 
     @cached_property
-    def is_run(self) -> bool:
+    def is_run_with_strays(self) -> bool:
         """Return whether the path is a run, which looks like a checkpoint because of a stray file in it."""
         if not self.is_direct or not self.path.is_dir() or step_of(self.path) is not None:
             return False
@@ -391,7 +391,7 @@ class Checkpoint:
         try:
             shapes = self.weights.layout.shapes if reader else {}
             layout = Component("", path, reader).layout if reader and shapes else None
-        except CkptError:
+        except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported):
             return False
         return layout is not None and bool(find_copies_in(layout, layout.tensors, shapes))
 
@@ -504,7 +504,7 @@ def run_around(checkpoint: Checkpoint) -> Checkpoint | None:
     path, reader = checkpoint.path, checkpoint.components[0].reader
     if not path.is_dir() or step_of(path) is not None or checkpoint.components[0].path != path:
         return None
-    if checkpoint.is_run:
+    if checkpoint.is_run_with_strays:
         latest = latest_in(path)  # warns if it is not the highest step
         if latest is None:
             raise no_checkpoint(path)

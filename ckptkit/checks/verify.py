@@ -234,7 +234,7 @@ def find_checkpoints(source: Source) -> list[Checkpoint]:
     """
     path = path_of(source)
     checkpoint = Checkpoint.at(path)
-    if checkpoint.is_run:
+    if checkpoint.is_run_with_strays:
         return [*checkpoints_in(path), checkpoint]
     checkpoints = [] if checkpoint.is_direct else checkpoints_in(path)
     if checkpoints and not all(candidate.unreadable for candidate in checkpoints):

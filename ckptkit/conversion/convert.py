@@ -105,7 +105,8 @@ def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertO
 
 def older_than_latest(run: Path) -> Checkpoint | None:
     """Return the last checkpoint of a run before the latest one that can be read; None without one, or for no run."""
-    if not run.is_dir() or ((checkpoint := Checkpoint.at(run)).is_direct and not checkpoint.is_run):
+    checkpoint = Checkpoint.at(run)
+    if not run.is_dir() or (checkpoint.is_direct and not checkpoint.is_run_with_strays):
         return None
     complete = [checkpoint for checkpoint in named_in(run) if checkpoint.is_complete]
     return next(filter(can_be_read, complete[-2::-1]), None)

@@ -33,7 +33,7 @@ _HARMLESS = re.compile(
             r"id2label|label2id|problem_type|finetuning_task|task_specific_params",
             r"vocab_size|max_position_embeddings|n_positions|n_ctx|seq_length|(model_)?max_(sequence|seq)_?len(gth)?",
             r"num_nextn_predict_layers|.*mtp.*",  # MTP layers, which predict further tokens
-            # where timm's `pretrained_cfg` found the weights (timm/models/_pretrained.py), and LeRobot's training
+            # where timm's `pretrained_cfg` found the weights (timm/models/_pretrained.py), and settings of a training
             r"hf_hub_(id|filename)|origin_url|paper_(ids|name)|push_to_hub|repo_id",
             r"optimizer_(lr|lr_backbone|betas|eps|weight_decay|grad_clip_norm)|scheduler_(warmup|decay)_(steps|lr)",
         )

@@ -152,7 +152,7 @@ def test_what_has_no_model_or_would_not_shrink_is_kept(tmp_path: Path) -> None:
 
 def test_another_checkpoint_or_a_link_inside_is_not_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save_alone({"model": {"w": torch.ones(99)}, "optimizer": {"w": torch.ones(99)}}, tmp_path / f"ckpt-{step}")
+        save_alone({"model": {"w": torch.ones(99)}, "optimizer": {"m": torch.ones(99)}}, tmp_path / f"ckpt-{step}")
     shutil.copytree(tmp_path / "ckpt-3", tmp_path / "ckpt-1" / "ckpt-7")
     (tmp_path / "ckpt-2" / "best").symlink_to(tmp_path / "ckpt-3")
     done = demote(tmp_path)
@@ -165,7 +165,7 @@ def test_another_checkpoint_or_a_link_inside_is_not_deleted(tmp_path: Path) -> N
 def test_what_is_damaged_stays_as_it_was(tmp_path: Path) -> None:
     weights = torch.arange(1 << 18, dtype=torch.float32)  # more than `prune` reads when it looks what is whole
     for step in (1, 2, 3):
-        save_alone({"model": {"w": weights}, "optimizer": {"w": weights}}, tmp_path / f"ckpt-{step}")
+        save_alone({"model": {"w": weights}, "optimizer": {"m": weights}}, tmp_path / f"ckpt-{step}")
     flip(tmp_path / "ckpt-2" / "__0_0.distcp", 500_000)
     before = {file.name: file.read_bytes() for file in (tmp_path / "ckpt-2").iterdir()}
     with pytest.raises(Corrupt, match="CRC-32"):
