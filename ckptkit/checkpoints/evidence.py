@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.inert_pickle import Record
@@ -76,7 +76,7 @@ def read_pickled_class(path: Path) -> str:
         with translate_os_errors(path):
             is_small = path.is_file() and path.stat().st_size <= _LIMIT
         value = read_state_file(path.parent, path.name).value if is_small else None
-    except CkptError:
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
         return ""
     return str(value.of) if isinstance(value, Record) else ""
 

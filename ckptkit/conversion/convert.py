@@ -19,7 +19,7 @@ from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import find_doubt, refuse_partial_file
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_models
-from ckptkit.errors import Caution, CkptError, Corrupt, Mismatch, Usage
+from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
 from ckptkit.formats import format_of_file, writable_formats
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import is_there
@@ -116,7 +116,7 @@ def can_be_read(checkpoint: Checkpoint) -> bool:
     """Return whether no file of a checkpoint is missing or too short."""
     try:
         return not any(checkpoint.problems()) and bool(checkpoint.layout.names)
-    except CkptError:
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
         return False
 
 
