@@ -7,7 +7,7 @@ for an embedding A is `[r, V]` and B `[H, r]`; for E experts A is `[r*E, in]` an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
@@ -41,6 +41,15 @@ class WeightUpdate:
     is_embedding: bool
     bias: str | None = None
     magnitude: str | None = None
+    attention: str | None = None  # see `Entry.attention`
+
+    def lookup_names(self, config: AdapterConfig) -> tuple[str, ...]:
+        """Return the names by which PEFT may look up targets, ranks and alphas. Several if only the base decides."""
+        if parameters := config.parameters_of(self.module):
+            return parameters
+        if self.attention is None:
+            return (self.module,)
+        return (self.attention, self.module) if config.parameters_of(self.attention) else (self.attention,)
 
 
 def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
@@ -65,7 +74,8 @@ def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
             first = next(iter(names.values()))
             raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.path, tensor=first)
         a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
-        yield WeightUpdate(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
+        attention = adapter.entries[a].attention
+        yield WeightUpdate(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"), attention)
 
 
 def without_tied_duplicates(adapter: Adapter, config: AdapterConfig) -> Adapter:
@@ -101,16 +111,16 @@ def check_config(adapter: Adapter, config: AdapterConfig) -> None:
                 adapter, update.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}"
             )
         check_rank(adapter, config, update)
-        parameters = config.parameters_of(update.module)
-        for key in parameters or (update.module,):
-            config.scaling_of(key)
-        if config.flag("use_dora") != (update.magnitude is not None) and not parameters:
+        names = update.lookup_names(config)
+        for name in names:
+            config.scaling_of(name)
+        if config.flag("use_dora") != (update.magnitude is not None) and not config.parameters_of(update.module):
             has, says = ("no magnitudes", "DoRA") if update.magnitude is None else ("magnitudes", "no DoRA")
             raise mismatch_with_config(
                 adapter, update.a, f"`{update.module}` has {has}, but `{config.path}` says {says}"
             )
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-        if is_listed and not has_tied and not is_target(update.module, config):
+        if is_listed and not has_tied and not any(is_target(name, config) for name in (update.module, *names)):
             message = (
                 f"`{update.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
             )
@@ -164,12 +174,18 @@ def check_rank(adapter: Adapter, config: AdapterConfig, update: WeightUpdate) ->
         raise mismatch_with_config(
             adapter, update.b, f"expected a shape that fits {list(a)} of `{update.a}`, found {list(b)}"
         )
-    ranks = sorted({config.rank_of(key) for key in parameters or (update.module,)})
+    ranks = {config.rank_of(name) for name in update.lookup_names(config)}
     is_stacked = bool(parameters) and not is_deep
     if not any(rank_of_a == rank or (is_stacked and rank_of_a % rank == 0) for rank in ranks):
-        wanted = " or ".join(map(str, ranks))
-        message = f"expected rank {wanted} as in `{config.path}`, found rank {rank_of_a} (shape {list(a)})"
-        raise mismatch_with_config(adapter, update.a, message)
+        raise wrong_rank(adapter, config, update, ranks, rank_of_a)
+
+
+def wrong_rank(
+    adapter: Adapter, config: AdapterConfig, update: WeightUpdate, ranks: Iterable[int], rank: int
+) -> CkptError:
+    wanted, shape = " or ".join(map(str, sorted(ranks))), list(adapter.specs[update.a].shape)
+    message = f"expected rank {wanted} as in `{config.path}`, found rank {rank} (shape {shape})"
+    return mismatch_with_config(adapter, update.a, message)
 
 
 def is_target(module: str, config: AdapterConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.find import Adapter
@@ -13,7 +13,7 @@ from ckptkit.words import count, natural
 _SHOWN = 2  # modules in a message
 
 
-def find_gaps(adapter: Adapter, config: AdapterConfig, base: Iterable[str]) -> list[Caution]:
+def find_gaps(adapter: Adapter, config: AdapterConfig, base: Collection[str]) -> list[Caution]:
     """Return a warning if modules are missing in an adapter; [] if it has every module that PEFT would adapt.
 
     `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
@@ -21,10 +21,16 @@ def find_gaps(adapter: Adapter, config: AdapterConfig, base: Iterable[str]) -> l
     """
     adapted = set(adapter.modules)
     folded = {fold(module) for module in adapted}
+    inside = {fold(entry.module) for entry in adapter.entries.values() if entry.attention is not None}
+
+    def target_of(module: str) -> str:
+        """Return the module by which PEFT decides: for `out_proj` of an `nn.MultiheadAttention`, the attention."""
+        above = module.rpartition(".")[0]
+        return above if fold(module) in inside and f"{above}.in_proj_weight" in base else module
+
     in_base = {name.rpartition(".")[0] for name in base}
     missing = sorted(
-        (candidate for candidate in in_base - adapted if fold(candidate) in folded and config.is_target(candidate)),
-        key=natural,
+        (own for own in in_base - adapted if fold(own) in folded and config.is_target(target_of(own))), key=natural
     )
     if not missing:
         return []

@@ -42,6 +42,7 @@ _KNOWN_PARTS = {part for saved in _SAVED_NAMES.values() for part in saved.split(
 _WRAPPERS = frozenset(
     {"base_layer", "original_module", "token_adapter"}
 )  # name components of PEFT's wrappers around the model's own modules
+_INSIDE_ATTENTION = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj\.lora_[AB]\..+")
 # matrices of other libraries, or of PEFT with a dot in the adapter's name
 _OTHER_LIBRARY = re.compile(r"(.+\.lora_)(a|A|down)((?:\..+)?)")
 _PARTNER = {"a": "b", "A": "B", "down": "up"}
@@ -85,6 +86,16 @@ class Entry(NamedTuple):
     module: str
     depth: int
     saved: str
+
+    @property
+    def attention(self) -> str | None:
+        """Return the `nn.MultiheadAttention` with which PEFT adapted this `out_proj`; None for any other module.
+
+        The name may also mean an `out_proj` that PEFT adapted alone, in a module with a target parameter: an attention
+        has an `in_proj_weight` in the base. Source: `MultiheadAttention` in peft/tuners/lora/layer.py.
+        """
+        match = _INSIDE_ATTENTION.fullmatch(self.saved)
+        return base_name(match["attention"]) if match else None
 
 
 class ExpertPlace(NamedTuple):

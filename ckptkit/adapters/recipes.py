@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of
+from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of, wrong_rank
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.experts import choose_layout, find_layout
 from ckptkit.adapters.find import Adapter
@@ -33,6 +33,7 @@ from ckptkit.state.options import BLOCKS
 
 Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]
 
+MERGE_WITH_PEFT = "merge it with `merge_and_unload` of the PEFT that trained it"
 _MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that every block needs in full, so that it fits in memory
 
 # the modules that are a `Conv1D` of transformers in GPT-2, OpenAI GPT, ImageGPT and CLVP; elsewhere, an `nn.Linear`
@@ -84,8 +85,13 @@ class Merging:
         """Add an adapter. Raises `Mismatch` if it does not fit, `Unsupported` if it cannot be merged."""
         source.config.check_known()
         self.replace_parameters(source)
-        for update in weight_updates_of(source.adapter):
-            self.add_update(source, update)
+        updates = list(weight_updates_of(source.adapter))
+        inside = {update.module for update in updates if self.attention_around(source, update)}
+        for update in updates:
+            if update.module in inside and update.attention is None:
+                self.note_once("did not merge the matrices of `out_proj` that PEFT saves beside the pair that it uses")
+            else:
+                self.add_update(source, update)
         for name, entry in source.adapter.entries.items():
             if entry.kind == "tokens":
                 self.replace_rows(source, f"{entry.module}.weight", name, entry.module)
@@ -130,7 +136,7 @@ class Merging:
         own, product = self.product_of(source, update)
         self.require_float(own, source, update.a)
         if update.magnitude is None:
-            self.steps[own].append(product)
+            self.steps[own] += [product] * self.times_added(source, update)
         else:
             self.steps[own].append(self.dora_step(source, update, own, product))
         if update.bias is not None:
@@ -143,16 +149,49 @@ class Merging:
 
     def product_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Product]:
         """Return the name of the parameter that an update changes, and the product to add."""
-        own, key = f"{update.module}.weight", update.module
+        own = f"{update.module}.weight"
         if own in self.tensors and own not in source.config.parameters_of(update.module):
             kind = self.kind_of(source, update, own)
         else:
             own, kind = self.parameter_of(source, update)
-            key = own
         dtype = working_dtype(self.tensors[own].spec.dtype)
         a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
-        scaling = source.config.scaling_of(key) * source.weight
+        scaling = source.config.scaling_of(self.lookup_name(source, update, own)) * source.weight
         return own, kind(a, b, source.shape(update.a), source.shape(update.b), scaling)
+
+    def lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
+        """Return the name by which PEFT looks up rank and alpha of an update of the parameter `own`.
+
+        It is the parameter if that is a target itself, else the module that PEFT wrapped.
+        """
+        if own in source.config.parameters_of(update.module):
+            return own
+        return self.attention_around(source, update) or update.module
+
+    def attention_around(self, source: AdapterSource, update: WeightUpdate) -> str | None:
+        """Return the `nn.MultiheadAttention` with which PEFT adapted an `out_proj`; None for any other module."""
+        weight = f"{update.attention}.in_proj_weight"
+        if update.attention is None or weight not in self.tensors:
+            return None
+        return None if weight in source.config.parameters_of(update.attention) else update.attention
+
+    def times_added(self, source: AdapterSource, update: WeightUpdate) -> int:
+        """Return how often PEFT adds a product to the weight, in training as in a merge.
+
+        Raises `Unsupported` if that depends on a version of PEFT that ckptkit does not know.
+        """
+        if self.attention_around(source, update) is None:
+            return 1
+        if source.config.may_add_once:
+            version = source.config.values["peft_version"]
+            message = f"PEFT {version} saved it, and ckptkit does not know whether this version adds it once or twice"
+            raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a, hint=MERGE_WITH_PEFT)
+        self.note_once("added the product for `out_proj` of nn.MultiheadAttention twice, as PEFT does in training")
+        return 2
+
+    def note_once(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def kind_of(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation in which a layer stores its weight.
@@ -162,6 +201,9 @@ class Merging:
         shape, a, b = self.tensors[own].spec.shape, source.shape(update.a), source.shape(update.b)
         if len(shape) < 2:
             raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", update.a)
+        rank = source.config.rank_of(self.lookup_name(source, update, own))
+        if a[0] != rank:
+            raise wrong_rank(source.adapter, source.config, update, [rank], a[0])
         is_plain = (b[0], *a[1:]) == shape and not update.is_embedding
         is_turned = len(shape) == 2 and (a[1], b[0]) == shape
         if not (is_plain or is_turned):
@@ -224,7 +266,7 @@ class Merging:
             shape = tensor.spec.shape
             if own.rpartition(".")[0] != update.module or (wanted and own not in wanted):
                 continue
-            rank = source.config.rank_of(own)
+            rank = source.config.rank_of(self.lookup_name(source, update, own))
             if len(shape) == 2 and (a, b) == ((rank, shape[1]), (shape[0], rank)):
                 yield own, LinearProduct
             elif len(shape) == 3 and a[0] == b[1] == rank * shape[0]:
@@ -241,8 +283,8 @@ class Merging:
         note = (
             f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {recorded_layout}"
         )
-        if recorded_layout and recorded_layout != given and note not in self.notes:
-            self.notes.append(note)
+        if recorded_layout and recorded_layout != given:
+            self.note_once(note)
         return layout
 
     def dora_step(self, source: AdapterSource, update: WeightUpdate, own: str, product: Product) -> DoraRescale:

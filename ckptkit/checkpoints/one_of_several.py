@@ -25,7 +25,9 @@ from ckptkit.trainers import ONE_FILE, stem_of, step_of
 _SHARDS_KEY = "shard_metadata"  # key that FSDP of torch_xla and fairscale saves beside a rank's flat shards
 _WORLD_SIZE_KEYS = ((_SHARDS_KEY, "world_size"), ("mp_world_size",))
 _NAMES_SHOWN = 4  # files in a message
-_RANK_0 = re.compile(r"model[-_.]0+")  # torch_checkpointing's file name for the item `model`
+# `model_0`, as torch_checkpointing names rank 0's file for the item `model`, and `pytorch_model_0`; in
+# `pytorch_model_fsdp_0` the number counts models
+_RANK_0 = re.compile(r"(?:.*[-_.])?(?:model|weights?|params|parameters|state|state_dict)[-_.]0+")
 
 
 def refuse_partial_file(checkpoint: Checkpoint) -> None:

@@ -1,10 +1,13 @@
 """Match the parameter indices of an optimizer with the model's parameters, by sizes alone or by order and sizes.
 
 torch's optimizers number their parameters, group by group, in the order in which the training script passed them.
-`match_by_size` assumes no order: it needs a different size for every parameter. `match` assumes that every group lists
-its parameters in the order of the model's `parameters()`. Sizes cannot prove that order, so call it only where the
-trainer's code fixes the order, or the user confirms it. There must be exactly one way to distribute the parameters to
-the groups so that all sizes fit: two groups of equal layers have several ways, and match nothing.
+`match_by_size` assumes no order: it needs a different size for every parameter, and an index for every parameter of a
+model. If the optimizer has fewer indices, it may train something that was not saved.
+
+`match` assumes that every group lists its parameters in the order of the model's `parameters()`. Sizes cannot prove
+that order, so call it only where the trainer's code fixes the order, or the user confirms it. There must be exactly one
+way to distribute the parameters to the groups so that all sizes fit: two groups of equal layers have several ways, and
+match nothing.
 
 A size is a shape, or a number of elements where states are flattened. Parameters have any key, such as their names.
 """
@@ -61,14 +64,16 @@ def match_if_certain(
         return None
 
 
-def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
-    """Return the parameter of each index if sizes allow exactly one assignment, in any order.
+def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Key, Size]) -> dict[int, Key]:
+    """Return the parameter of each index if sizes allow exactly one assignment, in any order, to all of one model.
 
-    `sizes` and `parameters` are as for `match`; parameters without an index are frozen. Raises `Corrupt` for an index
-    that the groups list twice or not at all, `Unsupported` if no assignment fits, or several do.
+    `sizes` are as for `match`; each of `models` has the parameters of a model, without those known to be frozen. Raises
+    `Corrupt` for an index that the groups list twice or not at all, `Unsupported` if no assignment fits, or several do,
+    or if the indices are not all parameters of one of the models.
     """
     check_numbers(groups, sizes)
     numbers = list(chain.from_iterable(groups))
+    parameters = {key: size for model in models for key, size in model.items()}
     of_size: dict[Size, list[Key]] = {}
     for key, size in parameters.items():
         of_size.setdefault(size, []).append(key)
@@ -91,7 +96,22 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping
     if unknown and len(unassigned) > 1:
         message = f"it or `{unassigned[1]!s}` is the parameter whose state shows no shape, and no file says which"
         raise Unsupported(message, tensor=str(unassigned[0]))
-    return assigned | dict(zip(unknown, unassigned, strict=False))
+    assigned |= dict(zip(unknown, unassigned, strict=False))
+    trained = set(assigned.values())
+    if not any(model.keys() == trained for model in models):
+        raise not_all_of_one_model(trained, models)
+    return assigned
+
+
+def not_all_of_one_model(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -> Unsupported:
+    """Return the error for an optimizer whose shapes fit, but that has no index for some parameters of each model."""
+    total = count(len(keys), "parameter")
+    model = next((model for model in models if model.keys() >= keys), None)
+    if model is None:
+        return Unsupported(f"its {total} belong to several models")
+    without = next(key for key in model if key not in keys)
+    message = f"expected {len(model)} parameters as in the model, found {len(keys)}: `{without!s}` has no index. Frozen"
+    return Unsupported(f"{message} parameters explain that, and so does an optimizer of something that was not saved")
 
 
 def match_by_size_if_certain(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import ckptkit
 
@@ -64,6 +65,26 @@ def test_modules_that_peft_would_adapt_and_that_are_missing_are_named(tmp_path: 
         if gone:
             assert f"for {len(gone)} module" in said[0]
             assert min(gone) in said[0]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [("self_attn.base_layer.out_proj",), ("self_attn.",), ("self_attn.lora_",)],
+    ids=["out_proj", "all", "in_proj"],
+)
+def test_attention_of_torch_that_is_missing(tmp_path: Path, lost: tuple[str]) -> None:
+    """PEFT adapts `out_proj` with its attention, which alone is a target."""
+    base = nn.Module()
+    base.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24) for _ in range(2))
+    (tmp_path / "base").mkdir()
+    save_file(base.state_dict(), tmp_path / "base" / "model.safetensors")
+    adapted(base, r=4, lora_alpha=7, target_modules=["self_attn"]).save_pretrained(tmp_path / "adapter")
+    every = load_file(tmp_path / "adapter" / WEIGHTS)
+    kept = {name: tensor for name, tensor in every.items() if not ("layers.1." in name and lost[0] in name)}
+    save_file(kept, tmp_path / "adapter" / WEIGHTS)
+    done = ckptkit.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    (said,) = (warning for warning in done.warnings if "no matrices for" in warning)
+    assert f"for {(len(every) - len(kept)) // 2} module" in said
 
 
 def module_of(name: str) -> str:

@@ -61,8 +61,28 @@ class Convolutions(nn.Module):
         self.last = nn.Linear(6, 9)
 
 
+class Attentions(nn.Module):
+    """Two layers of torch's attention: PEFT adapts its `in_proj_weight` and `out_proj` as one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24) for _ in range(2))
+
+
+class OutProjInside(nn.Module):
+    """A module with a parameter and an `out_proj` that is no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mixer = nn.Module()
+        self.mixer.in_proj, self.mixer.out_proj = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 16)
+
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PARAMETER: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight"]}
+ATTENTION: dict[str, Any] = {"target_modules": ["self_attn", "linear1"]}
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "plain": (tiny_llama, {}),
     "rank-stabilised": (tiny_llama, {"use_rslora": True}),
@@ -94,6 +114,34 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "tokens": (tiny_llama, {"trainable_token_indices": [3, 39, 7]}),
     "transposed": (tiny_gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "convolutions": (Convolutions, {"r": 3, "target_modules": ["two", "point", "one", "last"]}),
+    "attention": (Attentions, ATTENTION),
+    "attention, alpha": (Attentions, ATTENTION | {"alpha_pattern": {"self_attn": 64}}),
+    "attention, rank": (Attentions, ATTENTION | {"rank_pattern": {"self_attn": 2}}),
+    "attention, of one layer": (
+        Attentions,
+        ATTENTION | {"rank_pattern": {r"layers\.0\.self_attn": 2}, "alpha_pattern": {r"layers\.1\.self_attn": 64}},
+    ),
+    "attention, patterns that PEFT never looks up": (
+        Attentions,
+        ATTENTION | {"rank_pattern": {"out_proj": 2}, "alpha_pattern": {"in_proj_weight": 64, "out_proj": 32}},
+    ),
+    "attention, rank-stabilised": (Attentions, ATTENTION | {"use_rslora": True, "rank_pattern": {"self_attn": 3}}),
+    "attention by a pattern": (
+        Attentions,
+        {"target_modules": r".*(self_attn|linear1)", "alpha_pattern": {"self_attn": 64}},
+    ),
+    "attention beside a parameter": (
+        Attentions,
+        {
+            "target_modules": ["self_attn"],
+            "target_parameters": ["linear1.weight"],
+            "alpha_pattern": {"self_attn": 64, "linear1": 32, r"linear1\.weight": 5},
+        },
+    ),
+    "out_proj of attention alone": (
+        Attentions,
+        {"target_modules": ["out_proj"], "alpha_pattern": {"self_attn": 64, "out_proj": 32}},
+    ),
     "DoRA": (tiny_llama, {"use_dora": True}),
     "DoRA, embedding": (tiny_llama, {"target_modules": ["embed_tokens"], "use_dora": True}),
     "DoRA, transposed": (tiny_gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
@@ -153,6 +201,45 @@ def test_it_is_what_the_library_merges(tmp_path: Path, name: str) -> None:
     )
     assert theirs.keys() <= ours.keys()
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+
+
+def test_a_second_pair_that_peft_never_uses(tmp_path: Path) -> None:
+    config = {"target_modules": ["self_attn", "out_proj"], "alpha_pattern": {"self_attn": 64}}
+    made = Made(tmp_path, Attentions(), **config)
+    assert "base_model.model.layers.0.self_attn.out_proj.lora_A.weight" in load_file(made.saved / ADAPTER)
+    done = ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    assert_merged(tmp_path / "out", made.truth)
+    assert sum("did not merge the matrices of `out_proj`" in note for note in done.notes) == 1
+
+
+def test_an_out_proj_beside_a_target_parameter_is_no_attentions(tmp_path: Path) -> None:
+    """The names are those of an attention, and PEFT looks up the layer itself; its own merge keeps other names."""
+    both = {"target_modules": ["out_proj"], "target_parameters": ["mixer.in_proj"]}
+    made = Made(tmp_path, OutProjInside(), **both, alpha_pattern={"mixer": 64, "out_proj": 32})
+    ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    before, after, lora = (
+        load_file(path) for path in (made.base / MODEL, tmp_path / "out" / MODEL, made.saved / ADAPTER)
+    )
+    a, b = (lora[f"base_model.model.mixer.base_layer.out_proj.lora_{side}.weight"] for side in "AB")
+    torch.testing.assert_close(after["mixer.out_proj.weight"], before["mixer.out_proj.weight"] + 32 / 4 * b @ a)
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "1.0.0.dev0"])
+def test_attention_of_a_peft_that_is_not_known_is_refused(tmp_path: Path, version: str) -> None:
+    """Known versions add the product for `out_proj` twice in a forward pass, so the weights are trained for that."""
+    made = Made(tmp_path, Attentions(), **ATTENTION)
+    edit(made.saved / SAID, peft_version=version)
+    with pytest.raises(Unsupported, match=f"PEFT {version}") as raised:
+        ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    assert "out_proj" in str(raised.value)
+
+
+@pytest.mark.parametrize("config", [{"r": 3}, {"rank_pattern": {"self_attn": 2}}, {"rank_pattern": {"linear1": 2}}])
+def test_a_rank_that_is_not_the_configs(tmp_path: Path, config: dict[str, Any]) -> None:
+    made = Made(tmp_path, Attentions(), **ATTENTION)
+    edit(made.saved / SAID, **config)
+    with pytest.raises(Mismatch, match=r"expected rank [23] as in .*, found rank 4"):
+        ckptkit.merge(made.base, made.saved, tmp_path / "out")
 
 
 def tiny_qwen_moe() -> Any:

@@ -160,6 +160,7 @@ def test_a_file_that_is_one_of_one_is_the_model(tmp_path: Path) -> None:
             "ckpt_p0.pt",
         ),
         *("model_0.pt", "model.0.pth", "model-0.bin", "consolidated.00.pth"),
+        *("pytorch_model_0.bin", "weights.0.pt", "my-model.weights_00.pt", "state_dict-0.pt"),
     ],
 )
 def test_a_lone_file_of_a_rank_may_be_whole_which_is_said(tmp_path: Path, name: str) -> None:
@@ -172,7 +173,18 @@ def test_a_lone_file_of_a_rank_may_be_whole_which_is_said(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(
-    "name", ["model_1000.pt", "model_v0.pt", "trial_0.pt", "model0b.pt", "model-7b.pt", "model_0_best.pt", "epoch_0.pt"]
+    "name",
+    [
+        "model_1000.pt",
+        "model_v0.pt",
+        "trial_0.pt",
+        "model0b.pt",
+        "model-7b.pt",
+        "model_0_best.pt",
+        "epoch_0.pt",
+        "pytorch_model_fsdp_0.bin",
+        "weights_1.0.pt",
+    ],
 )
 def test_other_numbers_count_no_ranks(tmp_path: Path, name: str) -> None:
     torch.save({"model": {"w": WEIGHT[:4]}}, tmp_path / name)

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckptkit
 from ckptkit import Checkpoint, Finding, doctor
@@ -368,6 +369,22 @@ def test_a_head_that_shards_lack(tmp_path: Path) -> None:
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def test_lbfgs_keeps_the_state_of_all_parameters_in_the_first(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(3)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    save_alone(state, tmp_path / "ckpt-1")
+    assert doctor(tmp_path / "ckpt-1").findings == ()
 
 
 def test_parameters_that_never_had_a_gradient(produce: Produce, tmp_path: Path) -> None:

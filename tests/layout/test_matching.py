@@ -148,7 +148,7 @@ def test_says_whether_no_way_fits_or_several(question: Any) -> None:
 @example(([[0, 1]], {0: 4}, {"a": 4, "b": 5}, set()), 0)
 @example(([[0]], {}, {"a": 4, "b": 5}, set()), 0)
 def test_sizes_without_an_order_find_what_brute_force_finds(question: Any, frozen: int) -> None:
-    """Every way to give the numbers parameters is tried, in any order; some parameters may have no number."""
+    """Every way to give the numbers parameters is tried, in any order. A part of the model proves nothing."""
     groups, sizes, parameters, _ = question
     groups = [*groups[:-1], groups[-1][: max(len(groups[-1]) - frozen, 0)]]
     numbers = list(chain.from_iterable(groups))
@@ -160,7 +160,8 @@ def test_sizes_without_an_order_find_what_brute_force_finds(question: Any, froze
             sizes.get(number, parameters[key]) == parameters[key] for number, key in zip(numbers, chosen, strict=True)
         )
     ]
-    assert match_by_size_if_certain(groups, sizes, parameters) == (ways[0] if len(ways) == 1 else None)
+    is_certain = len(ways) == 1 and len(numbers) == len(parameters)
+    assert match_by_size_if_certain(groups, sizes, parameters) == (ways[0] if is_certain else None)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
@@ -191,6 +192,19 @@ def test_sizes_of_their_own_need_no_order() -> None:
         match_by_size([[0]], {0: (9,)}, {"a": (2,)})
     with pytest.raises(Unsupported, match="2 parameters: no state of the optimizer shows a shape for them"):
         match_by_size([[0, 1]], {}, {"a": (2,), "b": (3,)})
+
+
+def test_sizes_prove_nothing_for_a_part_of_a_model() -> None:
+    """The optimizer may train something else: `a` is frozen, or the state belongs to a scalar of no model."""
+    one, two = {"a": (2,), "b": (3,)}, {"c": (4,), "d": (5,)}
+    with pytest.raises(Unsupported, match="expected 2 parameters as in the model, found 1: `a` has no index"):
+        match_by_size([[0]], {0: (3,)}, one)
+    with pytest.raises(Unsupported, match="expected 2 parameters as in the model, found 1: `c` has no index"):
+        match_by_size([[0]], {0: (5,)}, one, two)
+    with pytest.raises(Unsupported, match="its 4 parameters belong to several models"):
+        match_by_size([[0, 1, 2, 3]], {0: (2,), 1: (3,), 2: (4,), 3: (5,)}, one, two)
+    assert match_by_size([[0, 1]], {0: (5,), 1: (4,)}, one, two) == {0: "d", 1: "c"}
+    assert match_by_size([[0, 1]], {1: (2,)}, one) == {0: "b", 1: "a"}
 
 
 def test_sizes_of_flattened_states_tell_as_shapes_do() -> None:

@@ -32,8 +32,9 @@ _MARKS_OF_PACKED_STATES = (
 _FLOATS = ("float", "small_float")
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
 # States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
-# gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
-_COMMON_STATES = ELEMENTWISE.difference(
+# gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups. torch's optimizers keep
+# `step` for each parameter; others keep it for a group, and then no parameter has it.
+_COMMON_STATES = ELEMENTWISE.union(["step"]).difference(
     ["max_exp_avg_sq", "master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"]
 )
 # states of an optimizer with the setting `amsgrad`, if it has no other states. Source: torch/optim/adam.py

@@ -23,6 +23,7 @@ STEP, _MOMENTUM, _DAMPENING = "step", "momentum_buffer", "dampening"
 FIRST_ZERO = frozenset(
     [STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", _MOMENTUM]
 )
+_OF_ALL = frozenset(["func_evals", "n_iter"])  # LBFGS; source: torch/optim/lbfgs.py
 _HINT = "drop --complete-optimizer, and load the checkpoint without these states"
 
 
@@ -48,7 +49,9 @@ class States:
 
     @property
     def lacking(self) -> list[str]:
-        """Return the parameters in its groups without a state."""
+        """Return the parameters in its groups without a state; [] if the first has the state of all, as in LBFGS."""
+        if any(kinds.keys() >= _OF_ALL for kinds in self.of.values()):
+            return []
         return [parameter for group in self.groups for parameter in group if parameter not in self.of]
 
     @property

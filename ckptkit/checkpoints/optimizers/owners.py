@@ -1,8 +1,10 @@
 """Name the parameters of an optimizer with indices: find the one model of the checkpoint that it can belong to.
 
 An index becomes a name only with a proof: the optimizer has recorded the names (`param_names`), or the shapes of the
-states allow exactly one assignment to the parameters of all models in the checkpoint. A trainer's files prove nothing:
-a trainer that fills groups in the model's order also saves an optimizer that the user's script built.
+states allow exactly one assignment to the parameters of all models in the checkpoint, and it uses all parameters of
+one of them. An optimizer with fewer parameters may train something that was not saved: the discriminator of a
+generator, a temperature. A trainer's files prove nothing: a trainer that fills groups in the model's order also saves
+an optimizer that the user's script built.
 
 Alternatively the user states the optimizer's parameter order (`--optimizer-order`). That is an assumption: it must not
 contradict a proof, and the summary repeats it.
@@ -219,18 +221,16 @@ def check_order(assumed: NamedNumbers, proven: NamedNumbers) -> None:
 
 
 def find_by_shapes(optimizer: Optimizer, sizes: Mapping[int, Shape], models: Sequence[OneModel]) -> NamedNumbers:
-    """Return the names if the shapes allow only one assignment, to the parameters of a single model.
+    """Return the names if the shapes allow only one assignment, to all parameters of a single model.
 
-    Raises `Unsupported` otherwise.
+    Raises `Unsupported` otherwise: an optimizer of a part of a model may train something that was not saved.
     """
-    every = {Candidate(bare(name), shape): shape for model in models for name, shape in model.parameters.items()}
-    assignment = match_by_size(optimizer.groups, sizes, every)
-    for model in models:
-        own = {Candidate(bare(name), shape): name for name, shape in model.parameters.items()}
-        if own.keys() >= set(assignment.values()):
-            names = {number: own[candidate] for number, candidate in assignment.items()}
-            return NamedNumbers(names, model, "their shapes allow only one assignment")
-    raise Unsupported(f"its {len(assignment)} parameters belong to several models", hint=_HINT)
+    names_of = [{Candidate(bare(name), shape): name for name, shape in model.parameters.items()} for model in models]
+    candidates = [{candidate: candidate.shape for candidate in own} for own in names_of]
+    assignment = match_by_size(optimizer.groups, sizes, *candidates)
+    model, own = next(pair for pair in zip(models, names_of, strict=True) if pair[1].keys() == set(assignment.values()))
+    names = {number: own[candidate] for number, candidate in assignment.items()}
+    return NamedNumbers(names, model, "their shapes allow only one assignment")
 
 
 def order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:

@@ -214,11 +214,11 @@ def names_in_order(
 
 
 def trained_shapes(model: ModelStates) -> dict[str, Shape]:
-    """Return the shapes of the tensors that may be trained, in model order: no buffers, and tied tensors once."""
+    """Return the shapes of the tensors that may be trained, in model order; tied tensors once."""
     seen: set[tuple[str, int, Shape]] = set()
     shapes: dict[str, Shape] = {}
     for name, value in (model.module or {}).items():
-        if not is_tensor(value) or name in model.buffers:
+        if not is_tensor(value) or name in model.buffers or name in model.frozen:
             continue
         tensor = as_tensor(value)
         storage_view = (tensor.key, tensor.offset, tensor.shape)

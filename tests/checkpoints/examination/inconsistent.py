@@ -149,6 +149,18 @@ def prefixed_states(tree: Tree) -> None:
     rename_states(tree, lambda name: f"net.{name}")
 
 
+def one_without_step(tree: Tree) -> None:
+    """A matrix has no `step`."""
+    del tree["optimizer"]["state"]["layers.1.attn.wq.weight"]["step"]
+
+
+def most_without_step(tree: Tree) -> None:
+    """Only one matrix has a `step`."""
+    for name, state in tree["optimizer"]["state"].items():
+        if name != "layers.1.attn.wq.weight":
+            del state["step"]
+
+
 def prefixed_state_of_one(tree: Tree) -> None:
     """One state alone has another name than its group lists."""
     state = tree["optimizer"]["state"]
@@ -237,6 +249,8 @@ CHANGES: dict[str, tuple[Callable[[Tree], None], set[str]]] = {
         (empty_group, {"empty_group"}),
         (one_without_second_moment, {"state_kinds"}),
         (one_without_moments, {"state_kinds"}),
+        (one_without_step, {"state_kinds"}),
+        (most_without_step, {"state_kinds"}),
         (all_without_second_moment, {"state_kinds"}),
         (prefixed_states, {"prefixed_state"}),
         (prefixed_state_of_one, {"prefixed_state"}),

@@ -135,6 +135,36 @@ def test_models_of_the_same_names_are_no_doubt(tmp_path: Path) -> None:
     assert found == {"optimizer": parameters(model)}
 
 
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "a temperature of one number": lambda: layers((1, 1)),
+    "a discriminator": lambda: layers((7, 2)),
+    "a head": lambda: layers((5, 6), (6, 7)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("keys", [("model", "optim", "other_optim"), ("critic", "critic_optim", "alpha_optim")])
+def test_an_optimizer_of_something_that_was_not_saved_keeps_numbers(
+    tmp_path: Path, part: str, keys: tuple[str, str, str]
+) -> None:
+    """Its shapes are those of a part of the model, each once; nothing says that it trains this part."""
+    model, other = layers(*UNLIKE, (2, 1), (1, 1)), PARTS[part]()
+    optimizer, its = trained(model), torch.optim.Adam(other.parameters())
+    torch.cat([one.flatten() for one in other.parameters()]).sum().backward()
+    its.step()
+    source = dict(zip(keys, (model.state_dict(), optimizer.state_dict(), its.state_dict()), strict=True))
+    found, notes = named_in(source, tmp_path)
+    count = len(list(other.parameters()))
+    assert found == {keys[1]: parameters(model), keys[2]: {str(number) for number in range(count)}}
+    (note,) = (note for note in notes if "something that was not saved" in note)
+    assert f"expected 6 parameters as in the model, found {count}" in note
+    with pytest.raises(Unsupported, match="something that was not saved") as raised:
+        ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="universal")
+    assert "--optimizer-order model" in str(raised.value.hint)
+    two = ckptkit.reshard(tmp_path / "saved.pt", tmp_path / "two", to=2)
+    assert any("something that was not saved" in note for note in two.notes)
+
+
 def test_one_optimizer_of_two_models_keeps_numbers(tmp_path: Path) -> None:
     one, two = gen(), Disc()
     optimizer = torch.optim.Adam([*one.parameters(), *two.parameters()])
@@ -189,8 +219,9 @@ def test_names_are_right_or_there_are_none(tmp_path: Path, shapes: list[tuple[in
         except Unsupported as error:
             assert "--optimizer-order model" in str(error.hint)  # noqa: PT017 - universal has no numbers
         moments = moments_in(tmp_path / f"guess-{to}") if done else {}
+        is_proof = shapes is UNLIKE and order != "frozen"  # such an optimizer may belong to something else
         assert moments.keys() == (
-            truth.keys() if shapes is UNLIKE else {str(number) for number in range(len(truth))} if moments else set()
+            truth.keys() if is_proof else {str(number) for number in range(len(truth))} if moments else set()
         )
         for file in ("order.txt", "order.json"):
             out = tmp_path / f"{to}-{file}"
@@ -200,7 +231,7 @@ def test_names_are_right_or_there_are_none(tmp_path: Path, shapes: list[tuple[in
             assert all(torch.equal(moments[name], one) for name, one in truth.items())
             proof = (
                 "their shapes allow only one assignment"
-                if shapes is UNLIKE
+                if is_proof
                 else f"assumed, as --optimizer-order {tmp_path / file} says"
             )
             assert any(proof in note for note in done.notes)
@@ -424,7 +455,7 @@ def test_only_elementwise_states_prove_a_shape(state: dict[str, Any], is_proof: 
         "model": {"fc.weight": torch.randn(4, 6), "fc.bias": torch.randn(4)},
         "optimizer": {
             "state": {0: {"step": torch.tensor(3.0), **state}},
-            "param_groups": [{"lr": 0.1, "params": [0]}],
+            "param_groups": [{"lr": 0.1, "params": [0, 1]}],
         },
     }
     torch.save(source, tmp_path / "saved.pt")
