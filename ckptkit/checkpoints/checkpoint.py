@@ -385,8 +385,11 @@ class Checkpoint:
     def is_copied_in(self, path: Path) -> bool:
         """Return whether a file or component of training state contains a copy of the model's weights.
 
-        Returns False if it cannot be read.
+        Returns False if it cannot be read, and for files of another training checkpoint, which has its own weights.
         """
+        around = detect_format(path.parent) if path.parent != self.path else None
+        if around is not None and not around.is_model_only:
+            return False
         reader = detect_format(path)
         try:
             shapes = self.weights.layout.shapes if reader else {}

@@ -98,9 +98,14 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
         raise Unsupported(message, tensor=str(unassigned[0]))
     assigned |= dict(zip(unknown, unassigned, strict=False))
     trained = set(assigned.values())
-    if not any(model.keys() == trained for model in models):
+    if not any(is_all_of(model, trained) for model in models):
         raise not_all_of_one_model(trained, models)
     return assigned
+
+
+def is_all_of(model: Mapping[Key, Size], trained: Collection[Key]) -> bool:
+    """Return whether these are all parameters of a model. Others without dimensions may be buffers, such as a scale."""
+    return model.keys() >= set(trained) and all(model[key] == () for key in model.keys() - set(trained))
 
 
 def not_all_of_one_model(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -> Unsupported:

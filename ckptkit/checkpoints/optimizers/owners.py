@@ -37,7 +37,7 @@ from ckptkit.checkpoints.optimizers.parameter_order import (
 from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported, Usage
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import KEEP_NUMBERS, match_by_size, match_trained
+from ckptkit.layout.matching import KEEP_NUMBERS, is_all_of, match_by_size, match_trained
 from ckptkit.layout.wrappers import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
 from ckptkit.models.names.weights import find_model_key, names_of_training
@@ -228,7 +228,9 @@ def find_by_shapes(optimizer: Optimizer, sizes: Mapping[int, Shape], models: Seq
     names_of = [{Candidate(bare(name), shape): name for name, shape in model.parameters.items()} for model in models]
     candidates = [{candidate: candidate.shape for candidate in own} for own in names_of]
     assignment = match_by_size(optimizer.groups, sizes, *candidates)
-    model, own = next(pair for pair in zip(models, names_of, strict=True) if pair[1].keys() == set(assignment.values()))
+    trained = set(assignment.values())
+    pairs = zip(models, names_of, candidates, strict=True)
+    model, own = next((model, own) for model, own, shapes in pairs if is_all_of(shapes, trained))
     names = {number: own[candidate] for number, candidate in assignment.items()}
     return NamedNumbers(names, model, "their shapes allow only one assignment")
 

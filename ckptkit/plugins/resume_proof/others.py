@@ -154,7 +154,7 @@ def survives_a_kill(runs: Runs, wanted: int) -> str:
         """Return whether enough files are there: under a name with the step, or under one that a rename replaces."""
         nonlocal seen
         there = {entry.name: entry for entry in entries_of(folder)}
-        hidden = there.keys() - finished if there.keys() >= earlier else set()
+        hidden = there.keys() - finished - earlier if there.keys() >= earlier else set()
         seen = sum(len(files_of(entry)) for name, entry in there.items() if names.search(name) or name in hidden)
         return seen >= wanted
 
