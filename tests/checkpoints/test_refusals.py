@@ -72,9 +72,22 @@ def save_manifest_delta(root: Path) -> list[Path]:
     return [root, root / "payload.safetensors"]
 
 
+def save_pipeline(root: Path) -> list[Path]:
+    """A pipeline of diffusers with two models, either of which is a model by itself."""
+    said = {"_class_name": "DDPMPipeline", "_diffusers_version": "0.42.0", "unet": ["diffusers", "UNet2DModel"]}
+    (root / "model_index.json").write_text(json.dumps(said))
+    for part in ("unet", "vae"):
+        (root / part).mkdir()
+        (root / part / "config.json").write_text('{"_class_name": "UNet2DModel", "_diffusers_version": "0.42.0"}')
+        save_file({"w": torch.ones(2)}, root / part / "diffusion_pytorch_model.safetensors")
+        assert list(ckptkit.open(root / part)) == ["w"]
+    return [root]
+
+
 @pytest.mark.parametrize(
     ("save", "message", "hint"),
     [
+        (save_pipeline, "a diffusers pipeline, which", "pass the directory of one model"),
         (save_disk_delta, "weight updates of slime or miles, which", "apply them with slime or miles"),
         (save_manifest_delta, "weight updates of SkyRL, which", "apply them with SkyRL"),
         (save_vllm, "a sharded_state of vLLM or SGLang", "the model that it was made of"),
