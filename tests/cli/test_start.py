@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,8 +69,8 @@ def test_a_small_checkpoint_is_inspected_with_little(producer: producers.Produce
     assert all(name.startswith("ckptkit.state.quantized") for name in beyond), beyond
 
 
-def test_options_with_values_need_no_pydantic(produce: Produce) -> None:
+def test_options_with_values_need_no_pydantic(produce: Produce, tmp_path: Path) -> None:
     options = ["--jobs", "2", "--include", "model.*", "--max-shard-size", "1GB", "--to", "hf"]
-    imported = imported_by("convert", produce(producers.fsdp2).root, "out", *options, "--dry-run")
+    imported = imported_by("convert", produce(producers.fsdp2).root, tmp_path / "out", *options, "--dry-run")
     assert "ckptkit.conversion.convert" in imported
     assert "pydantic" not in imported
