@@ -391,12 +391,15 @@ class Checkpoint:
         if around is not None and not around.is_model_only:
             return False
         reader = detect_format(path)
+        if reader is None:
+            return False
+        opened = next((component for component in self.components if component.path == path), None)
         try:
-            shapes = self.weights.layout.shapes if reader else {}
-            layout = Component("", path, reader).layout if reader and shapes else None
+            shapes = self.weights.layout.shapes
+            layout = (opened or Component("", path, reader)).layout
         except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported):
             return False
-        return layout is not None and bool(find_copies_in(layout, layout.tensors, shapes))
+        return bool(find_copies_in(layout, layout.tensors, shapes))
 
     @property
     def files_beside(self) -> list[LeftBehind]:

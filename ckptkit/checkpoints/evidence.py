@@ -28,8 +28,7 @@ def gather_name_evidence(place: Path) -> Evidence:
         return read_object(path) if name in files or (".." in path.parts and path.is_file()) else {}
 
     def read_class(name: str) -> str:
-        beside = place.parent / name
-        return read_pickled_class(place / name) if name in files else read_pickled_class(beside)
+        return read_pickled_class((place if name in files else place.parent) / name)
 
     return Evidence(place, files, read_json=read_json, read_class=read_class)
 
@@ -71,7 +70,7 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def read_pickled_class(path: Path) -> str:
-    """Return the class of the object in a small file of torch.save, as `module.Class`; "" if there is none."""
+    """Return the class of the object that torch.save wrote to a small file, as `module.Class`; "" for another file."""
     try:
         with translate_os_errors(path):
             is_small = path.is_file() and path.stat().st_size <= _LIMIT

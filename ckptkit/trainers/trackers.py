@@ -68,15 +68,17 @@ class Tracker:
 
 
 def trackers_in(root: Path) -> list[Tracker]:
-    """Return the trackers of the run in directory `root`, by name. Skips files that name no checkpoint."""
+    """Return the trackers of the run in directory `root`, by name.
+
+    A tracker of a known trainer that names nothing is among them; any other file must name a checkpoint.
+    """
     visible = [path for path in children(root) if not path.name.startswith(".") or is_hidden_tracker(path)]
     named = {stem_of(path.name): path.name for path in visible if may_be_step(path)}
     trackers_found: list[Tracker] = []
     for path in visible:
         target = read_tracker(path)
-        found = [Tracker(path.name, target, is_for_resuming(path))] if target else []
-        if not found and named and path.name not in named.values():
-            found = list(mentions_in(path, named))
+        may_mention = not target and named and path.name not in named.values()
+        found = list(mentions_in(path, named)) if may_mention else []
         if not found and target is not None:
             found = [Tracker(path.name, target, is_for_resuming(path))]
         trackers_found += found

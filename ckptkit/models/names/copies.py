@@ -114,8 +114,9 @@ def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Sh
 def is_copied(key: KeyPath, shape: Shape, known: Mapping[str, Shape]) -> bool:
     """Return whether a key path ends with the name of a weight of this shape, which no optimizer state is above."""
     steps = steps_of(key)
-    starts = (at for at in range(len(steps)) if known.get("".join(steps[at:])) == shape)
-    start = next(starts, None)
+    # a name that starts later is below `state` and a name or a kind: most states need not be looked up
+    end = steps.index(_STATE) + 2 if _STATE in steps else len(steps)
+    start = next((at for at in range(min(end, len(steps))) if known.get("".join(steps[at:])) == shape), None)
     return start is not None and not is_state(steps[:start])
 
 
