@@ -44,7 +44,7 @@ class WeightUpdate:
     attention: str | None = None  # see `Entry.attention`
 
     def lookup_names(self, config: AdapterConfig) -> tuple[str, ...]:
-        """Return the names by which PEFT may look up targets, ranks and alphas. Several if only the base decides."""
+        """Return the names that PEFT may use to look up targets, ranks and alphas. The base decides between several."""
         if parameters := config.parameters_of(self.module):
             return parameters
         if self.attention is None:

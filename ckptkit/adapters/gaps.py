@@ -24,7 +24,7 @@ def find_gaps(adapter: Adapter, config: AdapterConfig, base: Collection[str]) ->
     inside = {fold(entry.module) for entry in adapter.entries.values() if entry.attention is not None}
 
     def target_of(module: str) -> str:
-        """Return the module by which PEFT decides: for `out_proj` of an `nn.MultiheadAttention`, the attention."""
+        """Return the module that has to be a target: the `nn.MultiheadAttention` of an `out_proj`, else the module."""
         above = module.rpartition(".")[0]
         return above if fold(module) in inside and f"{above}.in_proj_weight" in base else module
 

@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
     @property
     def attention(self) -> str | None:
-        """Return the `nn.MultiheadAttention` with which PEFT adapted this `out_proj`; None for any other module.
+        """Return the `nn.MultiheadAttention` of an `out_proj` that PEFT adapted with it; None for any other module.
 
         The name may also mean an `out_proj` that PEFT adapted alone, in a module with a target parameter: an attention
         has an `in_proj_weight` in the base. Source: `MultiheadAttention` in peft/tuners/lora/layer.py.

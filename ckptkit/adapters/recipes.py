@@ -160,16 +160,16 @@ class Merging:
         return own, kind(a, b, source.shape(update.a), source.shape(update.b), scaling)
 
     def lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
-        """Return the name by which PEFT looks up rank and alpha of an update of the parameter `own`.
+        """Return the name that PEFT uses to look up the rank and the alpha of an update.
 
-        It is the parameter if that is a target itself, else the module that PEFT wrapped.
+        It is the updated parameter `own` if that is a target itself, else the module that PEFT wrapped.
         """
         if own in source.config.parameters_of(update.module):
             return own
         return self.attention_around(source, update) or update.module
 
     def attention_around(self, source: AdapterSource, update: WeightUpdate) -> str | None:
-        """Return the `nn.MultiheadAttention` with which PEFT adapted an `out_proj`; None for any other module."""
+        """Return the `nn.MultiheadAttention` of an `out_proj` that PEFT adapted with it; None for any other module."""
         weight = f"{update.attention}.in_proj_weight"
         if update.attention is None or weight not in self.tensors:
             return None

@@ -99,7 +99,7 @@ def files_of(component: Component) -> set[Path]:
     """Return the files of a component; if it cannot be read, those that its format owns by their names."""
     try:
         layout = component.layout
-        return {layout.root / name for name in (*layout.paths, *layout.descriptions)}
+        return {layout.root / name for name in layout.files}
     except _UNREADABLE:
         folder = component.path if component.path.is_dir() else component.path.parent
         return {folder / name for name in names_in(folder) if component.reader.owns(name)}
@@ -163,7 +163,7 @@ def require_no_checkpoint(dst: Path) -> None:
 
 
 def unknown_entries(root: Path, made: set[Path], *, by_training: bool) -> Iterator[Path]:
-    """Yield the entries of directory `root` that belong neither to its checkpoint nor to the files `made`.
+    """Yield the entries of directory `root`, except those of its checkpoint and the files `made`.
 
     A file with tensors belongs to it if its components read it or its manifest lists it, not by its name: it may be
     another model. A later save `by_training` replaces such files, too.

@@ -73,7 +73,7 @@ def save_manifest_delta(root: Path) -> list[Path]:
 
 
 def save_pipeline(root: Path) -> list[Path]:
-    """A pipeline of diffusers with two models, either of which is a model by itself."""
+    """A pipeline of diffusers with two models. ckptkit opens each of them alone."""
     said = {"_class_name": "DDPMPipeline", "_diffusers_version": "0.42.0", "unet": ["diffusers", "UNet2DModel"]}
     (root / "model_index.json").write_text(json.dumps(said))
     for part in ("unet", "vae"):

@@ -87,7 +87,7 @@ def train(assets: Path, output: Path, *excluded: str) -> None:
         rope=ComplexRoPE.Config(dim=HIDDEN // HEADS, max_seq_len=64, theta=10000.0),
         attn_backend="varlen",
     )
-    for layer in layers:  # neither flex nor varlen attention has a backward pass on a CPU
+    for layer in layers:  # on a CPU, flex and varlen attention have no backward pass
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     spec = llama3.model_registry("debugmodel", attn_backend="varlen")
     spec.model = llama3.Llama3Model.Config(

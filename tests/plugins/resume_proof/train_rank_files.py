@@ -1,4 +1,4 @@
-"""FSDP2 on 2 gloo ranks, each of which writes files of its own in verl's layout: model, optimizer, the rest."""
+"""FSDP2 on 2 gloo ranks. Each rank writes its own files, as verl does: the model, the optimizer and the rest."""
 
 import argparse
 import os
