@@ -1,8 +1,8 @@
 """Write what the documentation takes from the program: the help of every command, functions, messages of others.
 
-`scripts/docs --write` writes docs/options.md, docs/results.md, the functions and classes in docs/python.md and the
-messages of failed loads in docs/messages.md. Without it they are only compared, and the exit status is 1 if one is
-stale. `scripts/docs --release` writes the entries of docs/changes/ into CHANGELOG.md.
+`scripts/docs --write` writes docs/options.md, docs/results.md, docs/llms.txt, the functions and classes in
+docs/python.md and the messages of failed loads in docs/messages.md. Without it they are only compared, and the exit
+status is 1 if one is stale. `scripts/docs --release` writes the entries of docs/changes/ into CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import metadata
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -31,6 +32,7 @@ from scripts.results import write_fields, write_json
 
 DOCS = ROOT / "docs"
 OPTIONS, PYTHON, LOADS, RESULTS = (DOCS / f"{name}.md" for name in ("options", "python", "messages", "results"))
+LLMS = DOCS / "llms.txt"
 CONVERSION_OPTIONS = ckptkit.ConvertOptions.__name__
 SHARED = "Options of several commands"
 HEAD = f"""# Options
@@ -217,6 +219,19 @@ def write_messages() -> str:
     return "\n".join(f"### {one.words}\n\n{paragraph(f'*{one.whose}.* {one.means}')}" for one in MESSAGES)
 
 
+def write_llms() -> str:
+    """Return docs/llms.txt: the pages of docs/README.md and docs/trainers/, in the form of https://llmstxt.org."""
+    rows = re.findall(r"^\| \[(.+?)\]\((\S+?)\) \| (.+) \|$", (DOCS / "README.md").read_text(), re.MULTILINE)
+    trainers = {path: path.read_text().partition("\n")[0].removeprefix("# ") for path in DOCS.glob("trainers/*.md")}
+    lines = [
+        f"# ckptkit\n\n> {metadata('ckptkit-fsdp')['Summary']}\n\n## Documentation\n",
+        *(f"- [{title}]({page}): {contents}" for title, page, contents in rows),
+        "\n## Trainers\n",
+        *(f"- [{trainers[path]}](trainers/{path.name})" for path in sorted(trainers)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 @cache
 def pages() -> dict[Path, str]:
     """Return what each page should be, by its path."""
@@ -225,6 +240,7 @@ def pages() -> dict[Path, str]:
         PYTHON: fill_part(fill_part(PYTHON.read_text(), "functions", write_functions()), "classes", write_classes()),
         RESULTS: fill_part(fill_part(RESULTS.read_text(), "json", write_json()), "fields", write_fields()),
         LOADS: fill_part(LOADS.read_text(), "loads", write_messages()),
+        LLMS: write_llms(),
     }
 
 

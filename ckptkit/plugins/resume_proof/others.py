@@ -28,7 +28,12 @@ _SUMS = 1e-3  # relative: how far sums in another order may drive the tensors of
 _MOMENTS_OF_SAVING = (0, 0.5, 1)  # shares of a checkpoint's files: at the first file, at half of them, at the last
 _RANK_STATE = "restore a state of each rank only on the same number of ranks, and make it anew on another"
 _CONFIG = "config.json"
-_BROKEN = ("which is not complete", "which does not exist", "names no checkpoint")  # remarks on what `latest` names
+_AFTER = "write it after the save"
+_BROKEN = {  # remarks on what `latest` names, and what to do; it names nothing if it was opened, and not yet written
+    "which is not complete": _AFTER,
+    "which does not exist": _AFTER,
+    "names no checkpoint": "write it to another file, and rename that file",
+}
 _RENAME = "save to a directory with another name, and rename it at the end"
 
 
@@ -164,9 +169,10 @@ def survives_a_kill(runs: Runs, wanted: int) -> str:
             raise CheckSkipped(f"the save of {last.name} was over before the kill")
         when = f"at {seen} of {count(total, 'file')}"
         found = find_latest(folder)
-        broken = [remark.partition("; using")[0] for remark in found.remarks if any(map(remark.count, _BROKEN))]
+        broken = [(remark, hint) for remark in found.remarks for words, hint in _BROKEN.items() if words in remark]
         if broken:
-            raise CheckFailed(f"killed {when} of {last.name}: {broken[0]}: write it after the save")
+            remark, hint = broken[0]
+            raise CheckFailed(f"killed {when} of {last.name}: {remark.partition('; using')[0]}: {hint}")
         if found.checkpoint is None:
             hint = "save to a new directory" if runs.keeps_first else "delete older checkpoints only after a new save"
             raise CheckFailed(f"killed {when}: no complete checkpoint is left: {hint}")

@@ -92,8 +92,9 @@ def test_files_of_ranks_written_under_a_name_that_a_rename_replaces(tmp_path: Pa
 def test_deepspeed(tmp_path: Path, fault: str) -> None:
     checks = prove(tmp_path, "deepspeed", "--resume {checkpoint}", "loss ([0-9.]+)", 4, more=fault)
     failed = {check.name: check.detail for check in checks.values() if check.ok is False}
-    if not fault:
-        assert not failed
+    if not fault:  # DeepSpeed writes `latest` in place: a kill may strike while it is empty
+        emptied = "`latest` names no checkpoint: write it to another file, and rename that file"
+        assert not [detail for detail in failed.values() if not detail.endswith(emptied)]
     else:
         assert "scheduler" in failed["resume continues the run"]
         assert "restored: scheduler" in failed
