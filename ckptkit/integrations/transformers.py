@@ -187,7 +187,9 @@ class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
         """Start processing the saved checkpoints, unless the process of an earlier save is still running."""
         if not state.is_world_process_zero:
             return
-        describe_model(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"), parts)
+        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if (checkpoint / SHARDS).is_dir() and not (checkpoint / CONFIG).exists():
+            describe_model(checkpoint, parts)
         if self._process is None or self._process.poll() is not None:
             self._report(args.output_dir)
             self._start(args.output_dir)
@@ -232,8 +234,6 @@ def describe_model(checkpoint: Path, parts: Mapping[str, Any]) -> None:
 
     Without them transformers could not load the converted model. A failure is logged as a warning.
     """
-    if not (checkpoint / SHARDS).is_dir() or (checkpoint / "config.json").exists():
-        return
     try:
         model = parts["model"]
         config = deepcopy(model.config)

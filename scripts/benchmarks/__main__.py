@@ -25,6 +25,7 @@ from scripts.benchmarks.merge import merge
 from scripts.benchmarks.names import names
 from scripts.benchmarks.plan import plan
 from scripts.benchmarks.reshard import reshard
+from scripts.benchmarks.save_in_trainer import save_in_trainer
 from scripts.benchmarks.scale import scale
 from scripts.benchmarks.serve import serve
 from scripts.benchmarks.storage import load, save
@@ -53,6 +54,7 @@ BENCHMARKS = {
     "reshard": Benchmark(reshard, {"size_gb": 3.2, "runs": 3}),
     "load": Benchmark(load, {"size_gb": 1.6, "runs": 3}),
     "save": Benchmark(save, {"size_gb": 1.6, "runs": 3}),
+    "save-in-trainer": Benchmark(save_in_trainer, {"size_gb": 1.2, "runs": 3}),
     "store": Benchmark(store, {"size_gb": 1.6, "runs": 3}),
     "verify": Benchmark(verify, {"size_gb": 1.6, "runs": 5}),
     "delta": Benchmark(delta, {"size_gb": 1.6, "runs": 3}),

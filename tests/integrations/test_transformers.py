@@ -36,7 +36,13 @@ def train(home: Path, commands: Sequence[str] | None = None, **options: Any) -> 
     return trainer
 
 
-def make_trainer(home: Path, commands: Sequence[str] | None = None, steps: int = STEPS, **options: Any) -> Any:
+def make_trainer(
+    home: Path,
+    commands: Sequence[str] | None = None,
+    steps: int = STEPS,
+    trainer_class: type = transformers.Trainer,
+    **options: Any,
+) -> Any:
     from ckptkit.integrations.transformers import CkptkitCallback
 
     torch.manual_seed(0)
@@ -44,14 +50,15 @@ def make_trainer(home: Path, commands: Sequence[str] | None = None, steps: int =
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     arguments = transformers.TrainingArguments(
-        output_dir=str(home), max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to=[],
-        dataloader_pin_memory=False, disable_tqdm=True, **options
+        output_dir=str(home), max_steps=steps, per_device_train_batch_size=2, report_to=[],
+        dataloader_pin_memory=False, disable_tqdm=True, **{"save_steps": 2, **options}
     )  # fmt: skip
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
-    return transformers.Trainer(
+    return trainer_class(
         model=transformers.LlamaForCausalLM(config),
         args=arguments,
         train_dataset=data,
+        eval_dataset=data,
         callbacks=[CkptkitCallback() if commands is None else CkptkitCallback(commands)],
     )
 
@@ -110,23 +117,28 @@ def test_under_torchrun_the_commands_are_no_ranks(tmp_path: Path, monkeypatch: p
     assert len(prune(tmp_path / "run", keep_last=1).keep) == 1
 
 
-def _train_sharded(home: Path) -> None:
-    """Train as one of two ranks of FSDP2, while nothing can be handled; go on from what was saved; end the process."""
+def shard(trainer: Any, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
+    """Make a Trainer use FSDP2 on CPUs: by itself it does so on accelerators only."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type=state_dict_type, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+    trainer.is_fsdp_enabled = True
+
+
+def _train_sharded(home: Path) -> None:
+    """Train as one of two ranks of FSDP2, while nothing can be handled; go on from what was saved; end the process."""
     be_torchrun()
     is_first = dist.get_rank() == 0
     for steps in (2, 4):
         commands = ["manifest {ckpt}", "consolidate {ckpt} {out}"]
         trainer = make_trainer(home, commands, steps, use_cpu=True, max_grad_norm=0.0)
-        state = trainer.accelerator.state  # which knows FSDP on accelerators only, unless it is told
-        state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
-        )  # fmt: skip
-        trainer.is_fsdp_enabled = True
+        shard(trainer)
         with deleting(home) if is_first else nullcontext():  # a watch waits for whoever deletes
             trainer.train(resume_from_checkpoint=str(home / "checkpoint-2") if steps > 2 else None)
             dist.barrier()

@@ -1,0 +1,144 @@
+"""Saves of transformers' Trainer in the background: its own files, complete or absent; it resumes from them."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ckptkit.checks.verify import verify
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.errors import CkptError
+from tests.integrations.test_transformers import make_trainer, shard
+from tests.producers import spawn
+from tests.trainers.produced_lightning import be_torchrun
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+OURS = {"config.json", "ckptkit.json"}  # that the Trainer's own checkpoint lacks
+
+
+def background(home: Path, **options: Any) -> Any:
+    """Return a Trainer of this rank under FSDP2 that saves in the background."""
+    from ckptkit.integrations.trainer import BackgroundTrainer
+
+    return plain(home, trainer_class=BackgroundTrainer, **options)
+
+
+def plain(home: Path, **options: Any) -> Any:
+    """Return the same Trainer with its own saves."""
+    from ckptkit.integrations.transformers import CkptkitCallback
+
+    trainer = make_trainer(home, use_cpu=True, save_steps=1, **options)
+    trainer.remove_callback(CkptkitCallback)
+    shard(trainer)
+    return trainer
+
+
+def trained(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def _save_both_ways(home: Path) -> None:
+    be_torchrun()
+    for make in (plain, background):
+        trainer = make(home / make.__name__)
+        trainer.train()
+    weights = trained(trainer)
+    for make in (plain, background):  # each goes on from the other's checkpoint
+        trainer = make(home / f"from-{make.__name__}")
+        source = home / (background if make is plain else plain).__name__ / "checkpoint-2"
+        trainer.train(resume_from_checkpoint=str(source))
+        assert all(torch.equal(weights[name], tensor) for name, tensor in trained(trainer).items())
+    if dist.get_rank() == 0:
+        torch.save(weights, home / "truth.pt")
+
+
+def test_checkpoints_are_those_of_the_trainer(tmp_path: Path) -> None:
+    spawn(2, _save_both_ways, tmp_path)
+    for step in range(1, 5):
+        theirs, ours = (tmp_path / make / f"checkpoint-{step}" for make in ("plain", "background"))
+        expected, files = ({str(path.relative_to(root)) for path in root.rglob("*")} for root in (theirs, ours))
+        assert {name for name in expected - files if not name.endswith(".distcp")} == set()
+        assert {Path(name).name for name in files - expected if not name.endswith(".distcp")} == OURS
+        for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+            both = [dcp.FileSystemReader(root / part).read_metadata().state_dict_metadata for root in (theirs, ours)]
+            assert both[0].keys() == both[1].keys()
+        assert json.loads((ours / "trainer_state.json").read_text())["global_step"] == step
+        assert all(part.is_ok for part in verify(ours))
+    consolidate(tmp_path / "background" / "checkpoint-4", tmp_path / "model")
+    made = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    truth = torch.load(tmp_path / "truth.pt")
+    assert all(torch.equal(made[name], tensor) for name, tensor in truth.items())
+
+
+def _keep_two(home: Path) -> None:
+    be_torchrun()
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    trainer = background(home, **options)
+    losses = iter([3.0, 1.0, 2.0, 4.0])
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda *args, **more: {**evaluate(*args, **more), "eval_loss": next(losses)}
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(home / "checkpoint-2")
+    dist.barrier()
+    assert [path.name for path in sorted(home.glob("checkpoint-*"))] == ["checkpoint-2"]
+
+
+def test_the_best_checkpoint_stays_and_is_loaded(tmp_path: Path) -> None:
+    spawn(2, _keep_two, tmp_path / "run")
+
+
+def _fail(home: Path) -> None:
+    be_torchrun()
+    trainer = background(home, max_grad_norm=0.0)
+    step = trainer.training_step
+
+    def step_without_room(*arguments: Any) -> Any:
+        """Leave rank 1 no room for its shards of the second checkpoint, but for its random state."""
+        if trainer.state.global_step == 1 and dist.get_rank() == 1:
+            trainer.wait_for_save()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return step(*arguments)
+
+    trainer.training_step = step_without_room
+    with pytest.raises(CkptError, match="file too large"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    dist.barrier()
+
+
+def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_files(tmp_path: Path) -> None:
+    spawn(2, _fail, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
+
+
+def _save_in_the_foreground(home: Path) -> None:
+    be_torchrun()
+    trainer = background(home)
+    notes = home / "checkpoint-2" / "notes.txt"
+    if dist.get_rank() == 0:
+        notes.parent.mkdir(parents=True)
+        notes.touch()
+    dist.barrier()
+    with pytest.warns(match="checkpoint-2 exists, so the training waits until checkpoint-2 is written"):
+        trainer.train()
+    assert notes.exists()
+    assert (notes.parent / "trainer_state.json").exists()
+    shard(trainer, "FULL_STATE_DICT")
+    trainer.state.global_step = 5
+    with pytest.warns(match="FULL_STATE_DICT, not SHARDED_STATE_DICT, so the training waits"):
+        trainer._save_checkpoint(trainer.model, None)
+    assert (home / "checkpoint-5" / "pytorch_model_fsdp.bin").is_file()
+
+
+def test_a_full_state_dict_and_a_directory_that_exists_are_saved_by_the_trainer_itself(tmp_path: Path) -> None:
+    spawn(2, _save_in_the_foreground, tmp_path / "run")
