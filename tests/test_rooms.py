@@ -24,7 +24,13 @@ from tests.source import PACKAGE, PATHS, nodes
 
 TORCH_AT_THE_TOP = (
     *("training.*", "training", "storage.*", "storage"),
-    *("models.names.moved", "integrations.lightning", "plugins.deltas.vllm_engine", "plugins.prove.forward"),
+    *(
+        "models.names.moved",
+        "integrations.lightning",
+        "integrations.trainer",
+        "plugins.deltas.vllm_engine",
+        "plugins.prove.forward",
+    ),
 )
 TORCH_WHEN_USED = (
     "layout.arrays",
@@ -90,6 +96,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "plugins.quantize*": {"vllm"},
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
+    "integrations.trainer": {"peft"},  # which says what a Trainer saves of its models
     "plugins.vllm*": {"vllm"},
     "diagnosis.group_map": {"megatron"},  # which keeps that map
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are

@@ -109,7 +109,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _take(self) -> Tree:
-        """Return what Accelerate saves: the model's state, or that of its adapter, and the optimizer's."""
+        """Return what the Trainer saves: the model's state, or that of its adapter, and the optimizer's."""
         peft = sys.modules.get("peft")
         if peft and isinstance(self.model, peft.PeftModel):
             model = peft.get_peft_model_state_dict(self.model, adapter_name=self.model.active_adapter)
