@@ -88,7 +88,7 @@ def problems_of(found: Diff) -> Iterator[Mismatch]:
 
 
 def problem_of(found: Diff, one: Difference) -> Mismatch:
-    """Return the problem that a tensor of both differs."""
+    """Return the problem for a tensor that both checkpoints have but that differs."""
     path, other = found.a, found.b
     if one.reason == "values" or one.a is None or one.b is None:
         return Mismatch(f"the bytes differ from those in {other}", path=path, tensor=one.name)
@@ -143,9 +143,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Diff(Summarized):
-    """The differences between `a` and `b`: `tensors`, their `nbytes`, and `entries` that are not tensors were compared.
+    """The differences between `a` and `b`.
 
-    `different` is sorted by importance. `renamed` maps names in `a` to names in `b`; tensors under two names were
+    `tensors` and `nbytes` count the compared tensors, `entries` the other compared entries. `different` is sorted by
+    importance. `renamed` maps names in `a` to names in `b`; tensors under two names were
     compared. `checked_bytes` were verified against a CRC-32. `configs` are the keys of config.json that make the two
     models compute differently. A `Diff` has no truth value: use `is_equal`.
     """

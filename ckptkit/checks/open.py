@@ -136,8 +136,8 @@ Loaded = TypeVar("Loaded")
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     """The tensors of a checkpoint by name, from all its components; `layout` has their byte ranges.
 
-    A tensor with one of the `recipes` is computed when it is read, from tensors of the `sources`, which are located.
-    Keeps no file open, so there is nothing to close, and any number of threads may read at once.
+    A tensor with one of the `recipes` is computed when it is read, from tensors of `sources`, whose byte offsets are
+    known. Keeps no file open, so there is nothing to close, and any number of threads may read at once.
     """
 
     layout: Layout

@@ -29,7 +29,7 @@ def average(
     to: str = "hf",
     **options: Unpack[Keywords],
 ) -> Converted:
-    """Write the weighted mean of the models in several checkpoints to directory `dst`, in the format `to`.
+    """Write the weighted mean of the models in several checkpoints to `dst`, in the format `to`.
 
     With `last`, pass one run: the sources are its `last` newest complete checkpoints. Sources may have any formats,
     world sizes and dtypes, but must have the same names and shapes. The result has the names and dtypes of the first

@@ -64,8 +64,8 @@ class ConvertOptions:
 
     Without `optimizer_keys`, an optimizer does not change, except in a file that is converted to shards: then it gets
     names if they are certain. `weights` are the factors of an average, one for each checkpoint. `scales` are the
-    factors of adapters that are merged into the first of several. With `only_sharded`, components that are equal for
-    any number of ranks are copied unchanged, if there are others.
+    factors of adapters that are merged into the first of several. With `only_sharded`, only the sharded components are
+    converted, if there are any; the others are copied unchanged.
     """
 
     to: str
@@ -79,8 +79,8 @@ class ConvertOptions:
     optimizer_order: Annotated[
         str | None,
         Help(
-            "How the optimizer orders its parameters: model, or a file with their names, one a line; "
-            "ckptkit cannot check it.",
+            "Order of the optimizer's parameters: model (order of model.parameters()), or a file with one name per "
+            "line. ckptkit checks only the shapes.",
             "model|FILE",
         ),
     ] = None
@@ -124,7 +124,7 @@ class ConvertOptions:
     experts_layout: Annotated[
         str | None,
         Help(
-            "With `merge`, --merge or --experts: the layout of lora_B of fused experts, if no file records it.",
+            "For adapters of fused experts: the layout of lora_B, if no file records it.",
             "peft|blocks",
         ),
     ] = None
@@ -173,7 +173,11 @@ class ConvertOptions:
     )
     jobs: Annotated[
         int | None,
-        Help("Threads; by default one per core but at most 8, and 16 for a remote source.", "N", least=1),
+        Help(
+            "Threads; by default one per core but at most 8, 16 for a remote source, 8 for an output in a store.",
+            "N",
+            least=1,
+        ),
     ] = field(default=None, metadata=_OF_THIS_PROCESS)
     part: Annotated[str | None, Help("Write part I of N; after all parts, run `ckptkit finalize OUT`.", "I/N")] = field(
         default=None, metadata=_OF_THIS_PROCESS
@@ -187,7 +191,7 @@ class ConvertOptions:
     def of(cls, given: Keywords, **more: Any) -> Self:
         """Return the options that users have `given`, and `more`.
 
-        A single string may stand for several, lists for tuples. Raises TypeError for an unknown option, `Usage` for
+        An option with several values also accepts a single string or a list. Raises TypeError for an unknown option, `Usage` for
         options that contradict each other or the format.
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():

@@ -58,7 +58,7 @@ class TrainConfig:
     sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
     micro_batch_size: Annotated[
-        int, "Sequences that a rank computes at once; gradients add up. 0: all sequences of the rank."
+        int, "Sequences per forward pass; the rank accumulates gradients. 0: all sequences of the rank at once."
     ] = 0
     # the optimizer
     steps: Annotated[int, "Steps of the whole run."] = 100
@@ -66,7 +66,9 @@ class TrainConfig:
     warmup: Annotated[int, "Steps until the learning rate reaches its highest value."] = 10
     weight_decay: Annotated[float, "Weight decay of AdamW, for matrices only."] = 0.1
     clip: Annotated[float, "Clip the gradient norm to this value."] = 1.0
-    seed: Annotated[int, "Seed of weights, data and dropout; the same for any number of ranks."] = 0
+    seed: Annotated[
+        int, "Seed of weights, data and dropout. Weights and batches are the same for any number of ranks."
+    ] = 0
     # the ranks
     device: Annotated[Device, "Where to train."] = "auto"
     fsdp: Annotated[Literal["1", "2"], "The version of FSDP."] = "2"
