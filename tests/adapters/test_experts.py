@@ -133,7 +133,7 @@ def test_what_you_say_counts_more_than_the_files(made: Made, tmp_path: Path) -> 
     adapter = in_blocks(made, tmp_path / "adapter")
     done = ckptkit.merge(made.base, adapter, tmp_path / "out", experts_layout="blocks")
     assert_merged(tmp_path / "out", made.truth)
-    assert sum("as blocks, as you asked" in note for note in done.notes) == 1
+    assert sum("as blocks (--experts-layout), but" in note for note in done.notes) == 1
     done = ckptkit.merge(made.base, made.saved, tmp_path / "same", experts_layout="peft")
     assert_merged(tmp_path / "same", made.truth)
     assert not any("you asked" in note for note in done.notes)
