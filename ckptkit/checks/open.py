@@ -249,7 +249,7 @@ class LazyTensor:
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read the tensor for `np.asarray(tensor)` and similar functions."""
         if copy is False:
-            raise ValueError(f"`{self.name}` lies in a file: reading it makes a copy")
+            raise ValueError(f"`{self.name}`: numpy asked for an array without a copy, but the tensor is in a file")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 

@@ -297,7 +297,7 @@ class Contradiction(NamedTuple):
 CONTRADICTIONS = (
     Contradiction(
         lambda asked: asked.world_size is not None and not asked.writer.is_sharded,
-        "`{to}` is the same for any number of ranks",
+        "--world-size has no effect: `{to}` is the same for any number of ranks",
         "drop --world-size",
     ),
     Contradiction(
@@ -307,47 +307,47 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.optimizer_keys and asked.writer.is_model_only,
-        "a Hugging Face model has no optimizer",
+        "--optimizer-keys has no effect: a Hugging Face model has no optimizer",
         "drop --optimizer-keys",
     ),
     Contradiction(
         lambda asked: asked.optimizer_order is not None and asked.writer.is_model_only,
-        "a Hugging Face model has no optimizer",
+        f"{ORDER} has no effect: a Hugging Face model has no optimizer",
         f"drop {ORDER}",
     ),
     Contradiction(
         lambda asked: asked.complete_optimizer and (asked.writer.is_model_only or asked.merge),
-        "the output is a model without an optimizer",
+        "--complete-optimizer has no effect: the output has no optimizer",
         "drop --complete-optimizer",
     ),
     Contradiction(
         lambda asked: asked.max_shard_size != DEFAULT_SHARD_SIZE and not asked.writer.is_model_only,
-        "`{to}` does not write safetensors files",
+        "--max-shard-size has no effect: `{to}` does not write safetensors files",
         "drop --max-shard-size",
     ),
     Contradiction(
         lambda asked: asked.adapter_config and not (asked.merge or asked.writer.is_model_only),
-        "`{to}` keeps adapters as they are",
+        "--adapter-config has no effect: `{to}` copies adapters unchanged",
         "drop --adapter-config, or pass --merge",
     ),
     Contradiction(
         lambda asked: asked.to == ADAPTER and asked.merge,
-        "a merged model is not an adapter",
+        "--merge cannot be combined with --to adapter: a merged model is not an adapter",
         "drop --merge, or pass --to hf",
     ),
     Contradiction(
         lambda asked: asked.experts and (asked.merge or not asked.writer.is_model_only),
-        "--experts is for an adapter as output",
+        "--experts has no effect: the output is not an adapter",
         "pass --to adapter, or drop --experts",
     ),
     Contradiction(
         lambda asked: asked.experts_layout and not (asked.merge or asked.experts),
-        "--experts-layout is for a merge, or for --experts",
+        "--experts-layout has no effect without --merge or --experts",
         "pass --merge or --experts, or drop --experts-layout",
     ),
     Contradiction(
         lambda asked: asked.merge and asked.changes_names,
-        "an adapter only fits the names and rows that its model had in training",
+        "--merge cannot be combined with --names, --map or --vocab-size: they would change the base first",
         "merge first, then consolidate the result with --names, --map or --vocab-size",
     ),
     Contradiction(
@@ -397,7 +397,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.quantize and not asked.writer.is_model_only,
-        "`{to}` is not a model format that can be quantized",
+        "--quantize: `{to}` cannot store quantized weights",
         "run `ckptkit consolidate SRC OUT --quantize` instead",
     ),
     Contradiction(
@@ -407,7 +407,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.quantize and asked.names not in (None, HUB),
-        "loaders of quantized weights look for the Hub's names",
+        "--names cannot be combined with --quantize: loaders of quantized weights look for the Hub's names",
         "drop --names",
     ),
     Contradiction(
@@ -427,7 +427,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.base and not (asked.writer.is_model_only or asked.merge or asked.changes_names),
-        "ckptkit does not compare `{to}` with a config.json",
+        "--base has no effect: ckptkit does not compare `{to}` with a config.json",
         "drop --base",
     ),
 )

@@ -243,7 +243,7 @@ def test_what_cannot_be_is_refused(made: Made, tmp_path: Path) -> None:
         assert not (tmp_path / "never").exists()
     with pytest.raises(CkptError, match="contains no adapter"):
         ckptkit.convert(made.base, tmp_path / "never", to="adapter")
-    with pytest.raises(CkptError, match="experts is for an adapter as output"):
+    with pytest.raises(CkptError, match="experts has no effect: the output is not an adapter"):
         ckptkit.convert(made.saved, tmp_path / "never", to="dcp", experts="flat")
 
 

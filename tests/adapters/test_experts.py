@@ -154,5 +154,5 @@ def test_an_option_that_would_do_nothing_is_refused(made: Made, tmp_path: Path) 
         ckptkit.merge(made.base, [made.saved, made.saved], tmp_path / "out", experts_layout="peft")
     with pytest.raises(Usage, match="experts_layout: expected peft or blocks, found `unsloth`"):
         ckptkit.merge(made.base, made.saved, tmp_path / "out", experts_layout="unsloth")
-    with pytest.raises(Usage, match="is for a merge, or for experts"):
+    with pytest.raises(Usage, match="experts_layout has no effect without merge or experts"):
         ckptkit.consolidate(made.saved, tmp_path / "out", experts_layout="peft")

@@ -166,10 +166,10 @@ def test_a_file_that_is_one_of_one_is_the_model(tmp_path: Path) -> None:
 def test_a_lone_file_of_a_rank_may_be_whole_which_is_said(tmp_path: Path, name: str) -> None:
     torch.save({"model": {"w": WEIGHT[:4]}}, tmp_path / name)
     found = ckptkit.consolidate(tmp_path / name, tmp_path / "out", names="keep")
-    assert "its name counts ranks, and nothing shows whether this file has the whole model" in found.warnings[0]
-    assert any("counts ranks" in remark for remark in ckptkit.inspect(tmp_path / name).remarks)
-    assert any("counts ranks" in note for note in ckptkit.verify(tmp_path / name)[0].notes)
-    assert any("counts ranks" in note for note in ckptkit.doctor(tmp_path / name).notes)
+    assert "name contains a rank number, and nothing shows whether this file has the full model" in found.warnings[0]
+    assert any("a rank number" in remark for remark in ckptkit.inspect(tmp_path / name).remarks)
+    assert any("a rank number" in note for note in ckptkit.verify(tmp_path / name)[0].notes)
+    assert any("a rank number" in note for note in ckptkit.doctor(tmp_path / name).notes)
 
 
 @pytest.mark.parametrize(

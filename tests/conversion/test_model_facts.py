@@ -283,7 +283,7 @@ def test_an_adapter_that_changes_its_base(tmp_path: Path) -> None:
     assert keys == {"zeros": [], "gaussian": [], "pissa": ["init_lora_weights"], "other": []}
     notes = ckptkit.diff(plain, tmp_path / "other").notes
     assert [note for note in notes if "base" in note] == [
-        f"the adapter is for the base ``, the one in {tmp_path / 'other'} for `org/other`"
+        f"the adapters name different bases: ``, in {tmp_path / 'other'} `org/other`"
     ]
     assert not any("adapter_config.json" in note for note in notes)
     (found,) = ckptkit.verify(plain, against=tmp_path / "pissa")

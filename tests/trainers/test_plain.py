@@ -254,7 +254,7 @@ def by_layer(optimizer: dict[str, Any]) -> None:
         (duplicate, Corrupt, "list parameter 2 twice"),
         (orphan, Corrupt, "a state for this parameter, but no group"),
         (empty_orphan, Corrupt, "a state for this parameter, but no group"),
-        (mixed, Corrupt, "list both numbers and names"),
+        (mixed, Corrupt, "either parameter indices or names in the optimizer's groups, found both"),
         (missing, Unsupported, "139 parameters|of shape"),
         (other_shape, Unsupported, "of shape|has the shape"),
         (swapped_groups, Unsupported, "has the shape"),
@@ -385,7 +385,7 @@ def test_names_that_contradict_their_groups_get_no_numbers(tmp_path: Path) -> No
 @pytest.mark.parametrize("params", [[None], "ab", [1.5], [True]])
 def test_groups_that_list_no_parameters_are_damaged(tmp_path: Path, params: Any) -> None:
     torch.save({"optimizer": {"state": {}, "param_groups": [{"params": params}]}}, tmp_path / "x.pt")
-    with pytest.raises(Corrupt, match="no list of parameters"):
+    with pytest.raises(Corrupt, match="expected a list of the group's parameters"):
         ckptkit.convert(tmp_path / "x.pt", tmp_path / "no", to="pt", optimizer_keys="ids")
 
 
