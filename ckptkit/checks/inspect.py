@@ -250,7 +250,7 @@ def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
         yield doubt
     named, noted = checkpoint.own_step, checkpoint.noted_step
     if named is not None and noted not in (None, named) and not is_epoch(checkpoint.path):
-        yield f"the name says step {named:,}, the checkpoint itself step {noted:,}"
+        yield f"the name contains step {named:,}, but the checkpoint records step {noted:,}"
     weights = find_names(checkpoint.model_component)
     head, config = weights.get(HEAD), find_config(checkpoint.model_component.path)
     if head and config and is_tied(config) and not any(head in tie for tie in ties):

@@ -49,7 +49,7 @@ def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Ve
     """Verify the files in a directory, and write its manifest."""
     result = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
     require_sound(
-        result, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
+        result, "fix the problems that `ckptkit verify` lists, then run this again"
     )
     others = regular_files_in(root) - result.sums.keys()
     replace_manifest(root, Manifest({**result.sums, **sum_files(root, others, ())}))

@@ -46,7 +46,7 @@ def find_towers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     for key, words in _TOWERS.items():
         if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
             fix = from_base(case, model, filter(words.search, model.specs))
-            yield Finding("layers", None, f"{model.name} declares `{key}`, but no tensor belongs to such a tower", fix)
+            yield Finding("layers", None, f"{model.name} declares `{key}`, but the checkpoint has no tensors of it", fix)
 
 
 def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
@@ -163,7 +163,10 @@ def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
         fix = None if own.config is None else export(case.checkpoint, base=str(own.found_in))
         yield Finding("config", None, f"{case.model.name} is another model: {words}", fix)
     else:
-        message = f"{case.model.name} computes something else than {own.described_in} in {own.found_in} says: {words}"
+        message = (
+            f"{case.model.name} differs from {own.described_in} in {own.found_in} in keys that change the "
+            f"computation: {words}"
+        )
         yield Finding("config", None, message)
 
 

@@ -242,4 +242,4 @@ def describe_model(checkpoint: Path, parts: Mapping[str, Any]) -> None:
             if part is not None:
                 part.save_pretrained(checkpoint)
     except Exception as error:  # noqa: BLE001 - an error on rank 0 alone would make the other ranks wait forever
-        _logger.warning("no config.json was put into %s: %s", checkpoint, error)
+        _logger.warning("could not write config.json into %s: %s", checkpoint, error)

@@ -94,7 +94,7 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
     if len(unknown) > 1 or len(unassigned) < len(unknown):
         raise Unsupported(f"{count(len(unknown), 'parameter')}: no state of the optimizer shows a shape for them")
     if unknown and len(unassigned) > 1:
-        message = f"it or `{unassigned[1]!s}` is the parameter whose state shows no shape, and no file says which"
+        message = f"a state without a shape belongs to this parameter or to `{unassigned[1]!s}`, and no file says which"
         raise Unsupported(message, tensor=str(unassigned[0]))
     assigned |= dict(zip(unknown, unassigned, strict=False))
     trained = set(assigned.values())
@@ -226,7 +226,7 @@ def trace_back(way: Way | None) -> list[int]:
 
 
 def ambiguous(key: Hashable) -> Unsupported:
-    message = "its shape fits several optimizer groups, so its number is unknown"
+    message = "the shape fits several optimizer groups, so the parameter index is unknown"
     return Unsupported(message, tensor=str(key), hint=KEEP_NUMBERS)
 
 

@@ -145,12 +145,12 @@ def cut_flat(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Ite
     }
     if len(starts) > 1:
         message = (
-            f"{known.said_by} has {len(members)} parameters for this flat parameter, which fit in {len(starts)} ways"
+            f"the {len(members)} parameters of {known.said_by} fit into this flat parameter in {len(starts)} ways"
         )
         raise Unsupported(message, path=layout.path, tensor=name)
     if not starts:
         total = sum(map(prod, members.values()))
-        message = f"expected {total} numbers in {len(members)} parameters ({known.said_by}), found {flat.spec.numel}"
+        message = f"expected {total} elements in {len(members)} parameters ({known.said_by}), found {flat.spec.numel}"
         raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {known.said_by} belongs to this model")
     pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in flat.chunks]
     for (parameter, shape), start in zip(members.items(), *starts.values(), strict=True):

@@ -134,7 +134,7 @@ def moment_shapes(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Sh
     for (number, what), count in of_moment.items():
         if shapes.setdefault(number, count) != count:
             raise Corrupt(
-                f"expected {shapes[number]} numbers in the pieces of `{what}` of parameter {number}, found {count}"
+                f"expected {shapes[number]} elements in `{what}` of parameter {number}, found {count}"
             )
     return shapes
 

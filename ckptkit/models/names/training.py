@@ -128,7 +128,7 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
     place, parameter = entry
     if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
-        raise Unsupported("expected parameter names in the optimizer, found numbers", tensor=dotted(key), hint=hint)
+        raise Unsupported("expected parameter names in the optimizer, found indices", tensor=dotted(key), hint=hint)
     return choose_entry(place, parameter, own)
 
 
@@ -242,7 +242,8 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
     """Return the list of a group's parameters under their new names. Unknown names do not change."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise Unsupported("the optimizer numbers its parameters", path=layout.path, tensor=name)
+        message = "expected parameter names in the optimizer, found indices"
+        raise Unsupported(message, path=layout.path, tensor=name)
     own = set(weights.values())
     listed = {one: clean(one, own) for one in value}
     known = set(listed.values())

@@ -134,7 +134,8 @@ def choose_length(model: Architecture, wanted: int | None) -> int:
     if wanted is None:
         return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
     if model.max_length and wanted > model.max_length:
-        raise Usage(f"sequence_length: expected at most {model.max_length} (max_position_embeddings), found {wanted}")
+        message = f"--sequence-length: expected at most {model.max_length} (max_position_embeddings), found {wanted}"
+        raise Usage(message)
     return wanted
 
 
@@ -145,7 +146,7 @@ def setups_for(setup: Setup, strategy: str | None, replicas: int | None) -> list
     """
     if replicas is not None and strategy not in {"hybrid_shard", None}:
         raise Usage(
-            f"strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
+            f"--strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
             hint="use `--strategy hybrid_shard`",
         )
     asked = strategy is not None or replicas is not None

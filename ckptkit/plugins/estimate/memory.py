@@ -82,7 +82,7 @@ class Setup:
             raise Usage(f"unknown strategy `{self.strategy}`", hint=f"use one of {', '.join(STRATEGIES)}")
         if self.world_size % self.replicas and self.strategy == "hybrid_shard":
             raise Usage(
-                f"hybrid_shard: expected a multiple of {self.replicas} GPUs (replicas), found {self.world_size}"
+                f"--world-size: expected a multiple of {self.replicas} (--replicas), found {self.world_size}"
             )
 
     @property

@@ -99,6 +99,6 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(Path(name).parent if Path(name).name == "tokenizer.json" else name)
     except Exception as error:  # the tokenizers library raises nothing narrower
         reason = str(error).partition("\n")[0]
-        hint = "give a directory with a tokenizer.json, or the name of a model on the Hub"
+        hint = "pass a directory with a tokenizer.json, or the name of a model on the Hub"
         raise Usage(f"no tokenizer `{name}`: {reason}", hint=hint) from error
     return HuggingFaceTokenizer(tokenizer, name)
