@@ -103,7 +103,7 @@ class AdapterConfig:
         return match is not None and (int(match[1]), int(match[2])) > _ADDS_TWICE
 
     def is_target(self, module: str) -> bool:
-        """Return whether PEFT would adapt a module whose name the adapter has in another layer.
+        """Return whether this config makes PEFT adapt the module.
 
         Returns False if only a pattern that is too expensive to match could decide. Source:
         `check_target_module_exists` in peft/tuners/tuners_utils.py.

@@ -101,9 +101,9 @@ _VOCABULARY = "vocab_size"
 def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the model in the first component with the adapters of the others merged into it.
 
-    A single component contains the adapter; its base is in it, too, or `--base` names it. `options` select and rename
-    the output's tensors. Raises `Mismatch` for an adapter that does not fit its base, `Unsupported` for one that cannot
-    be merged.
+    With one component, that component has the adapter and may have the base; otherwise `--base` gives the base.
+    `options` select and rename the output's tensors. Raises `Mismatch` for an adapter that does not fit its base,
+    `Unsupported` for one that cannot be merged.
     """
     *before, last = components
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))

@@ -51,7 +51,7 @@ class ComparedFacts(NamedTuple):
 class ModelFacts:
     """The facts about the model at `path`: its model files, and what the trainer's own files report.
 
-    `reported` is in keys of config.json, where config.json has them; `reported_in` names the files. `adapter` is the
+    `reported` uses the keys of config.json where they exist; `reported_in` names the trainer's files. `adapter` is the
     config of an adapter.
     """
 

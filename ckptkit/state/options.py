@@ -272,7 +272,7 @@ class ConvertOptions:
         return Edits(self.include, self.exclude, self.rename, self.dtype, self.allow_unmatched)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the options that all processes must share that write one output together."""
+        """Return the options that must be equal in all parts of one conversion."""
         common = [field.name for field in fields(self) if not field.metadata]
         return {name: anywhere(name, getattr(self, name)) for name in common}
 

@@ -49,7 +49,7 @@ class States:
 
     @property
     def lacking(self) -> list[str]:
-        """Return the parameters in its groups without a state; [] if the first has the state of all, as in LBFGS."""
+        """Return the parameters in its groups without a state; [] for LBFGS, whose first parameter has all states."""
         if any(kinds.keys() >= _OF_ALL for kinds in self.of.values()):
             return []
         return [parameter for group in self.groups for parameter in group if parameter not in self.of]

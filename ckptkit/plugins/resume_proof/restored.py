@@ -1,4 +1,4 @@
-"""Check that every group of state in a checkpoint is restored, and name the cause if a resumed run is another one."""
+"""Check that every group of state in a checkpoint is restored, and name the cause if the resumed run differs from the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
-_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # that betas or momentum decay
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # states that decay
 _COUNTED = re.compile(r"running_(mean|var)|num_batches_tracked")  # buffers that a forward pass changes
 _SAME = 1e-6  # relative: moments that were decayed by a beta of almost 1, in float32
 
