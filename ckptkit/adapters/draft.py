@@ -123,7 +123,7 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         raise Unsupported(message, path=first.part.path, hint=hint)
     if others or options.weights:
         hint = "run `ckptkit merge BASE A B OUT --factors 0.5,0.5`"
-        message = "ckptkit does not average adapters: the mean of their matrices is not the mean of their weight updates"
+        message = "cannot average adapters: the mean of their matrices is not the mean of their weight updates"
         raise Unsupported(message, path=first.part.path, hint=hint)
     new_files: dict[str, bytes] = {}
     drafts: list[Draft] = []

@@ -71,7 +71,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         .select(layout.tensors.keys() - left_out)
         .say(
             *(
-                f"{one} and {tied[one]} are no longer tied, because the adapter changes {name_changed(one, tied, changed)}"
+                f"{one} and {tied[one]} are no longer tied, because training changed {name_changed(one, tied, changed)}"
                 for one in sorted(untied_by_config)
             ),
             *(

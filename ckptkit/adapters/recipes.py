@@ -114,8 +114,8 @@ class Merging:
             if in_base is None:
                 self.notes.append(f"`{own}` comes from the adapter: the base does not have this tensor")
             elif in_base.spec.shape != trained.spec.shape:
-                shapes = f"{list(trained.spec.shape)} (the adapter's shape), not {list(in_base.spec.shape)} (the base's)"
-                self.notes.append(f"`{own}` gets shape {shapes}")
+                ours, theirs = list(trained.spec.shape), list(in_base.spec.shape)
+                self.notes.append(f"`{own}` has the adapter's shape {ours}, not the base's {theirs}")
             dtype = trained.spec.dtype if in_base is None else in_base.spec.dtype
             is_castable = trained.spec.dtype == dtype or trained.spec.dtype.can_become(dtype)
             if not is_castable:

@@ -66,8 +66,8 @@ class LeftBehind(NamedTuple):
 def is_run(path: Path) -> bool:
     """Return whether a directory without a step in its name is a run, although a file in it could be a model.
 
-    It is a run if (1) file names of checkpoints have steps, or (2) a latest-checkpoint file, a link or a last checkpoint
-    is beside names that may be steps. It is a checkpoint if a format recognizes a file in it by name or content.
+    It is a run if (1) file names of checkpoints have steps, or (2) a latest-checkpoint file, a link or a last
+    checkpoint is beside names that may be steps. It is a checkpoint if a format recognizes a file in it.
     """
     if not path.is_dir() or step_of(path) is not None:
         return False

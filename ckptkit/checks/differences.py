@@ -77,7 +77,8 @@ def problems_of(found: Diff) -> Iterator[Mismatch]:
     """Yield a problem for each tensor that differs or that only one has, and one for configs that differ."""
     path, other = found.a, found.b
     if certain := [one for one in found.configs if one.is_certain]:
-        message = f"config.json differs in keys that change the computation: {describe_differences(certain, str(other))}"
+        words = describe_differences(certain, str(other))
+        message = f"config.json differs in keys that change the computation: {words}"
         yield Mismatch(message, path=path)
     for name in found.only_in_a:
         yield Mismatch(f"not in {other}", path=path, tensor=name)

@@ -139,8 +139,8 @@ To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
 ToOrAdapter = Annotated[
     WritableOrAdapter | None,
     typer.Option(
-        help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone. By default pt if OUT is a file such as x.pt; "
-        "required if OUT is a directory."
+        help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone. "
+        "By default pt if OUT is a file such as x.pt; required if OUT is a directory."
     ),
 ]
 OPTIONS = settings_of(ConvertOptions)

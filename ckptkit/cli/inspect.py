@@ -196,7 +196,7 @@ def under(group: Group) -> str:
 
 
 def percentage(part: float) -> str:
-    """Return a fraction as a percentage that is never rounded to 0 % or 100 %."""
+    """Return a fraction as a percentage that is never rounded to 0% or 100%."""
     if 0 < part < 0.01:
         return "<1%"
     return ">99%" if 0.99 < part < 1 else f"{part:.0%}"

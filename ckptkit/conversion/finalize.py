@@ -68,4 +68,5 @@ def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]
         return sources, ConvertOptions.of({}, **words["options"]), int(words["parts"])
     except (KeyError, TypeError, ValueError) as error:
         hint = "delete it, and run all parts again"
-        raise Corrupt("expected the sources and options of a conversion, found other data", path=path, hint=hint) from error
+        message = "expected the sources and options of a conversion, found other data"
+        raise Corrupt(message, path=path, hint=hint) from error

@@ -46,7 +46,8 @@ def find_towers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     for key, words in _TOWERS.items():
         if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
             fix = from_base(case, model, filter(words.search, model.specs))
-            yield Finding("layers", None, f"{model.name} declares `{key}`, but the checkpoint has no tensors of it", fix)
+            message = f"{model.name} declares `{key}`, but the checkpoint has no tensors of it"
+            yield Finding("layers", None, message, fix)
 
 
 def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ class CkptkitIO(TorchCheckpointIO):
             raise Usage(f"expected another name than `{FORM}`, which ckptkit uses itself")
         directory = to_local(path)
         if isinstance(calling_strategy(), FSDPStrategy | ModelParallelStrategy):
-            words = "wrote one file as Lightning does, without checksums: this strategy loads full models in no other form"
+            words = "wrote one file as Lightning does, without checksums, because this strategy loads only such a file"
             warn(f"{directory} is {words}")
             super().save_checkpoint(checkpoint, directory)
             return

@@ -191,8 +191,8 @@ class ConvertOptions:
     def of(cls, given: Keywords, **more: Any) -> Self:
         """Return the options that users have `given`, and `more`.
 
-        An option with several values also accepts a single string or a list. Raises TypeError for an unknown option, `Usage` for
-        options that contradict each other or the format.
+        An option with several values also accepts a single string or a list. Raises TypeError for an unknown option,
+        `Usage` for options that contradict each other or the format.
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():
             raise TypeError(f"unknown option `{min(unknown)}`")

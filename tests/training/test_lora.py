@@ -194,7 +194,11 @@ def test_what_does_not_go_on_is_refused(
     cases: list[tuple[TrainConfig, type[CkptError], str]] = [
         (replace(alone, lora_rank=4), Mismatch, "another adapter: expected 4 as `r`, found 3"),
         (replace(alone, lora_alpha=6), Mismatch, "another adapter: expected 6 as `lora_alpha`, found 5"),
-        (replace(alone, lora_targets=("q_proj",)), Mismatch, "another adapter: expected ['q_proj'] as `target_modules`"),
+        (
+            replace(alone, lora_targets=("q_proj",)),
+            Mismatch,
+            "another adapter: expected ['q_proj'] as `target_modules`",
+        ),
         (replace(alone, weights=None), Usage, "the checkpoints would contain only adapters, and no file"),
         (replace(alone, weights=tmp_path / "other"), Mismatch, "which were trained on another base"),
         (replace(whole, lora_rank=3), Mismatch, "expected LoRA adapters in the checkpoint to resume, found none"),

@@ -66,7 +66,8 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "router": (Certainty.LIKELY, "expected {expected} rows, one for each expert, found {found}"),
     "head": (
         Certainty.NOTE,
-        "expected {expected} rows as in `{embedding}`, found {found}: one was resized, unless some tokens are input only",
+        "expected {expected} rows as in `{embedding}`, found {found}: "
+        "one was resized, unless some tokens are input only",
     ),
     "training_point": (
         Certainty.NOTE,

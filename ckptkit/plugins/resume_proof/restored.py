@@ -1,4 +1,4 @@
-"""Check that every group of state in a checkpoint is restored, and name the cause if the resumed run differs from the uninterrupted one."""
+"""Check that every group of state in a checkpoint is restored, and name the cause if the resumed run differs."""
 
 from __future__ import annotations
 

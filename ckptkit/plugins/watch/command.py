@@ -63,8 +63,8 @@ def watch(
 
     Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
 
-    Exit codes: 0 all checkpoints were handled (only with --once); 1 some failed; 2 usage; 3 RUN is not a run; 4 an I/O failure; 5 a watch
-    with the same commands is running; 130 interrupted; 143 terminated.
+    Exit codes: 0 all checkpoints were handled (only with --once); 1 some failed; 2 usage; 3 RUN is not a run; 4 an I/O
+    failure; 5 a watch with the same commands is running; 130 interrupted; 143 terminated.
     """
     from ckptkit.plugins.watch.watch import watch as run_it
 

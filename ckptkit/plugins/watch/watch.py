@@ -49,8 +49,9 @@ Listener = Callable[[Event], None]
 class Watched(Summarized):
     """The checkpoints of the run `root` by outcome.
 
-    This watch `handled` them, or a command `failed`; the `missed` ones were deleted before they were handled. An earlier
-    watch handled the checkpoints in `before`. `reasons` maps each failed checkpoint to the failed command and the cause.
+    This watch `handled` them, or a command `failed`; the `missed` ones were deleted before they were handled. An
+    earlier watch handled the checkpoints in `before`. `reasons` maps each failed checkpoint to the command that failed
+    and the cause.
     """
 
     root: Path

@@ -272,11 +272,11 @@ class Requantized:
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
         """Return a sentence on how many weights would be the same; those in `noted` would not."""
         others = [name for name in judged if name in noted]
-        again = f"quantizing to int{self.bits} again, with scales of maximum / {self.largest}, restores the same integers"
+        again = f"quantizing to int{self.bits} again, with scales of maximum / {self.largest}, restores"
         if not others:
-            return f"{again} in {count(len(judged), 'weight')}"
-        same = len(judged) - len(others)
-        return f"{again} in only {same} of {count(len(judged), 'weight')}, not in {abridge(others)}"
+            return f"{again} the same integers in {count(len(judged), 'weight')}"
+        some = f"only {len(judged) - len(others)} of {count(len(judged), 'weight')}"
+        return f"{again} the same integers in {some}, not in {abridge(others)}"
 
 
 class Extremes:
