@@ -131,7 +131,7 @@ def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tu
     opened = state.model
     if is_deepspeed_zero3_enabled():
         hint = "run `ckptkit consolidate SRC OUT` and load OUT with from_pretrained"
-        raise Unsupported("ZeRO-3 can only partition whole tensors", path=opened.path, hint=hint)
+        raise Unsupported("ZeRO 3 can only partition full tensors", path=opened.path, hint=hint)
     for remark in opened.remarks:
         if isinstance(remark, Caution):
             _logger.warning("%s", remark)
