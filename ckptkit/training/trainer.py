@@ -97,7 +97,7 @@ class Trainer:
             raise CkptError(
                 f"step {progress.step + 1}: the loss is {loss} and the gradient norm {norm}; the run stops here",
                 path=self.config.run,
-                hint="resume from the latest checkpoint with a lower `--lr` or a longer `--warmup`",
+                hint="resume from the latest checkpoint with a lower --lr or a longer --warmup",
             )
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()

@@ -102,7 +102,8 @@ def estimate(
         counted = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
         asked = (f"{counted}: change this with --vocab-size and --untied",)
     elif vocab_size is not None or untied:
-        raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
+        message = f"--vocab-size and --untied have no effect: MODEL is not a size ({', '.join(SIZES)})"
+        raise Usage(message, hint="drop them")
     else:
         config = model if isinstance(model, Mapping) else read_config(str(model))
     architecture = read_architecture(config)
@@ -147,7 +148,7 @@ def setups_for(setup: Setup, strategy: str | None, replicas: int | None) -> list
     if replicas is not None and strategy not in {"hybrid_shard", None}:
         raise Usage(
             f"--strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
-            hint="use `--strategy hybrid_shard`",
+            hint="pass --strategy hybrid_shard",
         )
     asked = strategy is not None or replicas is not None
     copies = 2 if replicas is None else replicas

@@ -91,7 +91,7 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        hint = "pip install 'ckptkit-fsdp[hf]', or drop `--tokenizer` to train on bytes"
+        hint = "pip install 'ckptkit-fsdp[hf]', or drop --tokenizer to train on bytes"
         raise Usage("a Hugging Face tokenizer needs the package transformers", hint=hint) from error
     if "/" in name and not Path(name).exists() and not is_model_id(name):
         raise Usage(f"no tokenizer `{name}`: the file or directory does not exist", hint=hint_for_hub_id(name))

@@ -153,7 +153,7 @@ def find_linear(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str,
             continue
         if type(module) is not nn.Linear:
             message = f"`{name}` is a `{type(module).__name__}`: only linear layers are given adapters here"
-            raise Unsupported(message, hint="name others with `--lora-targets`")
+            raise Unsupported(message, hint="pass other layers with --lora-targets")
         yield name, module
 
 
