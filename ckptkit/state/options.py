@@ -80,7 +80,7 @@ class ConvertOptions:
         str | None,
         Help(
             "Order of the optimizer's parameters: model (order of model.parameters()), or a file with one name per "
-            "line. ckptkit checks only the shapes.",
+            "line. ckptkit refuses an order that the checkpoint contradicts.",
             "model|FILE",
         ),
     ] = None
