@@ -185,7 +185,7 @@ def find_ties(case: LoadTarget) -> Iterator[Finding]:
             continue
         if name not in weights.layout.tensors:
             if source in weights.layout.tensors and case.checkpoint.model_component.reader.is_sharded and model.asked:
-                message = f"it is tied to `{source}`; a model in memory has both, so torch's load asks for this one too"
+                message = f"missing, but tied to `{source}`; a model in memory has both, so torch's load asks for both"
                 yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
         elif name in compared and differs(weights.layout, name, source):
             message = (

@@ -85,7 +85,8 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
             raise Unsupported(message, hint=_HINT)
         if len(keys) > 1:
             message = (
-                f"it has the same shape {as_text(size)} as `{keys[1]!s}`, and no file says which state belongs to it"
+                f"this parameter and `{keys[1]!s}` have the same shape {as_text(size)}, and no file says which state "
+                "belongs to which"
             )
             raise Unsupported(message, tensor=str(keys[0]))
         assigned[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
@@ -113,7 +114,7 @@ def not_all_of_one_model(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -
     total = count(len(keys), "parameter")
     model = next((model for model in models if model.keys() >= keys), None)
     if model is None:
-        return Unsupported(f"its {total} belong to several models")
+        return Unsupported(f"the {total} of the optimizer belong to several models")
     without = next(key for key in model if key not in keys)
     message = f"expected {len(model)} parameters as in the model, found {len(keys)}: `{without!s}` has no index. Frozen"
     return Unsupported(f"{message} parameters explain that, and so does an optimizer of something that was not saved")

@@ -92,7 +92,7 @@ def test_numbers_that_do_not_tell(produce: Produce, tmp_path: Path) -> None:
 
 
 def test_numbers_without_an_order_do_not_tell(produce: Produce, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="no file says which state belongs to it"):
+    with pytest.raises(Unsupported, match="no file says which state belongs to which"):
         ckptkit.convert(produce(unused).root / "numbered.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
 
 

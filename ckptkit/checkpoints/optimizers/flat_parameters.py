@@ -46,7 +46,7 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     flat = {name: key for name in layout.tensors if is_flat(key := layout.key(name))}
     known = find_shapes(layout, path, base)
     if known is None:
-        message = "this is a flat parameter, and no file gives the names and shapes of its parts"
+        message = "this is a flat parameter, and no file gives the names and shapes of the parameters in it"
         raise Unsupported(message, path=path, tensor=next(iter(flat)), hint=_HINT)
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name not in flat}
     keys = {name: key for name, key in layout.keys.items() if name not in flat}

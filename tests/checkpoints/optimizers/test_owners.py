@@ -20,7 +20,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from tests.checkpoints.examination.inconsistent import save_dcp, save_joined
 
 DOUBT = "no file says which of them it trains"
-SAME_SHAPE = "no file says which state belongs to it"
+SAME_SHAPE = "no file says which state belongs to which"
 
 
 class Disc(nn.Module):
