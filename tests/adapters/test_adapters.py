@@ -194,7 +194,7 @@ def test_a_wrapped_base_alone_is_no_model(home: Path, tmp_path: Path) -> None:
     """Without the adapter its names are those of the wrapper, unless they are made the model's."""
     shutil.copy(home / "full" / "state.pt", tmp_path)
     exclude = ["*lora_*", "*modules_to_save*"]
-    with pytest.raises(Unsupported, match="PEFT's wrapper"):
+    with pytest.raises(Unsupported, match="the name has PEFT's prefix"):
         ckptkit.consolidate(tmp_path / "state.pt", tmp_path / "out", exclude=exclude)
     rules = [r"^base_model\.model\.=>", r"\.(base_layer|original_module)\.=>."]
     ckptkit.consolidate(tmp_path / "state.pt", tmp_path / "out", exclude=exclude, rename=rules)

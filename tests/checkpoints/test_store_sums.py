@@ -56,7 +56,7 @@ def test_one_request_a_file_proves_a_checkpoint(place: Place, source: Path) -> N
     assert found.proved_files == 2
     assert found.checked_bytes > PART
     assert found.unchecked_bytes == 0
-    assert any("compared with the store's CRC-32" in note for note in found.notes)
+    assert any("by the store's CRC-32" in note for note in found.notes)
     assert sum(".distcp" in one.what for one in place.server.requests) == 1
     assert place.server.nbytes < HEADER
     assert not [one for one in place.server.requests if one.start is not None and ".distcp" in one.what]
