@@ -89,9 +89,7 @@ class Merging:
         inside = {update.module for update in updates if self.attention_around(source, update)}
         for update in updates:
             if update.module in inside and update.attention is None:
-                self.note_once(
-                    "ignored the extra `out_proj` matrices of nn.MultiheadAttention: PEFT saves but does not use them"
-                )
+                self.note_once("ignored `out_proj` matrices of nn.MultiheadAttention that PEFT saves but does not use")
             else:
                 self.add_update(source, update)
         for name, entry in source.adapter.entries.items():

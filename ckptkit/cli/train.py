@@ -165,9 +165,9 @@ def script_settings() -> dict[str, Setting]:
 
 @with_options(script_settings(), over_a_file=True)
 def smoke(
-    run: Annotated[
-        Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run.")
-    ] = Path("run"),
+    run: Annotated[Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run.")] = Path(
+        "run"
+    ),
     out: Annotated[
         Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where to write the export.")
     ] = Path("out"),
@@ -189,8 +189,7 @@ def smoke(
     With --command, runs your script instead: it must stop at {steps} and save every {save_every} steps to {run}. The
     runs are in RUN; smoke deletes them at the end, unless you pass --keep.
 
-    Example: ckptkit smoke --command 'torchrun --nproc-per-node {nproc} train.py --out {run} --steps {steps}
-    --save-every {save_every}'
+    Example: ckptkit smoke --command 'python train.py --out {run} --steps {steps} --save-every {save_every}'
 
     Exit codes: 0 all checks passed; 1 a check failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
     """

@@ -209,7 +209,11 @@ def test_what_does_not_go_on_is_refused(
         ),
         (replace(lora, run=tmp_path / "run", weights=None), Usage, "the checkpoints would contain only adapters"),
         (replace(lora, run=tmp_path / "run", weights=trained[2].run), Mismatch, "the model does not have"),
-        (replace(lora, run=tmp_path / "run", lora_targets=("q_prjo",)), Usage, "expected the name of a module, found `q_prjo`"),
+        (
+            replace(lora, run=tmp_path / "run", lora_targets=("q_prjo",)),
+            Usage,
+            "expected the name of a module, found `q_prjo`",
+        ),
         (replace(lora, run=tmp_path / "run", lora_targets=("embed_tokens",)), Unsupported, "is a `Embedding`"),
     ]
     heard: list[Any] = []

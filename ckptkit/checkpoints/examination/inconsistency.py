@@ -66,8 +66,7 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "router": (Certainty.LIKELY, "expected {expected} rows, one for each expert, found {found}"),
     "head": (
         Certainty.NOTE,
-        "expected {expected} rows as in `{embedding}`, found {found}: "
-        "one was resized, unless some tokens are input only",
+        "expected {expected} rows as in `{embedding}`, found {found}; fine if some tokens are input only",
     ),
     "training_point": (
         Certainty.NOTE,

@@ -144,9 +144,7 @@ def cut_flat(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Ite
         if (start_list := starts_of(members, flat.spec.numel, a, world))
     }
     if len(starts) > 1:
-        message = (
-            f"the {len(members)} parameters of {known.said_by} fit into this flat parameter in {len(starts)} ways"
-        )
+        message = f"the {len(members)} parameters of {known.said_by} fit into this flat parameter in {len(starts)} ways"
         raise Unsupported(message, path=layout.path, tensor=name)
     if not starts:
         total = sum(map(prod, members.values()))

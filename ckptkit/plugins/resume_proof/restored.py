@@ -223,9 +223,7 @@ def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
         hint = "pass --loss with a pattern that matches one loss at each step"
         yield Cause(OTHER, f"unknown without the loss of each step{lacking}", hint)
     if runs.is_in_place:
-        yield Cause(
-            OPTIONS, f"{OPTIONS}: weights and moments were restored, but the first optimizer step differs"
-        )
+        yield Cause(OPTIONS, f"{OPTIONS}: weights and moments were restored, but the first optimizer step differs")
     yield Cause(MOMENTS, f"{MOMENTS}: the first loss is equal, but the first optimizer step differs")
 
 
