@@ -148,10 +148,10 @@ def test_a_note_says_whether_the_integers_would_come_back(tmp_path: Path) -> Non
         tensors = {f"{name}.weight_packed": library.pack_to_int32(one, 4) for name, one in weights.items()}
         tensors |= {f"{name}.weight_scale": scales for name in weights}
         done = consolidate(written(root / "in", integers(4).said, tensors), root / "out", dtype="bf16")
-        (note,) = (note for note in done.notes if "quantize them" in note)
+        (note,) = (note for note in done.notes if "quantizing to" in note)
         return note
 
-    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight gets the same integers")
+    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, restores the same integers in 1 weight")
     note = noted(tmp_path / "some", a=codes, b=others, c=lowest)
     assert note.endswith("restores the same integers in only 1 of 3 weights, not in b.weight, c.weight")
     plain = model(tmp_path / "some" / "out")
