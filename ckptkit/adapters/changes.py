@@ -108,7 +108,7 @@ def check_config(adapter: Adapter, config: AdapterConfig) -> None:
     for update in updates:
         if config.method != "LORA":
             raise mismatch_with_config(
-                adapter, update.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}"
+                adapter, update.a, f"expected matrices of {config.method} (`{config.path}`), found matrices of LoRA"
             )
         check_rank(adapter, config, update)
         names = update.lookup_names(config)
@@ -122,13 +122,13 @@ def check_config(adapter: Adapter, config: AdapterConfig) -> None:
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
         if is_listed and not has_tied and not any(is_target(name, config) for name in (update.module, *names)):
             message = (
-                f"`{update.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
+                f"`{update.module}`: expected a target of `{config.path}`, which are {', '.join(sorted(targets or []))}"
             )
             raise mismatch_with_config(adapter, update.a, message)
         if not is_in_layers(update.module, config):
             layers = config.values["layers_to_transform"]
             raise mismatch_with_config(
-                adapter, update.a, f"`{update.module}` is not in any of the layers {layers} that `{config.path}` lists"
+                adapter, update.a, f"`{update.module}`: expected one of the layers {layers} (`{config.path}`)"
             )
     check_complete(adapter, config)
 
@@ -138,12 +138,12 @@ def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
     whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
     if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
         raise mismatch_with_config(
-            adapter, first, f"`{config.path}` says that {whole} was trained in full, but none of its tensors are here"
+            adapter, first, f"expected the tensors of {whole} (`modules_to_save` of `{config.path}`), found none"
         )
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:
         raise mismatch_with_config(
-            adapter, first, f"`{config.path}` says that token rows were trained, but there are none"
+            adapter, first, f"expected trained token rows (`trainable_token_indices` of `{config.path}`), found none"
         )
 
 

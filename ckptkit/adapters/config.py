@@ -103,7 +103,7 @@ class AdapterConfig:
         return match is not None and (int(match[1]), int(match[2])) > _ADDS_TWICE
 
     def is_target(self, module: str) -> bool:
-        """Return whether PEFT would adapt a module whose name the adapter has in another layer.
+        """Return whether this config makes PEFT adapt the module.
 
         Returns False if only a pattern that is too expensive to match could decide. Source:
         `check_target_module_exists` in peft/tuners/tuners_utils.py.
@@ -174,10 +174,10 @@ class AdapterConfig:
         if isinstance(indices, dict):
             indices = next((rows for name, rows in indices.items() if module.endswith(name)), None)
         if not isinstance(indices, list) or not all(type(row) is int and row >= 0 for row in indices):
-            message = f"`trainable_token_indices` does not say which rows of `{module}` were trained"
+            message = f"`trainable_token_indices`: expected the trained rows of `{module}`, found none"
             raise Corrupt(message, path=self.path)
         if len(set(indices)) != len(indices):
-            raise Corrupt(f"`trainable_token_indices` has a row of `{module}` twice", path=self.path)
+            raise Corrupt(f"`trainable_token_indices` lists a row of `{module}` twice", path=self.path)
         return tuple(indices)
 
     def check_known(self) -> None:

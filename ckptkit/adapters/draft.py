@@ -68,8 +68,8 @@ class AdapterComponent:
             config = self.trainer_names.hub_config(config, self.part.layout, adapter.modules, adapter.replaced)
         if config is None:
             raise NotACheckpoint(
-                f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
-                f"its tensors give {describe_adapter(adapter)}, but not alpha",
+                f"found no {CONFIG} of adapter `{adapter.name}` here or in the run; "
+                f"the tensors show {describe_adapter(adapter)}, but not alpha",
                 path=self.part.path,
                 hint="pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it",
             )
@@ -110,7 +110,7 @@ def refuse_wrapped(component: Component, names: Sequence[str]) -> None:
         message = f"{config.path} says {config.method}, but the checkpoint contains no LoRA matrices"
         raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
     if wrapped and any(".base_layer." in name for name in names):
-        message = "the tensor is inside PEFT's wrapper, but belongs to no adapter that ckptkit knows"
+        message = "the name has PEFT's prefix, but the checkpoint contains no adapter that ckptkit knows"
         raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
 
 
@@ -119,10 +119,11 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
     first, *others = opened
     if first.part.masters is not None:
         hint = "drop --weights-from to take the adapter as it was saved"
-        raise Unsupported("ckptkit does not take the masters of an adapter", path=first.part.path, hint=hint)
+        message = "--weights-from: ckptkit does not read the fp32 master weights of an adapter"
+        raise Unsupported(message, path=first.part.path, hint=hint)
     if others or options.weights:
-        hint = "run `ckptkit merge BASE A B OUT --factors 0.5,0.5` to add up their products"
-        message = "these are adapters: the mean of their matrices is not the mean of their changes"
+        hint = "run `ckptkit merge BASE A B OUT --factors 0.5,0.5`"
+        message = "cannot average adapters: the mean of their matrices is not the mean of their weight updates"
         raise Unsupported(message, path=first.part.path, hint=hint)
     new_files: dict[str, bytes] = {}
     drafts: list[Draft] = []
@@ -133,7 +134,7 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         raise Usage(f"{option} needs a model, found adapters", hint=f"drop {option}")
     if options.changes_names:
         hint = "drop --names, --map and --vocab-size, or merge the adapter into its base first"
-        raise Usage("these are adapters: they only fit the names and rows that their model had in training", hint=hint)
+        raise Usage("--names, --map and --vocab-size cannot change an adapter", hint=hint)
     notes: list[str] = []
     saved_names: list[str] = []
     dtype_rules = options.edits.dtype_rules(first.part.layout.tensors)
@@ -155,14 +156,14 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
-            notes.append(f"training modified the base before the first step ({said}): the adapter only fits that base")
+            notes.append(f"training modified the base before the first step ({said}): no other base fits the adapter")
     options.edits.check_renames(saved_names, first.part.path)
     outputs = [name for draft in drafts for name in draft.wanted.tensors]
     notes += options.edits.check_dtypes(dtype_rules, outputs, first.part.path)
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
-    notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
+    notes.append(f"loaders need the base of an adapter, too; pass --merge to write the merged model ({base})")
     if options.base is not None and not (options.experts or first.trainer_names):
-        notes.append("--base only gives the number of tokens; adapters keep their config")
+        notes.append("ckptkit took only the number of tokens from --base; adapters keep their config")
     return Conversion(
         origins=[Origin.of(first.part.path)],
         output=output,

@@ -1,4 +1,4 @@
-"""Recognize an adapter that was saved without its elements, as PEFT under ZeRO-3 did: its tensors have shape [0].
+"""Recognize an adapter that was saved without its elements, as PEFT under ZeRO 3 did: its tensors have shape [0].
 
 Source: transformers' pull request 41416. Before it, `Trainer.save_model` did not gather the parameters of an adapter.
 """
@@ -9,7 +9,7 @@ from ckptkit.errors import Corrupt
 from ckptkit.layout import Layout
 
 EMPTY = "empty_adapter"  # the code of the error
-_WHY = "ZeRO-3 saved it without gathering the parameters"
+_WHY = "ZeRO 3 saved it without gathering the parameters"
 
 
 def find_empty(layout: Layout) -> Corrupt | None:

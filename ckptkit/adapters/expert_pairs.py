@@ -164,7 +164,7 @@ class ExpertReader:
         first = self.tensor(names[0]).spec
         for name in names:
             if self.tensor(name).spec != first:
-                raise self.unfit(name, f"{first} as of the other experts")
+                raise self.unfit(name, f"{first}, as the other experts have")
         return axes.stack([self.tensor(name) for name in names])
 
     def stacked_matrices(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
@@ -236,14 +236,14 @@ class ExpertReader:
                     # gate_up maps hidden to 2 * intermediate, down maps intermediate to hidden
                     if (inputs, rows) == (outputs, 2 * columns):
                         return leaves, is_turned
-            raise self.unknown(f"the shapes of `{module}` are not those of {' and '.join(_FUSED)}", name)
+            raise self.unknown(f"`{module}`: the shapes do not fit {' and '.join(_FUSED)}", name)
         if len(targets) != 1 or len(sides) != 1:
             message = f"expected matrices for each of {', '.join(sorted(targets)) or 'its parameters'} of `{module}`"
             raise self.unknown(f"{message}, found {len(sides)}", name)
         ((depth, (inputs, outputs)),), (leaf,) = sides.items(), targets
         of_hidden, other = (inputs, outputs) if leaf == GATE_UP else (outputs, inputs)
         if (of_hidden == self.asked.hidden) == (other == self.asked.hidden):
-            message = f"only the base tells which side of `{leaf}` [{outputs}, {inputs}] is the input"
+            message = f"`{leaf}` [{outputs}, {inputs}]: only the base shows which side is the input"
             raise Usage(message, path=self.adapter.layout.path, hint="pass --base MODEL")
         return {depth: leaf}, other == self.asked.hidden
 

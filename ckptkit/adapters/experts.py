@@ -51,7 +51,7 @@ def choose_layout(config: AdapterConfig, parameter: str, count: int, rank: int, 
         return PEFT
     layout = given or find_layout(config, parameter)
     if layout is None:
-        message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
+        message = f"no file records the layout of lora_B for {count} experts of rank {rank}: peft or blocks"
         raise Unsupported(message, path=config.path, tensor=tensor, hint=HINT)
     return layout
 

@@ -182,7 +182,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
         raise Unsupported(message, path=layout.path, hint=HINT_KEEP_TENSORS)
     unknown_name = find_unknown_name(layout.tensors)
     if unknown_name is not None:
-        message = "this is not a name that PEFT gives to an adapter's matrix"
+        message = "PEFT does not give this name to an adapter's matrix"
         raise Unsupported(message, path=layout.path, tensor=unknown_name, hint=HINT_KEEP_TENSORS)
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
@@ -191,7 +191,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     nameless = {entry.adapter is None for entry in entries.values()}
     if len(nameless) > 1:
         first = next(name for name, entry in entries.items() if entry.adapter is None)
-        message = "other tensor names contain the name of an adapter, but this one does not"
+        message = "expected the name of an adapter in this tensor name, as in the others, found none"
         raise Corrupt(message, path=layout.path, tensor=first)
     if nameless == {True}:
         whole, copies = full_parameters(rest)
@@ -231,7 +231,7 @@ def names_in_base(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]
     for name in names:
         own = base_name(name)
         if own in seen:
-            message = f"`{seen[own]}` and this are both the base model's `{own}`"
+            message = f"this tensor and `{seen[own]}` are both `{own}` of the base model"
             raise Corrupt(message, path=layout.path, tensor=name)
         seen[own] = name
         yield own, name

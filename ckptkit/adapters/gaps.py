@@ -35,5 +35,5 @@ def find_gaps(adapter: Adapter, config: AdapterConfig, base: Collection[str]) ->
     if not missing:
         return []
     names = f"{', '.join(f'`{candidate}`' for candidate in missing[:_SHOWN])}{and_more(len(missing) - _SHOWN)}"
-    what = f"no matrices for {count(len(missing), 'module')} that the adapter changes in other layers"
+    what = f"the adapter has no matrices for {count(len(missing), 'module')} that it changes in other layers"
     return [Caution(f"{config.path.parent}: {what}: {names}; these modules keep the weights of the base")]

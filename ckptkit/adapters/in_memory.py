@@ -90,12 +90,12 @@ def updates_in_files(merging: Merging, files: Layout) -> Merging:
         if name not in memory.tensors:
             move_updates(merging, name, in_files, name, None)
         elif name not in reached:
-            message = "an adapter changes this tensor, and the base's files store its elements in another order"
+            message = "the adapter changes this tensor, but the base's files store its elements in another order"
             raise Unsupported(
                 message,
                 path=files.root,
                 tensor=name,
-                hint="pass --names keep, and a base that was saved as it is in memory",
+                hint="pass --names keep, and a base that was saved with the names in memory",
             )
     return in_files
 
@@ -109,7 +109,7 @@ def move_updates(merging: Merging, name: str, target: Merging, new: str, start: 
         target.tensors[new] = merging.tensors[name]
         target.reach |= {new: merging.reach[name]} if name in merging.reach else {}
     elif begin is not None or name in merging.reach:
-        message = "the base stores its parts as separate tensors, but the adapter changes the whole tensor at once"
+        message = "the adapter changes the full tensor at once, but the base's files split it into several tensors"
         raise Unsupported(message, path=merging.base.root, tensor=name)
     else:
         steps = [SubBoxStep(step, start) for step in steps]

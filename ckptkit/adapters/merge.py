@@ -59,7 +59,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
     unbound = {**config, _TIE: False}
     tied_by_class = tied.keys() & ties_in(layout, unbound).keys() if untied else tied.keys()
     for target in untied & tied_by_class & changed:
-        message = f"an adapter changes it, not `{tied[target]}`, and the model's class has one tensor for both"
+        message = f"the adapter changes this tensor but not `{tied[target]}`; this model type stores both as one tensor"
         raise Unsupported(message, path=base.root, tensor=target)
     untied_by_config = untied - tied_by_class
     still_tied = tied_by_class if untied_by_config else tied.keys()
@@ -71,11 +71,11 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         .select(layout.tensors.keys() - left_out)
         .say(
             *(
-                f"{one} and {tied[one]} were tied and no longer are: {name_changed(one, tied, changed)}"
+                f"{one} and {tied[one]} are no longer tied, because training changed {name_changed(one, tied, changed)}"
                 for one in sorted(untied_by_config)
             ),
             *(
-                f"{one} changed with {tied[one]}: the model's class has one tensor for both"
+                f"{one} changes with {tied[one]}, because this model type stores both as one tensor"
                 for one in sorted(untied & tied_by_class)
             ),
         )
@@ -84,7 +84,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
 
 
 def name_changed(name: str, tied: Mapping[str, str], changed: Collection[str]) -> str:
-    return f"{', '.join(sorted({name, tied[name]}.intersection(changed)))} changed"
+    return " and ".join(sorted({name, tied[name]}.intersection(changed)))
 
 
 def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
@@ -101,9 +101,9 @@ _VOCABULARY = "vocab_size"
 def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the model in the first component with the adapters of the others merged into it.
 
-    A single component contains the adapter; its base is in it, too, or `--base` names it. `options` select and rename
-    the output's tensors. Raises `Mismatch` for an adapter that does not fit its base, `Unsupported` for one that cannot
-    be merged.
+    With one component, that component has the adapter and may have the base; otherwise `--base` gives the base.
+    `options` select and rename the output's tensors. Raises `Mismatch` for an adapter that does not fit its base,
+    `Unsupported` for one that cannot be merged.
     """
     *before, last = components
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
@@ -242,7 +242,7 @@ def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: Convert
     if is_moved:
         merging = updates_in_files(merging, whole)
         model = model.say(
-            "the adapter uses the names of the model in memory; the output keeps the names of the base's files"
+            "the adapter has the tensor names of the model in memory; the output has those of the base's files"
         )
     model = replace(
         model.with_layout(replace(whole, tensors=merging.tensors)),
@@ -282,7 +282,10 @@ def check_base(one: CheckedAdapter, base: Component) -> list[str]:
     if config.has_changed_base:
         said = config.values["init_lora_weights"]
         message = f"training modified the base before the first step (`init_lora_weights` is {said})"
-        hint = "merge a checkpoint that contains this base, or convert the adapter as PEFT's docs say"
+        hint = (
+            "merge a checkpoint that contains this base, or save the adapter with PEFT's "
+            "`path_initial_model_for_weight_conversion`"
+        )
         raise Unsupported(message, path=config.path, hint=hint)
     if config.base and Path(config.base).name.lower() not in str(base.path).lower():
         return [f"{config.path} says that the base was {config.base}: check that {base.path} is the same model"]
@@ -311,8 +314,10 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     if rows == old:
         return model
     if config.get(_VOCABULARY) != old:
-        message = f"expected {old} rows, found {rows}, and config.json does not have the number of tokens"
-        raise Mismatch(message, path=model.companions.found_in, tensor=embedding)
+        found = config.get(_VOCABULARY, "none")
+        message = f"`{_VOCABULARY}` of config.json: expected {old}, the rows of the base, found {found}"
+        hint = f"set `{_VOCABULARY}` to the number of rows of the base"
+        raise Mismatch(message, path=model.companions.found_in, tensor=embedding, hint=hint)
     note = f"{_VOCABULARY} in config.json is {rows} instead of {old}"
     return model.with_config({**config, _VOCABULARY: rows}).say(note)
 

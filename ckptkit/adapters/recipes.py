@@ -34,20 +34,20 @@ from ckptkit.state.options import BLOCKS
 Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]
 
 MERGE_WITH_PEFT = "merge it with `merge_and_unload` of the PEFT that trained it"
-_MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that every block needs in full, so that it fits in memory
+_MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that stays in memory in full, because every block needs all of it
 
 # the modules that are a `Conv1D` of transformers in GPT-2, OpenAI GPT, ImageGPT and CLVP; elsewhere, an `nn.Linear`
 _CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 
 
 def may_be_conv1d(weight: str) -> bool:
-    """Return whether a weight has the name of one that a `Conv1D` stores, with a row for each input."""
+    """Return whether the name is one of a `Conv1D` weight, which has shape [in, out]."""
     return weight.endswith(tuple(f"{name}.weight" for name in _CONV1D))
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter to merge: the number of its layout among the sources, and its weight in the sum."""
+    """An adapter to merge: the number of its layout among the sources, and its factor in the sum (`weight`)."""
 
     number: int
     adapter: Adapter
@@ -89,7 +89,7 @@ class Merging:
         inside = {update.module for update in updates if self.attention_around(source, update)}
         for update in updates:
             if update.module in inside and update.attention is None:
-                self.note_once("did not merge the matrices of `out_proj` that PEFT saves beside the pair that it uses")
+                self.note_once("ignored `out_proj` matrices of nn.MultiheadAttention that PEFT saves but does not use")
             else:
                 self.add_update(source, update)
         for name, entry in source.adapter.entries.items():
@@ -102,18 +102,18 @@ class Merging:
         replaced |= {own: name for name, own in own_biases(source)}
         replaced = self.resized_embeddings(source) | replaced
         for own, name in replaced.items():
-            require_weight_one(source, name, f"`{own}` was trained in full")
+            require_weight_one(source, name, f"`{own}`, which was trained in full")
             if self.begins.get(own) is not None:
-                raise source.blame(f"two adapters both have a trained `{own}`", name)
+                raise source.blame(f"two adapters contain `{own}`, trained in full", name)
             trained = source.adapter.layout.tensors[name]
             in_base = self.tensors.get(own)
             if in_base is None and not is_saved_module(own, source.config):
                 raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
             if in_base is None:
-                self.notes.append(f"`{own}` belongs to the adapter: the base does not have it")
+                self.notes.append(f"`{own}` comes from the adapter: the base does not have this tensor")
             elif in_base.spec.shape != trained.spec.shape:
-                difference = f"{list(in_base.spec.shape)} in the base, {list(trained.spec.shape)} in the adapter"
-                self.notes.append(f"`{own}` has a different shape in the base: {difference}")
+                ours, theirs = list(trained.spec.shape), list(in_base.spec.shape)
+                self.notes.append(f"`{own}` has the adapter's shape {ours}, not the base's {theirs}")
             dtype = trained.spec.dtype if in_base is None else in_base.spec.dtype
             is_castable = trained.spec.dtype == dtype or trained.spec.dtype.can_become(dtype)
             if not is_castable:
@@ -184,7 +184,10 @@ class Merging:
             return 1
         if source.config.may_add_once:
             version = source.config.values["peft_version"]
-            message = f"PEFT {version} saved it, and ckptkit does not know whether this version adds it once or twice"
+            message = (
+                f"saved by PEFT {version}: ckptkit does not know whether this version adds the `out_proj` product once "
+                "or twice"
+            )
             raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a, hint=MERGE_WITH_PEFT)
         self.note_once("added the product for `out_proj` of nn.MultiheadAttention twice, as PEFT does in training")
         return 2
@@ -208,7 +211,7 @@ class Merging:
         is_turned = len(shape) == 2 and (a[1], b[0]) == shape
         if not (is_plain or is_turned):
             product = [b[0], *a[1:]]
-            message = f"expected shape {list(shape)} as `{own}` of the base, found a product of {product}"
+            message = f"expected a weight update of shape {list(shape)} (`{own}` of the base), found {product}"
             raise source.blame(message, update.a, hint="check that the adapter was trained on this base")
         if is_plain and is_turned:
             return self.kind_by_config(source, update, own)
@@ -229,13 +232,17 @@ class Merging:
             product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
             shape = tensor.spec.shape if tensor else ()
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
-                message = f"`{own}` is square and `fan_in_fan_out` differs between layers: its orientation is unknown"
+                message = (
+                    f"`{own}` is square, and other layers contradict `fan_in_fan_out`: ckptkit cannot know whether the "
+                    "weight is transposed"
+                )
                 raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
         return TransposedProduct if self.is_conv1d(otherwise=is_turned) else LinearProduct
 
     def is_conv1d(self, *, otherwise: bool) -> bool:
-        """Return whether such modules of the base are a `Conv1D`, by a matrix with a bias; `otherwise` without one.
+        """Return whether such modules of the base are a `Conv1D`.
 
+        Compares a matrix that is not square with the length of its bias; returns `otherwise` if no matrix has a bias.
         PEFT corrects `fan_in_fan_out` by the type of the layer (`LoraModel._create_new_module`).
         """
         for name, tensor in self.base.tensors.items():
@@ -255,7 +262,7 @@ class Merging:
             message = f"the base does not have a `{update.module}` that fits matrices {list(b)} and {list(a)}"
             raise source.blame(message, update.a, hint=hint_similar_name(update.module, self.base))
         names = ", ".join(sorted({name for name, _ in fitting_parameters}))
-        message = f"it fits {names} of the base in more than one way, and no file says which"
+        message = f"the matrices fit several parameters of the base ({names}), and no file says which one"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
 
     def fitting(self, source: AdapterSource, update: WeightUpdate) -> Iterator[tuple[str, Kind]]:
@@ -281,7 +288,8 @@ class Merging:
         layout = choose_layout(source.config, own, count, rank, given, update.b)
         recorded_layout = find_layout(source.config, own) if given and 1 not in (count, rank) else None
         note = (
-            f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {recorded_layout}"
+            f"ckptkit reads lora_B of experts as {given} (--experts-layout), but {source.config.path} says "
+            f"{recorded_layout}"
         )
         if recorded_layout and recorded_layout != given:
             self.note_once(note)
@@ -294,12 +302,12 @@ class Merging:
         magnitude = source.shape(update.magnitude)
         outputs = shape[1 if is_turned else 0]
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
-            message = f"expected magnitudes of {outputs} outputs, found shape {list(magnitude)}"
+            message = f"expected {outputs} magnitudes, one for each output, found shape {list(magnitude)}"
             raise source.blame(message, update.magnitude)
-        require_weight_one(source, update.magnitude, "a DoRA adapter changes directions")
+        require_weight_one(source, update.magnitude, "a DoRA adapter")
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_IN_MEMORY:
-            message = f"the outputs of {spec} are its columns: DoRA would need the whole tensor in memory"
+            message = f"DoRA needs full columns of this weight ({spec}), more than fits in memory"
             raise Unsupported(message, path=source.adapter.layout.path, tensor=update.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
         return DoraRescale(
@@ -311,7 +319,7 @@ class Merging:
         if own not in self.tensors:
             raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
         self.require_float(own, source, name)
-        require_weight_one(source, name, f"rows of `{own}` were trained in full")
+        require_weight_one(source, name, f"rows of `{own}`, which were trained in full")
         shape, row_shape = self.tensors[own].spec.shape, source.shape(name)
         indices = source.config.token_rows(module)
         if row_shape != (len(indices), *shape[1:]):
@@ -319,11 +327,11 @@ class Merging:
             raise source.blame(message, name)
         if max(indices, default=0) >= shape[0]:
             raise source.blame(
-                f"row {max(indices)} was trained, but `{own}` of the base has only {shape[0]} rows", name
+                f"expected row indices below {shape[0]} (rows of `{own}` in the base), found {max(indices)}", name
             )
         taken = {row for step in self.steps[own] if isinstance(step, Rows) for row in step.indices}
         if both := taken & set(indices):
-            raise source.blame(f"two adapters both have a trained row {min(both)}", name)
+            raise source.blame(f"two adapters contain row {min(both)} of `{own}`, trained in full", name)
         self.steps[own].append(Rows(Operand(source.number, name, working_dtype(self.tensors[own].spec.dtype)), indices))
 
     def require_float(self, own: str, source: AdapterSource, name: str) -> None:
@@ -350,7 +358,7 @@ class Merging:
         return tuple(dict.fromkeys((*self.changed, *self.plain)))
 
     def have_same_rows(self, name: str, source: str) -> bool:
-        """Return whether only rows of `source` were trained, and `name` has either no updates or the same rows."""
+        """Return whether `source` was changed only by rows, and `name` by the same rows or not at all."""
         rows, others = (
             [getattr(step, "indices", None) for step in self.steps.get(tensor_name, [])]
             for tensor_name in (source, name)
@@ -370,14 +378,14 @@ class Merging:
         return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
 
 
-def require_weight_one(source: AdapterSource, name: str, because: str) -> None:
+def require_weight_one(source: AdapterSource, name: str, what: str) -> None:
     """Raise `Unsupported` if the adapter has a weight other than 1.
 
     A tensor that replaces the base's cannot be scaled.
     """
     if source.weight != 1:
-        message = f"{because}, which no factor can scale: pass no factors"
-        raise Unsupported(message, path=source.adapter.layout.path, tensor=name)
+        message = f"--factors: expected 1 for {what}, found {source.weight:g}"
+        raise Unsupported(message, path=source.adapter.layout.path, tensor=name, hint="pass 1 for this adapter")
 
 
 def own_biases(source: AdapterSource) -> Iterator[tuple[str, str]]:
@@ -392,7 +400,7 @@ def rows_of(shape: Shape) -> Region:
 
 
 def columns_of(shape: Shape) -> Region:
-    """Return the region that is always the full tensor: each of its columns crosses every block of rows."""
+    """Return the region of all elements: an output is a column here, so every box needs full columns."""
     return lambda _: Box((0,) * len(shape), shape)
 
 
@@ -400,4 +408,4 @@ def hint_similar_name(name: str, base: Layout) -> str:
     """Return a hint that names a similar tensor of the base."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     alike = next((own for own in base.tensors if f".{last}." in f".{own}"), None) or next(iter(base.tensors), "nothing")
-    return f"it has {alike}: pass the base that the adapter was trained on, with the tensor names that it had then"
+    return f"the base has {alike}: pass the base that the adapter was trained on, with unchanged tensor names"

@@ -33,7 +33,7 @@ class TrainerNames(Protocol):
 
 
 class KnownNames(NamedTuple):
-    """A row of the table: the module `where`, and the pattern of its tensor names `tells`.
+    """A row of the table: `where` is the import path of the module, `tells` a regex for tensor names.
 
     The module is imported when a name matches.
     """

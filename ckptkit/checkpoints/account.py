@@ -142,7 +142,7 @@ class Account:
         rounded = [one for one in self.filled if one.cast]
         if rounded:
             which = f"`{rounded[0].name}`{and_more(len(rounded) - 1)}"
-            yield f"filled with numbers of another dtype ({rounded[0].cast}): {which}"
+            yield f"filled after a cast ({rounded[0].cast}): {which}"
 
     def to_bytes(self, before: Path | None = None) -> bytes:
         """Return the content of the account's file. Includes the source's own account at path `before`, if any."""

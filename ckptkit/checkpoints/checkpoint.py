@@ -365,7 +365,7 @@ class Checkpoint:
     def require_resumable(self) -> None:
         """Raise `NotACheckpoint` for a checkpoint that contains only weights."""
         if self.is_weights_only:
-            hint = "pass a whole checkpoint, or start a new run with `--model` and this directory"
+            hint = "pass a checkpoint with training state, or start a new run with --model and this directory"
             message = "the directory contains only weights: training cannot continue from them"
             raise NotACheckpoint(message, path=self.path, hint=hint)
 
@@ -520,7 +520,7 @@ def run_around(checkpoint: Checkpoint) -> Checkpoint | None:
     if is_stray(path, reader):
         return None
     if reader.is_model_only and (left := find_latest(path).checkpoint):
-        words = f"using the model in this directory, and not the latest checkpoint of the run in it, {left.name}"
+        words = f"using the model in this directory, not {left.name}, the latest checkpoint of the run in it"
         warn(f"{path}: {words}", RunAround)
     return None
 
@@ -574,7 +574,7 @@ def find_latest(root: Path) -> LatestCheckpoint:
         if trainers.is_last(path.name) and (last := Checkpoint.at(path)).is_complete:
             step = step_or_none(last)
             if step is None:
-                remarks.append(f"`{path.name}` does not say its step: it may be later")
+                remarks.append(f"`{path.name}` has no step in its name, so it may be later")
             # `last` wins if its step is higher, or if it was written later: then the training was rolled back
             elif highest is None or step > (step_or_none(highest) or 0) or is_rolled_back(last, highest):
                 candidates.append((path.name, last))

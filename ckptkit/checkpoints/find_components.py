@@ -38,7 +38,7 @@ EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
 LOST = (WEIGHTS, PERHAPS_WEIGHTS, CHANGES, COPY)  # not copied although the output may need it
 DESCRIPTION = "describes these weights only"
-_REASON_BY_NAME = {  # reason -> whether a file name means it
+_REASON_BY_NAME = {  # reason -> function of a file name
     TRAINING: trainers.is_training_state,
     COMPANION: FILES.__contains__,
     DESCRIPTION: trainers.is_description,
@@ -66,8 +66,8 @@ class LeftBehind(NamedTuple):
 def is_run(path: Path) -> bool:
     """Return whether a directory without a step in its name is a run, although a file in it could be a model.
 
-    It is a run if it contains checkpoint files named by step, or a latest-checkpoint file, link or last checkpoint
-    beside names that may be steps. It is a checkpoint if a format recognizes a file in it by name or content.
+    It is a run if (1) file names of checkpoints have steps, or (2) a latest-checkpoint file, a link or a last
+    checkpoint is beside names that may be steps. It is a checkpoint if a format recognizes a file in it.
     """
     if not path.is_dir() or step_of(path) is not None:
         return False

@@ -77,7 +77,7 @@ def whole_sum(told: StoredSum) -> FileSum | None:
 def remark_on_proved_files(sizes: Mapping[str, int], proved: Collection[str]) -> list[str]:
     """Return a remark on the files whose CRC-32 in the store was compared, if there are any."""
     total = format_bytes(sum(sizes[name] for name in proved))
-    return [f"{count(len(proved), 'file')}, {total}: compared with the store's CRC-32"] if proved else []
+    return [f"verified {count(len(proved), 'file')}, {total}, by the store's CRC-32"] if proved else []
 
 
 def unproved_files_problem(
@@ -91,7 +91,7 @@ def unproved_files_problem(
         *([f"the store has {told.describe(no_crc)}"] if no_crc else []),
         *([f"the manifest does not list {few_names(unlisted)}"] if unlisted else []),
     ]
-    message = f"no CRC-32 to compare of {len(names):,} of {count(len(sizes), 'file')}, {total}: {'; '.join(why)}"
+    message = f"cannot verify {len(names):,} of {count(len(sizes), 'file')}, {total}: {'; '.join(why)}"
     return Unsupported(message, path=path, hint="run `ckptkit verify` without --fast: it reads every byte")
 
 

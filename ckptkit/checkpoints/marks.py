@@ -23,9 +23,9 @@ def files_to_end_with(
 ) -> tuple[str, ...]:
     """Return the files without which no reader takes the rest for a checkpoint, in the order to write them.
 
-    `components` begin with the model. The manifests among all `names` come first. Then come the files that describe
-    each component, or its last file if none does; the model's come after the others'. config.json is last in a Hugging
-    Face model (`is_for_loaders`); otherwise it comes with the manifests.
+    `components` begin with the model. The manifests among all `names` come first. Then, for each component, the files
+    that describe it (or else its last file), the model's component last. config.json is last in a Hugging Face model
+    (`is_for_loaders`); otherwise it comes with the manifests.
     """
     manifests = [name for name in sorted(names) if PurePath(name).name == MANIFEST]
     described = []

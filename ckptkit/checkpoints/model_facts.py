@@ -51,7 +51,7 @@ class ComparedFacts(NamedTuple):
 class ModelFacts:
     """The facts about the model at `path`: its model files, and what the trainer's own files report.
 
-    `reported` is in keys of config.json, where config.json has them; `reported_in` names the files. `adapter` is the
+    `reported` uses the keys of config.json where they exist; `reported_in` names the trainer's files. `adapter` is the
     config of an adapter.
     """
 
@@ -177,7 +177,7 @@ class ModelFacts:
         """Yield a note if two adapters name different base models."""
         ours, theirs = bases_of(self.adapter or {}, other.adapter or {})
         if ours != theirs:
-            yield f"the adapter is for the base `{ours}`, the one in {other.path} for `{theirs}`"
+            yield f"the adapters name different bases: `{ours}`, in {other.path} `{theirs}`"
 
     def note_on_inputs(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if files that prepare the inputs differ, such as a tokenizer."""

@@ -132,7 +132,7 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
     series = series_of(file)
     is_first = not series and _RANK_0.fullmatch(stem_of(file.name)) is not None
     if may_be_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
-        why = "its name counts ranks"
+        why = "the file name contains a rank number"
     elif series and all(
         has_same_tensors(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])
     ):
@@ -141,7 +141,7 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
         )
     else:
         return None
-    return f"{why}, and nothing shows whether this file has the whole model or one part of it"
+    return f"{why}, and nothing shows whether this file has the full model or only a part"
 
 
 def has_same_tensors(checkpoint: Checkpoint, other: Checkpoint) -> bool:

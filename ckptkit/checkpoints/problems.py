@@ -74,7 +74,7 @@ def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]
         elif problem.path not in kept:
             known = entries.get(problem.path, 0)  # 0 if the metadata could not be read to its end
             of_all = f" of {known:,}" if known else ""
-            what = f"{len(wrong[problem.path]):,}{of_all} entries are not as the metadata describes them"
+            what = f"{len(wrong[problem.path]):,}{of_all} entries differ from the metadata"
             message = f"{what}, such as `{problem.tensor}`: {problem.message}"
             hint = "restore the file from a copy: it may belong to another save"
             kept[problem.path] = Corrupt(message, path=problem.path, hint=hint)
@@ -106,7 +106,7 @@ def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
     if not others:
         return first
     of_rank = f" of rank {first.ranks[0]}" if first.ranks else ""
-    message = f"{count(len(lacking), 'tensor', 'lacks')} their part{of_rank}: {few_names(lacking)}"
+    message = f"{count(len(lacking), 'tensor', 'lacks')} the shard{of_rank}: {few_names(lacking)}"
     return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
 
 

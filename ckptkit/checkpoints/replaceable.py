@@ -193,7 +193,7 @@ def unknown_in(
 ) -> Iterator[Path]:
     """Yield the unknown paths in a directory: `known` are files, `above` the directories that contain known files.
 
-    `is_known` tells of any other path, by the names beside it, whether it belongs to a checkpoint.
+    `is_known(path, names_beside)` returns whether another path belongs to a checkpoint.
     """
     recorded = files_in_manifest(folder)
     known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}

@@ -94,8 +94,8 @@ def differing_copies(layout: Layout, pair: Pair) -> Corrupt:
     """Return the error for two copies that differ."""
     start = f" at {list(pair.copy.start)}" if any(pair.copy.start) else ""
     return Corrupt(
-        f"the bytes differ from those of the copy in `{pair.copy.path}`{start}",
+        f"the bytes differ from the replica in `{pair.copy.path}`{start}",
         path=layout.root / pair.chosen.path,
         tensor=pair.name,
-        hint="restore the files of one save; --salvage writes the copy of the lowest rank and lists the tensor as lost",
+        hint="restore the files of one save, or pass --salvage to write the replica of the lowest rank",
     )

@@ -23,8 +23,8 @@ def join_places(path: Path, also: Others = ()) -> Path:
     places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
     for directory in places if others else []:
         if not directory.is_dir():
-            what = "it is not a directory" if directory.exists() else "the directory does not exist"
-            raise Usage(f"{what}, and --also needs directories", path=directory)
+            found = "a file" if directory.exists() else "nothing at this path"
+            raise Usage(f"--also: expected directories, found {found}", path=directory)
         steps = [step for earlier in (places[0], directory) if (step := step_of_place(earlier)) is not None]
         if len(set(steps)) > 1:
             message = f"expected step {steps[0]} as in {places[0]}, found step {steps[1]}"

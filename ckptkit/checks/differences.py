@@ -77,7 +77,8 @@ def problems_of(found: Diff) -> Iterator[Mismatch]:
     """Yield a problem for each tensor that differs or that only one has, and one for configs that differ."""
     path, other = found.a, found.b
     if certain := [one for one in found.configs if one.is_certain]:
-        message = f"the config lets the model compute something else: {describe_differences(certain, str(other))}"
+        words = describe_differences(certain, str(other))
+        message = f"config.json differs in keys that change the computation: {words}"
         yield Mismatch(message, path=path)
     for name in found.only_in_a:
         yield Mismatch(f"not in {other}", path=path, tensor=name)
@@ -88,7 +89,7 @@ def problems_of(found: Diff) -> Iterator[Mismatch]:
 
 
 def problem_of(found: Diff, one: Difference) -> Mismatch:
-    """Return the problem that a tensor of both differs."""
+    """Return the problem for a tensor that both checkpoints have but that differs."""
     path, other = found.a, found.b
     if one.reason == "values" or one.a is None or one.b is None:
         return Mismatch(f"the bytes differ from those in {other}", path=path, tensor=one.name)
@@ -143,9 +144,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Diff(Summarized):
-    """The differences between `a` and `b`: `tensors`, their `nbytes`, and `entries` that are not tensors were compared.
+    """The differences between `a` and `b`.
 
-    `different` is sorted by importance. `renamed` maps names in `a` to names in `b`; tensors under two names were
+    `tensors` and `nbytes` count the compared tensors, `entries` the other compared entries. `different` is sorted by
+    importance. `renamed` maps names in `a` to names in `b`; tensors under two names were
     compared. `checked_bytes` were verified against a CRC-32. `configs` are the keys of config.json that make the two
     models compute differently. A `Diff` has no truth value: use `is_equal`.
     """

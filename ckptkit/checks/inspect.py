@@ -150,7 +150,8 @@ class Inspected(Summarized):
     """The summary of a checkpoint: `layout` joins its readable components, `unread` names the unreadable ones.
 
     `model` is the component with the model, or the only one. `step`, `trainer`, `family` (of the model's tensor names)
-    and `parameters` (tied ones count once) are None if unknown. `groups` are "model", "optimizer" and "rest".
+    and `parameters` (tied ones count once) are None if unknown. `groups` are "model", "optimizer" and "rest", which the
+    command prints as `other`.
 
     `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer or for a mix. `salvaged` is the
     account of a salvaged checkpoint, None for any other. `left_behind` are files in its directory that no component
@@ -207,10 +208,11 @@ class Inspected(Summarized):
 
 @collector_paused()
 def inspect(source: Source, *, with_places: bool = False) -> Inspected:
-    """Return what the checkpoint at `source`, or the latest of the run there, contains. Reads no tensor data.
+    """Return what the checkpoint at `source`, or the latest of the run there, contains.
 
-    With `with_places`, finds the byte offset of each chunk inside its zip wrapper, which costs two small reads per
-    chunk. For compressed chunks that is the offset of the stream.
+    Reads metadata. Reads tensor data in one case only: on a local disk, it compares a head that config.json ties to the
+    embedding. With `with_places`, finds the byte offset of each chunk inside its zip wrapper, which costs two small
+    reads per chunk. For compressed chunks that is the offset of the stream.
     """
     checkpoint, unread = Checkpoint.open(source).readable()
     model = checkpoint.model_component
@@ -248,7 +250,7 @@ def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
         yield doubt
     named, noted = checkpoint.own_step, checkpoint.noted_step
     if named is not None and noted not in (None, named) and not is_epoch(checkpoint.path):
-        yield f"the name says step {named:,}, the checkpoint itself step {noted:,}"
+        yield f"the name contains step {named:,}, but the checkpoint records step {noted:,}"
     weights = find_names(checkpoint.model_component)
     head, config = weights.get(HEAD), find_config(checkpoint.model_component.path)
     if head and config and is_tied(config) and not any(head in tie for tie in ties):

@@ -67,7 +67,7 @@ def compare_copies(
         problems.add(copy_differs(layout, name, (entries or {}).get(name, name), compared, len(different)))
     same = len(layout.twins) - len(compared.different)
     if same and not different:
-        yield f"{count(same, 'tensor')} and the rounded copies are the same"
+        yield f"{count(same, 'tensor')} equal their rounded copies"
 
 
 def copy_differs(layout: Layout, name: str, entry: str, compared: Comparison, different: int) -> Corrupt:
@@ -76,7 +76,7 @@ def copy_differs(layout: Layout, name: str, entry: str, compared: Comparison, di
     by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""
     others = f"; {count(different, 'tensor', 'differs')} in all" if different > 1 else ""
     message = (
-        f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{by}{others}"
+        f"{distance.different} of {twin.spec.numel} elements differ from the copy in {twin.spec.dtype}{by}{others}"
     )
     path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
     return Corrupt(message, path=path, tensor=entry, hint="check that all files are from one save")

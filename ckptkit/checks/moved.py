@@ -152,15 +152,17 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     shared = {name for name, spec in before.items() if name in after and is_comparable(spec, after[name])}
     if not shared:
         hint = "run `ckptkit diff` to see what both contain"
-        raise Mismatch(f"no parameter has the same name and shape in {two}", path=one, hint=hint)
+        raise Mismatch(f"expected a parameter of the same name and shape in {two}, found none", path=one, hint=hint)
     rest = len(before.keys() | after.keys()) - len(shared)
-    notes = [f"{count(rest, 'tensor', 'is')} missing in one, or of another shape, or not floats"] if rest else []
+    notes = []
+    if rest:
+        notes.append(f"left out {count(rest, 'tensor')}: missing in {one} or {two}, of different shapes, or not floats")
     computed = {name for name in shared if any(name in one.packed for one in models)}
     notes += [remark for one in models if (remark := one.remark(computed))]
     if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
         notes.append(
-            f"{count(cast, 'tensor', 'has')} another dtype in {two}: `equal` compares numbers there; "
-            f"`ckptkit delta {one} {two} OUT --dry-run` rounds to the dtypes of {one} first, as an engine does"
+            f"the dtypes of {count(cast, 'tensor')} differ, so `equal` compares their values; to compare in the dtypes "
+            f"of {one}, run `ckptkit delta {one} {two} OUT --dry-run`"
         )
     distances = distances_of(models, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)

@@ -136,8 +136,8 @@ Loaded = TypeVar("Loaded")
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     """The tensors of a checkpoint by name, from all its components; `layout` has their byte ranges.
 
-    A tensor with one of the `recipes` is computed when it is read, from tensors of the `sources`, which are located.
-    Keeps no file open, so there is nothing to close, and any number of threads may read at once.
+    A tensor with one of the `recipes` is computed when it is read, from tensors of `sources`, whose byte offsets are
+    known. Keeps no file open, so there is nothing to close, and any number of threads may read at once.
     """
 
     layout: Layout
@@ -249,7 +249,7 @@ class LazyTensor:
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read the tensor for `np.asarray(tensor)` and similar functions."""
         if copy is False:
-            raise ValueError(f"`{self.name}` lies in a file: reading it makes a copy")
+            raise ValueError(f"`{self.name}`: numpy asked for an array without a copy, but the tensor is in a file")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 

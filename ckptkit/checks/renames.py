@@ -15,7 +15,7 @@ from ckptkit.layout.renames import by_rule
 def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, str]:
     """Return a map from names in `a` to names in `b` of equal tensors, for layouts without a common name.
 
-    A renaming rule counts without reading data if it explains tensors of several kinds, not only layer numbers. Other
+    A rule is accepted by the shapes alone if it renames tensors that differ in more than their layer numbers. Other
     tensors are read: they must have the same elements, and be the only ones that do.
     """
     renames = by_rule(shapes_of_entries(a), shapes_of_entries(b))

@@ -147,7 +147,7 @@ def stats(
     """
     if other is not None:
         if include or exclude:
-            raise Usage("--include and --exclude are for one checkpoint", hint="drop them, or drop OTHER")
+            raise Usage("--include and --exclude cannot be combined with OTHER", hint="drop them or OTHER")
         return moved(source, other, jobs=jobs, progress=progress)
     checkpoint = Checkpoint.open(source)
     whole = checkpoint.layout

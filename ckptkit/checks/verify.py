@@ -144,7 +144,7 @@ def verify(
     if not sources:
         raise Usage("expected a checkpoint or a run, found none", hint="pass at least one path")
     if against is None and (map or rename):
-        raise Usage("--map and --rename are for a comparison", hint="pass --against too")
+        raise Usage("--map and --rename have no effect without --against", hint="pass --against OTHER")
     checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]
     report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in component_paths(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
@@ -221,7 +221,7 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     from ckptkit.checks.differences import problems_of
 
     open_keys = [one for one in compared.configs if not one.is_certain]
-    words = f"the models may compute something else: {describe_differences(open_keys, str(compared.b))}"
+    words = f"the models may compute different results: {describe_differences(open_keys, str(compared.b))}"
     notes = (words,) if open_keys else ()
     problems = (*found.problems, *problems_of(compared))
     return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
@@ -370,7 +370,7 @@ def with_proof(
 ) -> Verified:
     """Return the result with the files that the store's checksums prove. Other files become a problem."""
     if own.manifest is None:
-        note = f"nothing proves the files without a manifest: the store has {told.describe(sizes)}"
+        note = f"--fast cannot verify the files without a manifest; the store has {told.describe(sizes)}"
         return replace(found, notes=(*found.notes, note))
     if others := sizes.keys() - proved:
         problems.add(unproved_files_problem(own.path, sizes, sorted(others), told))
@@ -511,7 +511,7 @@ def summary(own: OwnFiles, sizes: Mapping[str, int], content: int, problems: Pro
     return Verified(
         own.path,
         own.reader.name,
-        notes=(f"do not belong to this checkpoint: {', '.join(extra)}",) if extra else (),
+        notes=(f"left out files that do not belong to this checkpoint: {', '.join(extra)}",) if extra else (),
         files=len(sizes),
         looked_at=frozenset(own.root / name for name in sizes),
         tensors=len(own.layout.tensors),

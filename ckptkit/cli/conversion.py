@@ -139,7 +139,8 @@ To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
 ToOrAdapter = Annotated[
     WritableOrAdapter | None,
     typer.Option(
-        help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone. By default pt if OUT is a file such as x.pt."
+        help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone. "
+        "By default pt if OUT is a file such as x.pt; required if OUT is a directory."
     ),
 ]
 OPTIONS = settings_of(ConvertOptions)
@@ -239,7 +240,7 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     say(headline(done, verb))
     if done.weights:
         rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]
-        print_table(rows, ("  weight", "checkpoint"))
+        print_table(rows, ("  factor", "checkpoint"))
     print_table(list_files(done), ("  file", "size"))
     for line in remarks(done):
         say(line)

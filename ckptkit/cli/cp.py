@@ -28,7 +28,7 @@ def cp(
     overwrite: Overwrite = False,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Number of pieces of 16 MiB that are in memory at once; by default 8."),
+        typer.Option(min=1, metavar="N", help="Number of blocks of 16 MiB that are in memory at once; by default 8."),
     ] = None,
     no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -36,7 +36,7 @@ def cp(
 ) -> None:
     """Copy a checkpoint or delta unchanged, and verify it.
 
-    ckptkit compares every byte that has a CRC-32, in the format or in a manifest. DST is complete or absent.
+    ckptkit verifies every CRC-32 that the format or a manifest records. DST is complete or absent.
     After an interruption, run the same command again to continue.
 
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500

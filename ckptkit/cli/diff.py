@@ -46,7 +46,7 @@ def diff(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json to translate names by."),
+        typer.Option(metavar="MODEL", help="Model (directory or Hub id) with the config.json to translate names with."),
     ] = None,
     optimizer_order: OptimizerOrder = None,
     every: Annotated[bool, typer.Option("--all", help="List every tensor on its own line.")] = False,

@@ -34,7 +34,7 @@ def inspect(
     chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its file and offset.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show modules as a tree.")] = False,
     shards: Annotated[
-        bool, typer.Option("--shards", help="Draw a shard map: which rank has which part of each tensor.")
+        bool, typer.Option("--shards", help="Draw a shard map: which rank stores which rows of each tensor.")
     ] = False,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw that map into an SVG file.")] = None,
     also: Also = None,
@@ -196,7 +196,7 @@ def under(group: Group) -> str:
 
 
 def percentage(part: float) -> str:
-    """Return a fraction as a percentage that is never rounded to 0 % or 100 %."""
+    """Return a fraction as a percentage that is never rounded to 0% or 100%."""
     if 0 < part < 0.01:
         return "<1%"
     return ">99%" if 0.99 < part < 1 else f"{part:.0%}"

@@ -153,7 +153,7 @@ def terminal_width() -> int:
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function to report progress, which takes (additional bytes, total bytes).
 
-    It shows a bar on a terminal, and prints a line every 10 % elsewhere.
+    It shows a bar on a terminal, and prints a line every 10% elsewhere.
     """
     if _quiet or not sys.stderr.isatty():
         yield ProgressLog(verb).advance
@@ -173,7 +173,7 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
 
 @dataclass(slots=True)
 class ProgressLog:
-    """Prints progress as a line every 10 %, for work of at least `_LEAST_LOGGED` bytes."""
+    """Prints progress as a line every 10%, for work of at least `_LEAST_LOGGED` bytes."""
 
     verb: str
     total: int = 0
@@ -187,7 +187,7 @@ class ProgressLog:
         self.done += nbytes
         tenths = self.done * 10 // max(total, 1)
         if tenths > self.tenths and total >= _LEAST_LOGGED:
-            note(f"{self.verb}: {tenths}0 % of {format_bytes(total)}")
+            note(f"{self.verb}: {tenths}0% of {format_bytes(total)}")
         self.tenths = tenths
 
 

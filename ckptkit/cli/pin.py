@@ -39,7 +39,7 @@ def pin(
     from ckptkit.runs.pin import pin as run_it
 
     if also and len(checkpoints) > 1:
-        raise Usage("--also is for one checkpoint", hint="pin them one by one")
+        raise Usage("--also: expected one checkpoint, found several", hint="pin them one by one")
     pinned = run_it(*(with_others(checkpoint, also) for checkpoint in checkpoints))
     if json:
         print_json({"pinned": pinned})

@@ -63,13 +63,16 @@ def prune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what ckptkit would delete; not with --yes.")
     ] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core but at most 8.")
+    ] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Delete old checkpoints of a run, or keep only their weights.
 
-    Keeps the checkpoints that a --keep option chooses, the newest one, and pinned ones.
+    Keeps the checkpoints that a --keep option chooses, the newest one, and pinned ones. Also keeps the checkpoints that
+    a latest-checkpoint file names, the trainer's best, and those that a link, an adapter or a delta in the run needs.
 
     prune also works on s3://, without --demote. There it also finishes interrupted deletions.
 

@@ -55,7 +55,7 @@ def stats(
     path = with_others(path, also)
     if other is not None:
         if include or exclude or tensors:
-            raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="drop them, or drop OTHER")
+            raise Usage("--include, --exclude and --tensors cannot be combined with OTHER", hint="drop them or OTHER")
         from ckptkit.cli.movement import report_movement
 
         report_movement(path, other, top=top, jobs=jobs, json=json)

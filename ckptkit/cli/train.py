@@ -165,11 +165,11 @@ def script_settings() -> dict[str, Setting]:
 
 @with_options(script_settings(), over_a_file=True)
 def smoke(
-    run: Annotated[
-        Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run; it is kept.")
-    ] = Path("run"),
+    run: Annotated[Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run.")] = Path(
+        "run"
+    ),
     out: Annotated[
-        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where to write the export; it is kept.")
+        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where to write the export.")
     ] = Path("out"),
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Number of training processes.")] = 2,
     untied: Annotated[bool, typer.Option("--untied", help="Do not share embedding and output weights.")] = False,
@@ -181,13 +181,15 @@ def smoke(
 ) -> None:
     """Check a short training run, or check that your script resumes.
 
-    Trains a tiny model for a few steps, then resumes, reshards and exports, and checks everything that it saves.
+    Trains a tiny model for a few steps, then resumes, reshards and exports, and checks everything that it saves. RUN
+    and OUT stay.
 
     Example: ckptkit smoke --run run --out out
 
-    With --command, runs your script instead: it must stop at {steps} and save every {save_every} steps to {run}.
+    With --command, runs your script instead: it must stop at {steps} and save every {save_every} steps to {run}. The
+    runs are in RUN; smoke deletes them at the end, unless you pass --keep.
 
-    Example: ckptkit smoke --command 'torchrun --nproc-per-node {nproc} train.py --out {run} --steps {steps}'
+    Example: ckptkit smoke --command 'python train.py --out {run} --steps {steps} --save-every {save_every}'
 
     Exit codes: 0 all checks passed; 1 a check failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
     """

@@ -68,7 +68,8 @@ class PlainCommand(TyperCommand):
         pieces = ["[OPTIONS]"]
         for argument in self.params:
             if isinstance(argument, TyperArgument):
-                name = f"{argument.metavar}{'...' if argument.nargs == -1 else ''}"
+                is_repeatable = argument.nargs == -1 and "..." not in str(argument.metavar)
+                name = f"{argument.metavar}{'...' if is_repeatable else ''}"
                 pieces.append(name if argument.required else f"[{name}]")
         return pieces
 

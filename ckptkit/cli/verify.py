@@ -83,7 +83,7 @@ def verify(
     from ckptkit.checks.verify import verify as check
 
     if also and len(paths) > 1:
-        raise Usage("--also is for one checkpoint", hint="verify them one by one")
+        raise Usage("--also: expected one checkpoint, found several", hint="verify them one by one")
     paths = [with_others(path, also) for path in paths]
     if base is None:
         paths = [member for path in paths for member in members_of(path)]
@@ -92,9 +92,9 @@ def verify(
         if not others[0].exists():
             raise missing_path_error(others[0])
         hint = "pass deltas only, or use --against for a checkpoint"
-        raise Usage(f"--base is for deltas: {others[0]} is not one", hint=hint)
+        raise Usage(f"--base: expected a delta, found {others[0]}", hint=hint)
     if deltas and (fast or against or stats):
-        raise Usage("--fast, --against and --stats are for checkpoints", hint="drop them, or verify deltas alone")
+        raise Usage("--fast, --against and --stats cannot be combined with deltas", hint="drop them")
     verified: list[Verified] = [kind.check(path, base=base, jobs=jobs) for path, kind in deltas.items()]
     checkpoints = [path for path in paths if path not in deltas]
     with progress_bar("verify") as progress:

@@ -29,7 +29,7 @@ def average(
     to: str = "hf",
     **options: Unpack[Keywords],
 ) -> Converted:
-    """Write the weighted mean of the models in several checkpoints to directory `dst`, in the format `to`.
+    """Write the weighted mean of the models in several checkpoints to `dst`, in the format `to`.
 
     With `last`, pass one run: the sources are its `last` newest complete checkpoints. Sources may have any formats,
     world sizes and dtypes, but must have the same names and shapes. The result has the names and dtypes of the first
@@ -43,14 +43,14 @@ def average(
     chosen = choose_sources(sources, last)
     if asked.changes_names and not asked.writer.is_model_only:
         hint = "write a Hugging Face model first, then convert it"
-        raise Usage(f"a mean keeps names and rows as `{asked.to}`", hint=hint)
+        raise Usage(f"--names, --map and --vocab-size cannot change an average in `{asked.to}`", hint=hint)
     asked = replace(asked, weights=normalize_weights(weights, len(chosen)))
     asked.check()
     done = run_conversion(chosen, dst, asked)
     total = fsum(weights)
     if not weights or isclose(total, 1, abs_tol=_TOLERANCE):
         return done
-    return replace(done, notes=[f"the weights add up to {total:g}, and were divided by that", *done.notes])
+    return replace(done, notes=[f"divided the factors by their sum, {total:g}", *done.notes])
 
 
 def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list[Checkpoint]:

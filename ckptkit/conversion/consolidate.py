@@ -13,7 +13,7 @@ from ckptkit.state.report import Converted
 
 @spell_out
 def consolidate(src: Source, dst: str | Path, **options: Unpack[Keywords]) -> Converted:
-    """Write the model weights of the checkpoint at `src` to directory `dst` as safetensors, with config and tokenizer.
+    """Write the model weights of the checkpoint at `src` to directory or URL `dst`, with config and tokenizer.
 
     `dtype` converts floats of 16 bits and more; `GLOB=DTYPE` converts matching ones. `max_shard_size` is in bytes.
     `base` is a directory or Hub id with config and tokenizer. `include` and `exclude` are globs of the names in the

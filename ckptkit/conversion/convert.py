@@ -56,11 +56,12 @@ def convert(
     complete_optimizer: bool = False,
     **options: Unpack[Keywords],
 ) -> Converted:
-    """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
+    """Write the checkpoint at `src`, or the latest of a run, to `dst` in the format `to`.
 
-    "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
-    `model.pt`, the result is one file, without other files, and `to` is by default "pt". "hf" writes only the model, as
-    `consolidate` does, and "adapter" only the adapter. `under` puts everything under a key, such as `model`. "dcp" is
+    `dst` is a directory, a file or a URL in a store. "dcp" and "pt" keep everything, also the optimizer and the other
+    files of the checkpoint. If `dst` is a name like `model.pt`, the result is one file, without other files, and `to`
+    is by default "pt"; for a directory, `to` is required. "hf" writes only the model, as `consolidate` does, and
+    "adapter" only the adapter. `under` puts everything under a key, such as `model`. "dcp" is
     written for `world_size` ranks, by default as many as in the source. `optimizer_keys` writes the optimizer's
     parameters by "names" or "ids". By default, an optimizer in one file gets names when it becomes shards, if the names
     are certain. `optimizer_order` states the order in which the optimizer got its parameters, if nothing proves their

@@ -67,4 +67,6 @@ def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]
         sources = [join_places(to_path(first), others) for first, *others in words["sources"]]
         return sources, ConvertOptions.of({}, **words["options"]), int(words["parts"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt("no file says which conversion this is", path=path, hint="remove it, and begin anew") from error
+        hint = "delete it, and run all parts again"
+        message = "expected the sources and options of a conversion, found other data"
+        raise Corrupt(message, path=path, hint=hint) from error

@@ -26,7 +26,7 @@ def merge(
     to: str = "hf",
     **options: Unpack[Keywords],
 ) -> Converted:
-    """Merge one or more LoRA adapters into a model, and write it to directory `dst`, in the format `to`.
+    """Merge one or more LoRA adapters into a model, and write it to `dst`, in the format `to`.
 
     The model is a checkpoint of any format, local or remote. An adapter is a directory that PEFT saved, or a training
     checkpoint with the adapter's config. Each changed weight is W + scaling * B A, computed in float32 and rounded once

@@ -26,7 +26,7 @@ def reshard(
     complete_optimizer: bool = False,
     **options: Unpack[Keywords],
 ) -> Converted:
-    """Write the checkpoint at `src` to directory `dst` for `to` ranks.
+    """Write the checkpoint at `src` to directory or URL `dst` for `to` ranks.
 
     Files by rank keep their format; every other format becomes DCP. `src` may be a run, by default `run/` or else the
     current directory; ckptkit reads its latest complete checkpoint. `dst` is by default `SRC-toN` next to it.

@@ -199,7 +199,7 @@ def notes_on(case: LoadTarget | None) -> Iterator[str]:
     dtypes_here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
     if dtypes_there and dtypes_here and dtypes_there != dtypes_here:
         one, two = (", ".join(sorted(dtype.name for dtype in dtypes)) for dtypes in (dtypes_here, dtypes_there))
-        yield f"the weights are {one}, those of {case.model.name} {two}: a load converts them silently"
+        yield f"expected weights in {two} as in {case.model.name}, found {one}: a load converts them silently"
 
 
 def note_unfinished(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:

@@ -142,8 +142,8 @@ MESSAGES: tuple[Message, ...] = (
         "torch, `Optimizer.load_state_dict`",
         "groups",
         "A group lists another number of parameters: since the save, parameters were frozen or added, or an adapter "
-        "was added. The numbers do not show which parameters these are. To keep the rest, write names: `ckptkit "
-        "convert CKPT OUT --to dcp --optimizer-keys names`.",
+        "was added. Parameter indices do not show which parameters changed. To keep the states of the other "
+        "parameters, rewrite the optimizer by name: `ckptkit convert CKPT OUT --to dcp --optimizer-keys names`.",
         explanations.find_groups,
     ),
     Message(

@@ -158,7 +158,7 @@ def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding
     names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
     if is_model(case.checkpoint) or not (model.asked and names):
         return
-    message = f"files use this name, but in memory {model.name} uses another one, and torch's load asks for that"
+    message = f"the name is one for files; in memory {model.name} has another name, which torch's load asks for"
     fix = convert(case.checkpoint, names=_IN_MEMORY, base=model.name)
     yield Finding("family", names[0], message, fix, names)
 

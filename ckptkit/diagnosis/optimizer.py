@@ -94,7 +94,7 @@ def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator
     our_sizes, their_sizes = ([len(group) for group in one.groups] for one in (ours, theirs))
     if len(our_sizes) != len(their_sizes):
         message = (
-            f"it has {count(len(our_sizes), 'parameter group')} here, and {len(their_sizes)} in {other}: "
+            f"expected {count(len(their_sizes), 'parameter group')} as in {other}, found {len(our_sizes)}: "
             "torch fails with `loaded state dict has a different number of parameter groups`"
         )
         yield Finding("groups", ours.name, message)

@@ -22,7 +22,7 @@ def find_ranks(case: LoadTarget) -> Iterator[Finding]:
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
-            message = f"it has a state for each of {count(ranks, 'rank')}; {wanted} cannot use it"
+            message = f"the file has a state for each of {count(ranks, 'rank')}; {wanted} cannot use these states"
             yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
 
 

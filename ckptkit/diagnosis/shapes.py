@@ -46,7 +46,8 @@ def find_towers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     for key, words in _TOWERS.items():
         if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
             fix = from_base(case, model, filter(words.search, model.specs))
-            yield Finding("layers", None, f"{model.name} declares `{key}`, but no tensor belongs to such a tower", fix)
+            message = f"{model.name} declares `{key}`, but the checkpoint has no tensors of it"
+            yield Finding("layers", None, message, fix)
 
 
 def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
@@ -163,7 +164,10 @@ def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
         fix = None if own.config is None else export(case.checkpoint, base=str(own.found_in))
         yield Finding("config", None, f"{case.model.name} is another model: {words}", fix)
     else:
-        message = f"{case.model.name} computes something else than {own.described_in} in {own.found_in} says: {words}"
+        message = (
+            f"{case.model.name} differs from {own.described_in} in {own.found_in} in keys that change the "
+            f"computation: {words}"
+        )
         yield Finding("config", None, message)
 
 
@@ -181,7 +185,7 @@ def find_ties(case: LoadTarget) -> Iterator[Finding]:
             continue
         if name not in weights.layout.tensors:
             if source in weights.layout.tensors and case.checkpoint.model_component.reader.is_sharded and model.asked:
-                message = f"it is tied to `{source}`; a model in memory has both, so torch's load asks for this one too"
+                message = f"missing, but tied to `{source}`; a model in memory has both, so torch's load asks for both"
                 yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
         elif name in compared and differs(weights.layout, name, source):
             message = (

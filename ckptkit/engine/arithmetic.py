@@ -52,7 +52,9 @@ def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
         for name, change in changes.items():
             tensor = tensors[name]
             if any(chunk.dtype.kind != "float" or chunk.dtype.itemsize not in (2, 4) for chunk in tensor.chunks):
-                message = f"expected float32, bfloat16 or float16, found {tensor.spec.dtype}: its numbers must change"
+                message = (
+                    f"expected float32, bfloat16 or float16, found {tensor.spec.dtype}: ckptkit must change the values"
+                )
                 raise Unsupported(message, path=layout.path, tensor=name, hint="keep the names with --names keep")
             changed = tuple(compute_chunk(chunk, change, files, out, str(kept.path)) for chunk in tensor.chunks)
             tensors[name] = replace(tensor, chunks=changed)

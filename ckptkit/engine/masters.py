@@ -29,7 +29,7 @@ class RemaindersAsFloats:
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
         """Return a sentence on the masters."""
         remainders = sum(name in noted for name in judged)
-        return f"of {count(len(judged), 'master')} in {FLOAT32}, {remainders} contained remainders, which were added"
+        return f"added the remainders that {remainders} of {count(len(judged), 'master')} in {FLOAT32} contained"
 
 
 _REMAINDERS_AS_FLOATS = RemaindersAsFloats()

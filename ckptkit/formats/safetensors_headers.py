@@ -164,8 +164,9 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
     at = start
     for offset, length, name in places:
         if offset != at:
-            what = "overlaps the one before" if offset < at else "leaves a gap before it"
-            raise Corrupt(f"the tensor at byte {offset} {what}, which ends at {at}", path=path, tensor=name)
+            what = "overlap" if offset < at else "there is a gap"
+            message = f"expected the tensor at byte {at}, the end of the one before, found it at byte {offset}: {what}"
+            raise Corrupt(message, path=path, tensor=name)
         at += length
     if size < at:
         raise truncated(at, size, path=path, by="header")

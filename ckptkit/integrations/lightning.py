@@ -56,10 +56,10 @@ class CkptkitIO(TorchCheckpointIO):
         if storage_options is not None:
             raise Usage("storage options are not supported: the plugin writes to local directories")
         if FORM in checkpoint:
-            raise Usage(f"`{FORM}` is a name of ckptkit's own")
+            raise Usage(f"expected another name than `{FORM}`, which ckptkit uses itself")
         directory = to_local(path)
         if isinstance(calling_strategy(), FSDPStrategy | ModelParallelStrategy):
-            words = "one file of Lightning's own, without checksums: of whole models this strategy loads nothing else"
+            words = "wrote one file as Lightning does, without checksums, because this strategy loads only such a file"
             warn(f"{directory} is {words}")
             super().save_checkpoint(checkpoint, directory)
             return

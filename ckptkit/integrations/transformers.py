@@ -131,7 +131,7 @@ def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tu
     opened = state.model
     if is_deepspeed_zero3_enabled():
         hint = "run `ckptkit consolidate SRC OUT` and load OUT with from_pretrained"
-        raise Unsupported("ZeRO-3 can only partition whole tensors", path=opened.path, hint=hint)
+        raise Unsupported("ZeRO 3 can only partition full tensors", path=opened.path, hint=hint)
     for remark in opened.remarks:
         if isinstance(remark, Caution):
             _logger.warning("%s", remark)
@@ -242,4 +242,4 @@ def describe_model(checkpoint: Path, parts: Mapping[str, Any]) -> None:
             if part is not None:
                 part.save_pretrained(checkpoint)
     except Exception as error:  # noqa: BLE001 - an error on rank 0 alone would make the other ranks wait forever
-        _logger.warning("no config.json was put into %s: %s", checkpoint, error)
+        _logger.warning("could not write config.json into %s: %s", checkpoint, error)

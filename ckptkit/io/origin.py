@@ -40,6 +40,6 @@ class Origin:
         hint = "run the same command again"
         if is_remote(self.path):
             if changed := self.path.find_change():
-                raise IOFailure("this was replaced while the checkpoint was being read", path=changed, hint=hint)
+                raise IOFailure("the file was replaced while the checkpoint was being read", path=changed, hint=hint)
         elif Origin.of(self.path) != self:
             raise IOFailure("the checkpoint was replaced while it was being read", path=self.path, hint=hint)

@@ -85,7 +85,8 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
             raise Unsupported(message, hint=_HINT)
         if len(keys) > 1:
             message = (
-                f"it has the same shape {as_text(size)} as `{keys[1]!s}`, and no file says which state belongs to it"
+                f"this parameter and `{keys[1]!s}` have the same shape {as_text(size)}, and no file says which state "
+                "belongs to which"
             )
             raise Unsupported(message, tensor=str(keys[0]))
         assigned[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
@@ -94,7 +95,7 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
     if len(unknown) > 1 or len(unassigned) < len(unknown):
         raise Unsupported(f"{count(len(unknown), 'parameter')}: no state of the optimizer shows a shape for them")
     if unknown and len(unassigned) > 1:
-        message = f"it or `{unassigned[1]!s}` is the parameter whose state shows no shape, and no file says which"
+        message = f"a state without a shape belongs to this parameter or to `{unassigned[1]!s}`, and no file says which"
         raise Unsupported(message, tensor=str(unassigned[0]))
     assigned |= dict(zip(unknown, unassigned, strict=False))
     trained = set(assigned.values())
@@ -113,7 +114,7 @@ def not_all_of_one_model(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -
     total = count(len(keys), "parameter")
     model = next((model for model in models if model.keys() >= keys), None)
     if model is None:
-        return Unsupported(f"its {total} belong to several models")
+        return Unsupported(f"the {total} of the optimizer belong to several models")
     without = next(key for key in model if key not in keys)
     message = f"expected {len(model)} parameters as in the model, found {len(keys)}: `{without!s}` has no index. Frozen"
     return Unsupported(f"{message} parameters explain that, and so does an optimizer of something that was not saved")
@@ -226,7 +227,7 @@ def trace_back(way: Way | None) -> list[int]:
 
 
 def ambiguous(key: Hashable) -> Unsupported:
-    message = "its shape fits several optimizer groups, so its number is unknown"
+    message = "the shape fits several optimizer groups, so the parameter index is unknown"
     return Unsupported(message, tensor=str(key), hint=KEEP_NUMBERS)
 
 

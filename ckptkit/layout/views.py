@@ -57,12 +57,13 @@ class View:
         given = index if isinstance(index, tuple) else (index,)
         for item in given:
             if isinstance(item, bool) or not (isinstance(item, slice | EllipsisType) or hasattr(item, "__index__")):
-                raise TypeError(f"a tensor that is not read is indexed by integers and slices, not by {item!r}")
+                raise TypeError(f"expected integers and slices as the index of a tensor on disk, found {item!r}")
         dots = sum(item is ... for item in given)
         spare = len(self.axes) - len(given) + dots
         if spare < 0 or dots > 1:
             raise IndexError(
-                f"{count(len(given) - dots, 'index')} and {dots} ellipses for {count(len(self.axes), 'axis')}"
+                f"expected at most {count(len(self.axes), 'index')} and one ellipsis, found "
+                f"{count(len(given) - dots, 'index')} and {dots} ellipses"
             )
         filled: list[int | slice] = []
         for item in given if dots else (*given, ...):

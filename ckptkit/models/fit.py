@@ -66,7 +66,7 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
     """
     if companions.config is not None:
         missing = ", ".join(companions.absent)
-        words = f"config.json needs {missing}, not found beside it: loaders with trust_remote_code need it"
+        words = f"expected {missing} beside config.json, found none: loaders with trust_remote_code need it"
         return [Caution(f"{words}; copy it into {companions.found_in}, and run this again")] if missing else []
     if companions.library is not None:
         return [about_library(companions.library, companions.found_in)]
@@ -79,10 +79,13 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
 
 def about_library(library: ConfigOf, directory: Path | None) -> str:
     """Return a note that config.json belongs to another library; a warning if that library cannot load safetensors."""
-    words = f"config.json in {directory} is of {library.title}, not of transformers: copied unchanged, names kept"
+    words = f"config.json in {directory} belongs to {library.title}, not to transformers: copied unchanged, names kept"
     if not library.needs:
         return words
-    return Caution(f"{words}; {library.title} loads `{library.needs}`: write that with torch.save")
+    return Caution(
+        f"{words}; {library.title} loads only `{library.needs}`: load model.safetensors in Python, and save it with "
+        "torch.save"
+    )
 
 
 def without_declared(names: Sequence[str], config: Mapping[str, Any]) -> Sequence[str]:
@@ -127,14 +130,14 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
         # a salvage: the tied copy replaces a damaged source
         if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
             layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
-            notes.append(f"{source} is damaged: ckptkit used the values of {name}, which is tied to it")
+            notes.append(f"{source} is damaged: ckptkit used {name}, which is tied to it")
         elif source in layout.tensors:
             check_equal(layout, name, source)
-            notes.append(f"{name} is tied to {source} and equal to it: written once")
+            notes.append(f"wrote {source} only once: {name} is tied to it and equal")
         else:
             tensors = {source if old == name else old: tensor for old, tensor in layout.tensors.items()}
             layout = replace(layout, tensors=tensors)
-            notes.append(f"{name} is tied to {source}, and was written under that name")
+            notes.append(f"wrote {name} under the name {source}, because the two are tied")
     return edits.select(layout, lambda name: name not in present), notes
 
 
@@ -146,8 +149,9 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
     if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
         return
     if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
-        hint = "drop it with --exclude if it is the same"
-        raise Unsupported(f"it is tied to `{source}`, and both are quantized", path=layout.path, tensor=name, hint=hint)
+        hint = f"if both are equal, pass --exclude {name}"
+        message = f"tied to `{source}`, and ckptkit cannot compare quantized tensors"
+        raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
     head = locate(edits.rename(edits.select(layout, name.__eq__), lambda _: source))
     other = locate(edits.select(layout, source.__eq__))
     if head.tensors == other.tensors:

@@ -97,7 +97,7 @@ def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[s
             path = ".".join((*declaration.sections, declaration.key))
             layers = count(declaration.layers, "MTP layer")
             words.append(
-                f"config.json declares {layers} (`{path}`), and {present} have tensors; the output says {present}"
+                f"config.json declares {layers} (`{path}`), but only {present} have tensors: set it to {present}"
             )
     return changed, words
 

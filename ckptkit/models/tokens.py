@@ -31,7 +31,7 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
     number, file = largest
     if number >= rows:
         hint = f"pass --vocab-size {number + 1} or more"
-        message = f"it has token {number}, but only {rows} rows"
+        message = f"the tokenizer has token {number}, but --vocab-size keeps only {rows} rows"
         raise Mismatch(message, path=companions.path_of(file), hint=hint)
     return []
 

@@ -46,7 +46,7 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
         (fitting_config,) = fitting
         class_name = str(fitting_config["architectures"][0])
         check_second_head(shapes, config, heads[0], f"{named} and {class_name}")
-        words = f"config.json says {named}, the tensors have `{heads[0]}`: wrote {class_name}"
+        words = f"config.json says {named}, but the checkpoint has `{heads[0]}`: wrote {class_name}"
         labels = len(fitting_config.get("id2label") or {})
         is_resized = fitting_config.get("id2label") != config.get("id2label")
         if is_resized:

@@ -151,7 +151,7 @@ def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy
     """Raise `Usage` if no checkpoint has the metric of `best`, because a typo would delete all but the newest."""
     if policy.best and complete and not best_of(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
-        hint = f"use one of {', '.join(known)}" if known else "none of them has any"
+        hint = f"use one of {', '.join(known)}" if known else "drop --keep-best, or save checkpoints with metrics"
         raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 

@@ -107,7 +107,7 @@ def key_paths_by_name(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
                 ways[name] = key
         elif way[0] == GROUP_MAP:
             message = f"expected a list of the optimizer's groups, found `{GROUP_MAP}`"
-            raise Unsupported(message, path=layout.path, tensor=name, hint="use `--to dcp` or `--to pt`")
+            raise Unsupported(message, path=layout.path, tensor=name, hint="pass --to dcp or --to pt")
         elif isinstance(way[1], int):
             ways[name] = (OPTIMIZER, *way)
         else:

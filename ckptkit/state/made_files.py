@@ -84,7 +84,7 @@ def check_ties(plan: Plan) -> None:
             copies = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]
             if made_of.setdefault((number, bytes_at(target.chunk)), copies) != copies:
                 message = f"the tensor is tied to another one in {plan.src.root}, but not here"
-                hint = "pass `--to hf`, which writes each tensor"
+                hint = "pass --to hf, which writes each tensor"
                 raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)
 
 

@@ -147,6 +147,6 @@ def dtype_of(layout: Layout, name: str) -> DType:
     """Return the dtype in which a tensor is stored. Raises `Unsupported` if its chunks have several."""
     stored = sorted({chunk.dtype.name for chunk in layout.tensors[name].chunks if not chunk.is_zeros})
     if len(stored) > 1:
-        message = f"it is stored in {' and '.join(stored)}: only a part of the weight has a master"
+        message = f"the weight is stored in {' and '.join(stored)}: only a part of it has a master"
         raise Unsupported(message, path=layout.path, tensor=name, hint=f"drop {_OPTION}")
     return DTYPES[stored[0]] if stored else layout.tensors[name].spec.dtype

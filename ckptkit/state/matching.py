@@ -159,7 +159,7 @@ def named_as_on_hub(
     except (Mismatch, Unsupported) as error:
         if table is not None:
             raise
-        return side.becomes(side.layout, f"the names in {side.path} stay as they are: {error.message}")
+        return side.becomes(side.layout, f"did not translate the names in {side.path}: {error.message}")
     return side.becomes(layout, *remarks)
 
 

@@ -59,9 +59,10 @@ def check_configs(models: Sequence[Model]) -> list[str]:
             hint = "average checkpoints of one model, or pass --base MODEL, whose config.json is right for all"
             raise Mismatch(message, path=other.found_in, hint=hint)
         if different:
-            does = "computes" if different[0].is_certain else "may compute"
+            change = "change" if different[0].is_certain else "may change"
             words = describe_differences(different, str(other.found_in))
-            remarks.append(Caution(f"{first.found_in} {does} something else than {other.found_in}: {words}"))
+            both = f"{first.found_in} and {other.found_in}"
+            remarks.append(Caution(f"{both} differ in keys that {change} the computation: {words}"))
     missing = len(models) - len(described)
     if missing:
         remarks.append(

@@ -234,7 +234,7 @@ def by_name(
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
         keeps = (
-            f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain ({why}); see {ORDER}"
+            f"`{optimizer.name}` keeps its parameter indices, because the names are not certain ({why}); see {ORDER}"
         )
         return Rekeying(optimizer, {}, keeps)
     return Rekeying(optimizer, {**certain.names}, describe_names(optimizer, certain))

@@ -64,8 +64,8 @@ class ConvertOptions:
 
     Without `optimizer_keys`, an optimizer does not change, except in a file that is converted to shards: then it gets
     names if they are certain. `weights` are the factors of an average, one for each checkpoint. `scales` are the
-    factors of adapters that are merged into the first of several. With `only_sharded`, components that are equal for
-    any number of ranks are copied unchanged, if there are others.
+    factors of adapters that are merged into the first of several. With `only_sharded`, only the sharded components are
+    converted, if there are any; the others are copied unchanged.
     """
 
     to: str
@@ -79,8 +79,8 @@ class ConvertOptions:
     optimizer_order: Annotated[
         str | None,
         Help(
-            "How the optimizer orders its parameters: model, or a file with their names, one a line; "
-            "ckptkit cannot check it.",
+            "Order of the optimizer's parameters: model (order of model.parameters()), or a file with one name per "
+            "line. ckptkit refuses an order that the checkpoint contradicts.",
             "model|FILE",
         ),
     ] = None
@@ -124,7 +124,7 @@ class ConvertOptions:
     experts_layout: Annotated[
         str | None,
         Help(
-            "With `merge`, --merge or --experts: the layout of lora_B of fused experts, if no file records it.",
+            "For adapters of fused experts: the layout of lora_B, if no file records it.",
             "peft|blocks",
         ),
     ] = None
@@ -173,7 +173,11 @@ class ConvertOptions:
     )
     jobs: Annotated[
         int | None,
-        Help("Threads; by default one per core but at most 8, and 16 for a remote source.", "N", least=1),
+        Help(
+            "Threads; by default one per core but at most 8, 16 for a remote source, 8 for an output in a store.",
+            "N",
+            least=1,
+        ),
     ] = field(default=None, metadata=_OF_THIS_PROCESS)
     part: Annotated[str | None, Help("Write part I of N; after all parts, run `ckptkit finalize OUT`.", "I/N")] = field(
         default=None, metadata=_OF_THIS_PROCESS
@@ -187,8 +191,8 @@ class ConvertOptions:
     def of(cls, given: Keywords, **more: Any) -> Self:
         """Return the options that users have `given`, and `more`.
 
-        A single string may stand for several, lists for tuples. Raises TypeError for an unknown option, `Usage` for
-        options that contradict each other or the format.
+        An option with several values also accepts a single string or a list. Raises TypeError for an unknown option,
+        `Usage` for options that contradict each other or the format.
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():
             raise TypeError(f"unknown option `{min(unknown)}`")
@@ -268,7 +272,7 @@ class ConvertOptions:
         return Edits(self.include, self.exclude, self.rename, self.dtype, self.allow_unmatched)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the options that all processes must share that write one output together."""
+        """Return the options that must be equal in all parts of one conversion."""
         common = [field.name for field in fields(self) if not field.metadata]
         return {name: anywhere(name, getattr(self, name)) for name in common}
 
@@ -293,7 +297,7 @@ class Contradiction(NamedTuple):
 CONTRADICTIONS = (
     Contradiction(
         lambda asked: asked.world_size is not None and not asked.writer.is_sharded,
-        "`{to}` is the same for any number of ranks",
+        "--world-size has no effect: `{to}` is the same for any number of ranks",
         "drop --world-size",
     ),
     Contradiction(
@@ -303,47 +307,47 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.optimizer_keys and asked.writer.is_model_only,
-        "a Hugging Face model has no optimizer",
+        "--optimizer-keys has no effect: a Hugging Face model has no optimizer",
         "drop --optimizer-keys",
     ),
     Contradiction(
         lambda asked: asked.optimizer_order is not None and asked.writer.is_model_only,
-        "a Hugging Face model has no optimizer",
+        f"{ORDER} has no effect: a Hugging Face model has no optimizer",
         f"drop {ORDER}",
     ),
     Contradiction(
         lambda asked: asked.complete_optimizer and (asked.writer.is_model_only or asked.merge),
-        "the output is a model without an optimizer",
+        "--complete-optimizer has no effect: the output has no optimizer",
         "drop --complete-optimizer",
     ),
     Contradiction(
         lambda asked: asked.max_shard_size != DEFAULT_SHARD_SIZE and not asked.writer.is_model_only,
-        "`{to}` does not write safetensors files",
+        "--max-shard-size has no effect: `{to}` does not write safetensors files",
         "drop --max-shard-size",
     ),
     Contradiction(
         lambda asked: asked.adapter_config and not (asked.merge or asked.writer.is_model_only),
-        "`{to}` keeps adapters as they are",
+        "--adapter-config has no effect: `{to}` copies adapters unchanged",
         "drop --adapter-config, or pass --merge",
     ),
     Contradiction(
         lambda asked: asked.to == ADAPTER and asked.merge,
-        "a merged model is not an adapter",
+        "--merge cannot be combined with --to adapter: a merged model is not an adapter",
         "drop --merge, or pass --to hf",
     ),
     Contradiction(
         lambda asked: asked.experts and (asked.merge or not asked.writer.is_model_only),
-        "--experts is for an adapter as output",
+        "--experts has no effect: the output is not an adapter",
         "pass --to adapter, or drop --experts",
     ),
     Contradiction(
         lambda asked: asked.experts_layout and not (asked.merge or asked.experts),
-        "--experts-layout is for a merge, or for --experts",
+        "--experts-layout has no effect without --merge or --experts",
         "pass --merge or --experts, or drop --experts-layout",
     ),
     Contradiction(
         lambda asked: asked.merge and asked.changes_names,
-        "an adapter only fits the names and rows that its model had in training",
+        "--merge cannot be combined with --names, --map or --vocab-size: they would change the base first",
         "merge first, then consolidate the result with --names, --map or --vocab-size",
     ),
     Contradiction(
@@ -393,7 +397,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.quantize and not asked.writer.is_model_only,
-        "`{to}` is not a model format that can be quantized",
+        "--quantize: `{to}` cannot store quantized weights",
         "run `ckptkit consolidate SRC OUT --quantize` instead",
     ),
     Contradiction(
@@ -403,7 +407,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.quantize and asked.names not in (None, HUB),
-        "loaders of quantized weights look for the Hub's names",
+        "--names cannot be combined with --quantize: loaders of quantized weights look for the Hub's names",
         "drop --names",
     ),
     Contradiction(
@@ -423,7 +427,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         lambda asked: asked.base and not (asked.writer.is_model_only or asked.merge or asked.changes_names),
-        "ckptkit does not compare `{to}` with a config.json",
+        "--base has no effect: ckptkit does not compare `{to}` with a config.json",
         "drop --base",
     ),
 )

@@ -120,7 +120,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     )
     if conversion.is_file and len(drafts) > 1:
         names = ", ".join(draft.place for draft in drafts)
-        hint = "choose one part, or pass a directory as destination"
+        hint = "choose one component, or pass a directory as destination"
         raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
     if conversion.is_file:
         return replace(conversion, drafts=[replace(draft, place="") for draft in drafts])
@@ -159,7 +159,7 @@ def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: Conv
             renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.renaming())
             if renamed is not part.layout:
                 yield (
-                    f"`{part.place}` is copied unchanged: the names in its optimizer stay as they are "
+                    f"copied `{part.place}` unchanged, with the old names in its optimizer "
                     f"(`convert --to dcp` renames them)"
                 )
 

@@ -42,15 +42,15 @@ class Written(NamedTuple):
 class Converted(Summarized):
     """The result of a conversion. Keys of `renamed` and names in `dropped` are the source's names.
 
-    `entries` counts the source entries: "written", "dropped" by a rule or an option, and "left" without a rule that
-    asks for it. `left_behind` are files of the sources that were neither read nor copied. `source` is the first of the
-    `sources`. An average has several, with `weights` that add up to 1. `wrapper` is the key above the model that was
-    removed; `world_size` the number of ranks of a sharded output. Of the source's bytes, `checked_bytes` were verified
-    with recorded checksums; `unchecked_bytes` have no checksum. `resumed_bytes` of the output were already written by
-    an earlier call. `completed` are the entries, by their names in the output, that are zeros because the sources lack
-    them. `is_finished` is False if this was only one part of the work; `plan` is a hash that is equal for all parts.
-    `salvaged` is the account of the damage in the source, for a salvage. `warnings` say what may be lost, and what you
-    must do before you can use the output; `notes` are all other remarks.
+    `entries` counts the source entries: "written", "dropped" by a rule or an option, and "left" out although no rule or
+    option asked for it. `left_behind` are files of the sources that were neither read nor copied. `source` is the first
+    of the `sources`. An average has several, with `weights` that add up to 1. `wrapper` is the key above the model that
+    was removed; `world_size` the number of ranks of a sharded output. Of the source's bytes, `checked_bytes` were
+    verified with recorded checksums; `unchecked_bytes` have no checksum. `resumed_bytes` of the output were already
+    written by an earlier call. `completed` are the entries, by their names in the output, that are zeros because the
+    sources lack them. `is_finished` is False if this was only one part of the work; `plan` is a hash that is equal for
+    all parts. `salvaged` is the account of the damage in the source, for a salvage. `warnings` say what may be lost,
+    and what you must do before you can use the output; `notes` are all other remarks.
     """
 
     source: Path

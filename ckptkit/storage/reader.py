@@ -173,7 +173,7 @@ class LayoutReader(StorageReader):
 class Reader(LayoutReader):
     """Reads the checkpoint at `path`, in any format, into a state with the names of the checkpoint.
 
-    Per-rank state (`own_state.rank_N.NAME`) is read by its own name, as in torch: rank N gets its own `NAME`.
+    For per-rank state, rank N asks for `NAME` and gets the entry `own_state.rank_N.NAME`.
 
     `path` is a local path or a URL, such as `hf://org/name`. `also` are other directories with files of the same
     checkpoint, for example if each node saved to its own disk.
@@ -224,7 +224,7 @@ class Reader(LayoutReader):
         return as_call(self, self.path, under=self.under, names=names, rename=self.named.rename, **options)
 
     def open(self) -> tuple[Layout, ...]:
-        """Open the components of the checkpoint, the model's first, under the names for the load."""
+        """Return the layouts of the components, the model's first, with the names that `dcp.load` will ask for."""
         checkpoint = Checkpoint.open(self.path)
         config = self.named.config_of(checkpoint)
         layout = restore_tied(with_own_state(checkpoint.model_component.layout, self.rank), config or {})

@@ -58,7 +58,7 @@ class TrainConfig:
     sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
     micro_batch_size: Annotated[
-        int, "Sequences that a rank computes at once; gradients add up. 0: all sequences of the rank."
+        int, "Sequences per forward pass; the rank accumulates gradients. 0: all sequences of the rank at once."
     ] = 0
     # the optimizer
     steps: Annotated[int, "Steps of the whole run."] = 100
@@ -66,7 +66,9 @@ class TrainConfig:
     warmup: Annotated[int, "Steps until the learning rate reaches its highest value."] = 10
     weight_decay: Annotated[float, "Weight decay of AdamW, for matrices only."] = 0.1
     clip: Annotated[float, "Clip the gradient norm to this value."] = 1.0
-    seed: Annotated[int, "Seed of weights, data and dropout; the same for any number of ranks."] = 0
+    seed: Annotated[
+        int, "Seed of weights, data and dropout. Weights and batches are the same for any number of ranks."
+    ] = 0
     # the ranks
     device: Annotated[Device, "Where to train."] = "auto"
     fsdp: Annotated[Literal["1", "2"], "The version of FSDP."] = "2"
@@ -104,16 +106,16 @@ class TrainConfig:
         for name in settings():
             require_choice(name, getattr(self, name))
         if self.seed >= 2**32:
-            raise Usage(f"seed: expected less than 2**32, found {self.seed}")
+            raise Usage(f"--seed: expected less than 2**32, found {self.seed}")
         if not self.clip > 0:
-            raise Usage(f"clip: expected more than 0, found {self.clip}")
+            raise Usage(f"--clip: expected more than 0, found {self.clip}")
         if self.replicas > 1 and self.strategy != "hybrid_shard":
             raise Usage(
-                f"strategy: expected hybrid_shard for {self.replicas} replicas, found {self.strategy}",
-                hint="use `--strategy hybrid_shard`",
+                f"--strategy: expected hybrid_shard for {self.replicas} replicas, found {self.strategy}",
+                hint="pass --strategy hybrid_shard",
             )
         if self.wrap == "size" and self.fsdp == "2":
-            raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
+            raise Usage("--wrap: expected block for FSDP2, found size", hint="pass --fsdp 1 to wrap by size")
         require_full_training(self) if self.lora_rank is None else require_adaptable(self)
         require_places(self)
         require_metric(self.keep_best)
@@ -136,7 +138,7 @@ def require_places(config: TrainConfig) -> None:
     """Raise `Usage` for a run or data path that is in a store although it must be local."""
     require_storable(config.run, config.state_dict)
     if config.tensorboard and is_remote(config.run):
-        hint = "drop `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
+        hint = "drop --tensorboard, because metrics.jsonl has the same metrics, or train into a local directory"
         raise Usage("TensorBoard appends to its files, which a store cannot do", path=config.run, hint=hint)
     if is_remote(config.data):
         raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
@@ -149,33 +151,34 @@ def require_metric(keep_best: str | None) -> None:
     metric = keep_best.partition(":")[0]
     if metric and metric not in SAVED_METRICS:
         names = ", ".join(SAVED_METRICS)
-        message = f"keep_best: expected a metric that checkpoints contain ({names}), found `{metric}`"
-        raise Usage(message, hint=f"pass `--keep-best {SAVED_METRICS[0]}`")
+        message = f"--keep-best: expected a metric that checkpoints contain ({names}), found `{metric}`"
+        raise Usage(message, hint=f"pass --keep-best {SAVED_METRICS[0]}")
     Best.parse(keep_best)
 
 
 def require_full_training(config: TrainConfig) -> None:
     """Raise `Usage` for settings that contradict the training of a full model (without LoRA)."""
     if config.state_dict == "adapter":
-        raise Usage("expected adapters to save, found none", hint="train some with `--lora-rank`")
+        raise Usage("--state-dict adapter: expected LoRA adapters to train, found none", hint="pass --lora-rank R")
     if config.lora_targets or config.lora_alpha != LORA_ALPHA:
-        raise Usage("--lora-targets and --lora-alpha: expected --lora-rank too", hint="pass `--lora-rank`")
+        raise Usage("--lora-targets and --lora-alpha have no effect without --lora-rank", hint="pass --lora-rank R")
     if config.resume not in (None, AUTO) and config.weights:
         raise Usage(
-            "--resume and --weights: a resumed checkpoint already contains weights",
-            hint="drop `--weights` or `--resume`",
+            "--resume and --weights cannot be combined: a resumed checkpoint already contains weights",
+            hint="drop --weights or --resume",
         )
 
 
 def require_adaptable(config: TrainConfig) -> None:
     """Raise `Usage` for settings that contradict the training of LoRA adapters."""
     if config.state_dict == "hf":
-        hint = "save `--state-dict adapter`, and make it a model with `ckptkit consolidate --merge`"
-        raise Usage("a Hugging Face model cannot store adapters", hint=hint)
+        hint = "pass --state-dict adapter, and merge the result with `ckptkit consolidate --merge`"
+        raise Usage("--state-dict hf: a Hugging Face model cannot store adapters", hint=hint)
     if config.freeze:
-        raise Usage("everything but the adapters is frozen already", hint="drop `--freeze`")
+        raise Usage("--freeze has no effect: --lora-rank already freezes all other parameters", hint="drop --freeze")
     if config.wrap == "size":
-        raise Usage("a unit wrapped by size may mix adapters and other parameters", hint="use `--wrap block`")
+        message = "--wrap: expected block for adapters, found size: a unit could mix adapters and other parameters"
+        raise Usage(message, hint="pass --wrap block")
 
 
 def settings() -> dict[str, Setting]:

@@ -47,7 +47,7 @@ def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable
     elif nproc is None:
         work(place, report)
     else:
-        raise Usage("--nproc cannot be used under torchrun, which starts the processes", hint="drop `--nproc`")
+        raise Usage("--nproc cannot be used under torchrun, which starts the processes", hint="drop --nproc")
 
 
 def torchrun_place() -> RankPlace | None:

@@ -47,7 +47,7 @@ def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
                 log.write(step)
                 report_once(step)
         if trainer.progress.step < config.steps:
-            report_once(Note("stopped on request, after a save: continue with `--resume auto`", ended_early=True))
+            report_once(Note("stopped on request, after a save: continue with --resume auto", ended_early=True))
 
 
 def advance(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: DeferredSignal) -> Iterator[StepMetrics]:

@@ -33,7 +33,7 @@ def find_resume(config: TrainConfig) -> list[Path]:
     """
     complete = RunFolder(refresh(config.run)).checkpoints()[::-1]
     if config.resume is None and complete:
-        hint = "continue with `--resume auto`, or name another run"
+        hint = "continue with --resume auto, or pass another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
     if config.resume is None or (config.resume == AUTO and not complete):
         require_no_unfinished(config.run)
@@ -80,7 +80,7 @@ def require_no_unfinished(run: Path) -> None:
     names = [checkpoint.name for checkpoint in ([] if is_remote(run) else named_in(run))]
     if names:
         message = f"the run has only unfinished checkpoints: {', '.join(names)}"
-        raise Occupied(message, path=run, hint="move them away, or name another run")
+        raise Occupied(message, path=run, hint="move them away, or pass another run")
 
 
 def first_readable(candidates: Sequence[Path]) -> Path:

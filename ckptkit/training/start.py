@@ -142,7 +142,8 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
     Calls `warn` with a message for each damaged checkpoint that was skipped.
     """
     if config.batch_size < mesh.size():
-        raise Usage(f"batch_size: expected at least {mesh.size()}, a sequence for each rank, found {config.batch_size}")
+        message = f"--batch-size: expected at least {mesh.size()}, a sequence for each rank, found {config.batch_size}"
+        raise Usage(message)
     ranks = Ranks()
     findings = ranks.on_first(partial(find_inputs, config))
     blueprint = choose_blueprint(findings.model, tied=not config.untied, vocab_size=findings.vocab_size)
@@ -198,7 +199,7 @@ def share_tokens(config: TrainConfig, findings: Findings, ranks: Ranks) -> Token
     tokens = ranks.together(partial(tokenize, config, findings))
     for machine, checksum in zip(machines, ranks.gather(tokens.checksum), strict=True):
         if checksum != tokens.checksum:
-            hint = "give all machines the same files"
+            hint = "copy the same files to all machines"
             raise Mismatch(
                 f"the data on {machine} differs from the data on {socket.gethostname()}", path=config.data, hint=hint
             )
@@ -214,14 +215,14 @@ def require_fit(config: TrainConfig, blueprint: Blueprint, findings: Findings) -
     """Raise `Usage` or `Mismatch` unless model, data, tokenizer and the checkpoint to resume fit together."""
     if config.sequence_length > blueprint.max_length:
         raise Usage(
-            f"sequence_length: expected at most {blueprint.max_length} (positions of the model), found "
+            f"--sequence-length: expected at most {blueprint.max_length} (positions of the model), found "
             f"{config.sequence_length}"
         )
     if findings.vocab_size > blueprint.vocab_size:
         raise Usage(
             f"expected a tokenizer of at most {blueprint.vocab_size} tokens as in the model, "
             f"found {findings.vocab_size}",
-            hint="give the model's own with `--tokenizer`",
+            hint="pass the model's own tokenizer with --tokenizer",
         )
     if findings.resume is not None:
         require_same(findings.resume / CONFIG, blueprint.files()[CONFIG], "model")
@@ -236,10 +237,13 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
     if path.exists() and text is not None:
         require_same(path, text, "adapter", but=("base_model_name_or_path",))
     elif path.exists():
-        raise Mismatch("the checkpoint has adapters", path=path, hint="continue with its `--lora-rank`")
+        rank = json.loads(read_small(path, _LIMIT)).get("r", "R")
+        message = "the checkpoint has LoRA adapters, but --lora-rank is missing"
+        raise Mismatch(message, path=path, hint=f"pass --lora-rank {rank}")
     elif text is not None:
-        message = "the checkpoint has no adapters to continue with"
-        raise Mismatch(message, path=path.parent, hint="start from its weights: `--weights`, and another run")
+        message = "expected LoRA adapters in the checkpoint to resume, found none"
+        hint = f"train into a new run with --weights {path.parent}"
+        raise Mismatch(message, path=path.parent, hint=hint)
 
 
 def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) -> None:
@@ -254,7 +258,7 @@ def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) 
     if different:
         key = different[0]
         raise Mismatch(
-            f"the checkpoint has another {what}: expected `{key}` {ours.get(key)!r}, found {theirs.get(key)!r}",
+            f"the checkpoint has another {what}: expected {ours.get(key)!r} as `{key}`, found {theirs.get(key)!r}",
             path=path,
         )
 
@@ -263,9 +267,9 @@ def require_base(config: TrainConfig, weights: Path | None, findings: Findings) 
     """Raise `Usage` if checkpoints have only adapters and the base weights are not stored anywhere."""
     if weights is None and (config.state_dict == ADAPTER or findings.needs_base):
         raise Usage(
-            "adapters are useless without the weights that they were trained on",
+            "the checkpoints would contain only adapters, and no file would have the weights of their base",
             path=findings.resume,
-            hint="give these with `--weights`, or as a `--model` that has some; or save `--state-dict sharded`",
+            hint="pass --weights, or a --model with weights, or --state-dict sharded",
         )
 
 

@@ -97,7 +97,7 @@ class Trainer:
             raise CkptError(
                 f"step {progress.step + 1}: the loss is {loss} and the gradient norm {norm}; the run stops here",
                 path=self.config.run,
-                hint="resume from the latest checkpoint with a lower `--lr` or a longer `--warmup`",
+                hint="resume from the latest checkpoint with a lower --lr or a longer --warmup",
             )
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
@@ -143,13 +143,13 @@ class Trainer:
                     f"expected {name} {theirs} as in the checkpoint, found {ours}: its position in the "
                     "data would be wrong",
                     path=path,
-                    hint="continue with the same data, seed and length, or start anew from `--weights`",
+                    hint="pass the same data, seed and length, or start a new run with --weights",
                 )
         if expected.base and expected.base != self.progress.base:
             raise Mismatch(
-                "the checkpoint has adapters alone, which were trained on another base",
+                "the checkpoint has only adapters, which were trained on another base",
                 path=path,
-                hint="give the base that the run was started from with `--weights`",
+                hint="pass the base that the run was started from with --weights",
             )
         self._set_rates()
 

@@ -21,7 +21,7 @@ _BLOCK = 1 << 24  # elements that are changed at once
 
 
 def delta(size_gb: float, runs: int) -> None:
-    """Measure `delta` of models of which 0.1 to 30 % of the elements differ, and `apply`, beside patches and copies."""
+    """Measure `delta` of models of which 0.1 to 30% of the elements differ, and `apply`, beside patches and copies."""
     with workplace() as home:
         dcp, base = home / "dcp", home / "base"
         make(8, f"sharded --size-gb {size_gb} --dtype bfloat16", dcp)
@@ -34,12 +34,12 @@ def delta(size_gb: float, runs: int) -> None:
             (new / "ckptkit.json").unlink()
             changed = sum(in_child(partial(change, density=percent / 100), sorted(new.glob("*.safetensors"))))
             reading, *writers = contenders_of(percent, base, new)
-            sizes.append([f"{percent} %", f"{changed:,}", *(made_by(one, home / "out") for one in writers)])
+            sizes.append([f"{percent}%", f"{changed:,}", *(made_by(one, home / "out") for one in writers)])
             contenders += [reading, *writers]
         contenders += list(appliers(base, home / f"new-{_APPLIED}", home))
         results = measure(contenders, home / "out", runs=runs, modes=("warm",))
         model = size_of(base)
-    programs = [one.name.removesuffix(f", {_PERCENTS[-1]} %") for one in writers]
+    programs = [one.name.removesuffix(f", {_PERCENTS[-1]}%") for one in writers]
     print(rows_of([["changed", "elements", *programs], *sizes]), end="\n\n")
     print(
         paragraph(
@@ -52,7 +52,7 @@ def delta(size_gb: float, runs: int) -> None:
 
 def contenders_of(percent: float, base: Path, new: Path) -> list[Contender]:
     """Return the `cat` of two models, and all that write what differs; xdelta3 where it is installed."""
-    floor = f"cat of both, {percent} %"
+    floor = f"cat of both, {percent}%"
     commands = {
         "delta": f"ckptkit delta {{src}} {new} {{out}}/d --force",
         "zstd --patch-from": for_each("zstd -q --long=31 --patch-from=$f $new -o $out", new),
@@ -61,7 +61,7 @@ def contenders_of(percent: float, base: Path, new: Path) -> list[Contender]:
         commands["xdelta3"] = for_each("xdelta3 -e -s $f $new $out", new)
     return [
         Contender(floor, f"cat {{src}}/* {new}/* > /dev/null", base, only_reads=True),
-        *(Contender(f"{name}, {percent} %", line, base, floor, least=_LEAST) for name, line in commands.items()),
+        *(Contender(f"{name}, {percent}%", line, base, floor, least=_LEAST) for name, line in commands.items()),
     ]
 
 
@@ -75,7 +75,7 @@ def appliers(base: Path, new: Path, home: Path) -> Iterator[Contender]:
     """Yield a copy of a model, and `apply` of deltas to it, which this writes first."""
     ckptkit("delta", base, new, home / "delta")
     yield Contender("cp", "cp -r {src} {out}/o && sync {out}/o/*", base)
-    yield Contender(f"apply, {_APPLIED} %", f"ckptkit apply {{src}} {home / 'delta'} {{out}}/o", base, "cp")
+    yield Contender(f"apply, {_APPLIED}%", f"ckptkit apply {{src}} {home / 'delta'} {{out}}/o", base, "cp")
 
 
 def made_by(contender: Contender, out: Path) -> str:

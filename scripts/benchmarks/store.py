@@ -37,9 +37,9 @@ def store(size_gb: float, runs: int) -> None:
         results = measure([*conversions(src, model), *saves(src, size_gb)], home / "out", runs=runs, modes=("warm",))
         size = size_of(src)
     text = f"""{size} of 8 ranks, to {server} on this machine, which shares the cores with the programs; medians of
-        {runs} runs, each to a prefix of its own. The reference is rclone's copy of a finished output, and for saves
-        torch. ckptkit sends a CRC-32 with every part. Its memory is mostly parts of 16 MiB: 8 jobs have one or two
-        each. The memory of a save is the sum of 2 ranks, with the model and the libraries."""
+        {runs} runs, each to a prefix of its own. The reference for conversions is `rclone copy` of a finished output,
+        for saves torch. ckptkit sends a CRC-32 with every part. Its memory is mostly parts of 16 MiB: 8 jobs have one
+        or two each. The memory of a save is the sum of 2 ranks, with the model and the libraries."""
     print(paragraph(text))
     print(table(results))
 

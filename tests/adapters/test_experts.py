@@ -133,10 +133,10 @@ def test_what_you_say_counts_more_than_the_files(made: Made, tmp_path: Path) -> 
     adapter = in_blocks(made, tmp_path / "adapter")
     done = ckptkit.merge(made.base, adapter, tmp_path / "out", experts_layout="blocks")
     assert_merged(tmp_path / "out", made.truth)
-    assert sum("as blocks, as you asked" in note for note in done.notes) == 1
+    assert sum("as blocks (--experts-layout), but" in note for note in done.notes) == 1
     done = ckptkit.merge(made.base, made.saved, tmp_path / "same", experts_layout="peft")
     assert_merged(tmp_path / "same", made.truth)
-    assert not any("you asked" in note for note in done.notes)
+    assert not any("(--experts-layout), but" in note for note in done.notes)
 
 
 def test_of_rank_one_both_layouts_are_the_same(tmp_path: Path) -> None:
@@ -154,5 +154,5 @@ def test_an_option_that_would_do_nothing_is_refused(made: Made, tmp_path: Path) 
         ckptkit.merge(made.base, [made.saved, made.saved], tmp_path / "out", experts_layout="peft")
     with pytest.raises(Usage, match="experts_layout: expected peft or blocks, found `unsloth`"):
         ckptkit.merge(made.base, made.saved, tmp_path / "out", experts_layout="unsloth")
-    with pytest.raises(Usage, match="is for a merge, or for experts"):
+    with pytest.raises(Usage, match="experts_layout has no effect without merge or experts"):
         ckptkit.consolidate(made.saved, tmp_path / "out", experts_layout="peft")

@@ -166,10 +166,10 @@ def test_a_file_that_is_one_of_one_is_the_model(tmp_path: Path) -> None:
 def test_a_lone_file_of_a_rank_may_be_whole_which_is_said(tmp_path: Path, name: str) -> None:
     torch.save({"model": {"w": WEIGHT[:4]}}, tmp_path / name)
     found = ckptkit.consolidate(tmp_path / name, tmp_path / "out", names="keep")
-    assert "its name counts ranks, and nothing shows whether this file has the whole model" in found.warnings[0]
-    assert any("counts ranks" in remark for remark in ckptkit.inspect(tmp_path / name).remarks)
-    assert any("counts ranks" in note for note in ckptkit.verify(tmp_path / name)[0].notes)
-    assert any("counts ranks" in note for note in ckptkit.doctor(tmp_path / name).notes)
+    assert "name contains a rank number, and nothing shows whether this file has the full model" in found.warnings[0]
+    assert any("a rank number" in remark for remark in ckptkit.inspect(tmp_path / name).remarks)
+    assert any("a rank number" in note for note in ckptkit.verify(tmp_path / name)[0].notes)
+    assert any("a rank number" in note for note in ckptkit.doctor(tmp_path / name).notes)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_the_heads_of_metas_models_tell_how_many_ranks_there_were(
             assert not ckptkit.verify(path)[0].is_ok
         else:
             found = ckptkit.consolidate(path, tmp_path / "out", names="keep", dry_run=True)
-            assert any("counts ranks" in one for one in found.warnings) is (sure is None)
+            assert any("a rank number" in one for one in found.warnings) is (sure is None)
 
 
 @pytest.mark.parametrize("rows", [4, 8])
@@ -271,7 +271,7 @@ def test_files_counted_from_0_that_are_alike_may_be_parts_which_is_said(
     for name, state, entries in zip(names, HALVES, more, strict=True):
         torch.save({**state, **entries} if entries else state, tmp_path / name)
     remarks = ckptkit.inspect(tmp_path / names[0]).remarks
-    assert any("nothing shows whether this file has the whole model" in one for one in remarks) is is_doubtful
+    assert any("nothing shows whether this file has the full model" in one for one in remarks) is is_doubtful
 
 
 def test_models_of_other_widths_are_no_parts_of_one(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from ckptkit.checkpoints.problems import fold_files
 from ckptkit.errors import Corrupt
 
 
-@pytest.mark.parametrize(("entries", "words"), [({}, "16 entries are not"), ({Path("a"): 20}, "16 of 20 entries are")])
+@pytest.mark.parametrize(
+    ("entries", "words"), [({}, "16 entries differ"), ({Path("a"): 20}, "16 of 20 entries differ")]
+)
 def test_entries_are_counted_as_far_as_they_are_known(entries: dict[Path | None, int], words: str) -> None:
     problems = [Corrupt("expected 8 bytes, found 4", path=Path("a"), tensor=f"w{i}") for i in range(16)]
     (found,) = fold_files(problems, entries)

@@ -56,7 +56,7 @@ def test_one_request_a_file_proves_a_checkpoint(place: Place, source: Path) -> N
     assert found.proved_files == 2
     assert found.checked_bytes > PART
     assert found.unchecked_bytes == 0
-    assert any("compared with the store's CRC-32" in note for note in found.notes)
+    assert any("by the store's CRC-32" in note for note in found.notes)
     assert sum(".distcp" in one.what for one in place.server.requests) == 1
     assert place.server.nbytes < HEADER
     assert not [one for one in place.server.requests if one.start is not None and ".distcp" in one.what]
@@ -107,7 +107,7 @@ def test_objects_of_others_say_what_they_have(kind: str, place: Place, source: P
     found = check(place)
     (problem,) = found.problems
     what = f"{kind} of parts of 2 files" if kind else "no checksum of 2 files"
-    assert f"no CRC-32 to compare of 2 of 2 files, 1.18 MB: the store has {what}" in problem.message
+    assert f"cannot verify 2 of 2 files, 1.18 MB: the store has {what}" in problem.message
     assert "without --fast" in (problem.hint or "")
     assert found.proved_files == 0
     assert found.unchecked_bytes > PART
@@ -128,7 +128,7 @@ def test_without_a_manifest_nothing_is_proved(place: Place, tmp_path: Path) -> N
     found = check(place)
     assert found.is_ok
     assert found.proved_files == found.checked_bytes == 0
-    assert "nothing proves the files without a manifest: the store has CRC-32 of 1 file" in found.notes
+    assert "--fast cannot verify the files without a manifest; the store has CRC-32 of 1 file" in found.notes
 
 
 def test_the_command_line(place: Place, simple: Place, source: Path) -> None:

@@ -50,9 +50,9 @@ def test_every_parameter(pair: tuple[dict[str, Tensor], dict[str, Tensor]], tmp_
     changes = [movement.change for movement in found.tensors]
     assert changes == sorted(changes, reverse=True)
     assert changes[-1] == 0
-    assert "1 tensor is missing in one" in found.notes[0]
-    assert "1 tensor has another dtype in" in found.notes[1]
-    assert f"`ckptkit delta {tmp_path / 'a'} {tmp_path / 'b.pt'} OUT --dry-run` rounds" in found.notes[1]
+    assert "left out 1 tensor: missing in" in found.notes[0]
+    assert "the dtypes of 1 tensor differ" in found.notes[1]
+    assert f"run `ckptkit delta {tmp_path / 'a'} {tmp_path / 'b.pt'} OUT --dry-run`" in found.notes[1]
     assert not any("dtype" in text for text in moved(tmp_path / "a", tmp_path / "a").notes)
 
 

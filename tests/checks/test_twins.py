@@ -59,4 +59,4 @@ def test_a_copy_that_is_not_the_weight_rounded_is_a_problem(tmp_path: Path, prod
     (problem,) = json.loads(done.stdout)["problems"]
     assert done.returncode == 1
     assert problem["tensor"] == "model.down.weight"
-    assert problem["message"].startswith("1 of 42 elements differ from its copy in bfloat16, by up to ")
+    assert problem["message"].startswith("1 of 42 elements differ from the copy in bfloat16, by up to ")

@@ -316,7 +316,7 @@ def test_of_a_last_rank_only_the_tensors_tell(produce: Produce, tmp_path: Path) 
         file.unlink()
     problems = one(root).problems
     assert [problem.path for problem in problems] == files
-    assert all("tensors lack their part of rank 1: " in problem.message for problem in problems)
+    assert all("tensors lack the shard of rank 1: " in problem.message for problem in problems)
     assert {finding.code for finding in doctor(root).findings} == {"incomplete"}
 
 

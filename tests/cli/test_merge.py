@@ -23,8 +23,8 @@ def home(produce: Produce) -> Path:
 def test_merging_is_reported(home: Path, tmp_path: Path) -> None:
     both = ("merge", home / "base", home / "run", home / "saved", tmp_path / "out", "--dry-run")
     for words, said_of_it in (
-        ((), "both have a trained `lm_head.weight`"),
-        (("--factors", "1,0.5"), "no factor can scale"),
+        ((), "two adapters contain `lm_head.weight`, trained in full"),
+        (("--factors", "1,0.5"), "--factors: expected 1 for `lm_head.weight`, which was trained in full, found 0.5"),
     ):
         done = ckptkit(*both, *words)
         assert done.returncode == 3

@@ -36,12 +36,12 @@ def progress_of(*told: tuple[int, int], quiet: bool = False) -> list[str]:
 def test_a_log_has_a_line_every_ten_percent() -> None:
     each = [(10**6, 2 * 10**9)] * 2000
     lines = progress_of(*each)
-    assert lines == [f"convert: {percent} % of 2 GB" for percent in range(10, 101, 10)]
+    assert lines == [f"convert: {percent}% of 2 GB" for percent in range(10, 101, 10)]
     assert progress_of((7 * 10**8, 10**9), (3 * 10**8, 10**9)) == [
-        "convert: 70 % of 1 GB",
-        "convert: 100 % of 1 GB",
+        "convert: 70% of 1 GB",
+        "convert: 100% of 1 GB",
     ]
-    assert progress_of((10**9, 10**9), (10**9, 2 * 10**9)) == ["convert: 100 % of 1 GB", "convert: 50 % of 2 GB"]
+    assert progress_of((10**9, 10**9), (10**9, 2 * 10**9)) == ["convert: 100% of 1 GB", "convert: 50% of 2 GB"]
 
 
 def test_little_work_and_quiet_work_have_no_lines_in_a_log() -> None:

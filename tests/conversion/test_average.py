@@ -141,7 +141,7 @@ def test_state_of_the_training_is_not_taken_for_another_model(tmp_path: Path) ->
 def test_weights_are_divided_by_their_sum(run: Path, tmp_path: Path) -> None:
     done = ckptkit.average(run, tmp_path / "out", last=2, weights=[3, 1], to="pt")
     assert done.weights == (0.75, 0.25)
-    assert "add up to 4" in done.notes[0]
+    assert done.notes[0] == "divided the factors by their sum, 4"
     assert_same(torch.load(tmp_path / "out" / "state.pt")["model"], mean([saved(10), saved(11)], [0.75, 0.25]))
 
 

@@ -182,7 +182,7 @@ def test_a_file_of_another_save_is_one_problem(tmp_path: Path) -> None:
     for fast in (True, False):
         (found,) = ckptkit.verify(tmp_path / "step-1", fast=fast)
         (problem,) = found.problems
-        assert "entries are not as the metadata describes them" in problem.message
+        assert "entries differ from the metadata" in problem.message
         assert "another save" in str(problem.hint)
     diagnosis = ckptkit.doctor(tmp_path / "step-1")
     assert [one.code for one in diagnosis.findings] == ["corrupt"]

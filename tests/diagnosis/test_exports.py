@@ -240,6 +240,6 @@ def test_a_tower_and_layers_of_an_unknown_type_are_looked_for(tmp_path: Path) ->
     assert f"nothing to fix: {tmp_path / 'out'} was not written" in found.notes
     edit(root / CONFIG, lambda config: config.update(num_hidden_layers=4, vision_config={"depth": 2}))
     tower, layers = (one.message for one in doctor(root).findings)
-    assert "declares `vision_config`, but no tensor belongs to such a tower" in tower
+    assert "declares `vision_config`, but the checkpoint has no tensors of it" in tower
     assert "expected 4 layers (num_hidden_layers of" in layers
     assert "found no tensors for 2 of them, such as layer 2" in layers

@@ -328,7 +328,7 @@ def test_zero_3_is_refused(llama: Path) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
-    with pytest.raises(Unsupported, match="ZeRO-3 can only partition whole tensors"):
+    with pytest.raises(Unsupported, match="ZeRO 3 can only partition full tensors"):
         load(llama)
     del config
     assert load(llama)

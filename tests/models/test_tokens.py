@@ -61,7 +61,7 @@ def test_files_that_are_none(content: bytes) -> None:
 def test_a_token_without_a_row() -> None:
     companions = Companions(files={"vocab.json": json.dumps({"a": 0, "b": 40}).encode()}, config={})
     assert check_tokens(companions, 41) == []
-    with pytest.raises(Mismatch, match="it has token 40, but only 40 rows") as caught:
+    with pytest.raises(Mismatch, match="the tokenizer has token 40, but vocab_size keeps only 40 rows") as caught:
         check_tokens(companions, 40)
     assert "--vocab-size 41" in str(caught.value.hint)
     assert "no tokenizer" in check_tokens(Companions(), 4)[0]

@@ -107,7 +107,7 @@ def test_a_training(model: dict[str, Tensor], tmp_path: Path) -> None:
 def test_a_token_would_have_no_row(model: dict[str, Tensor], tmp_path: Path) -> None:
     vocabulary = {f"t{i}": i for i in range(39)}
     (tmp_path / "hub" / "vocab.json").write_text(json.dumps(vocabulary))
-    with pytest.raises(Mismatch, match="it has token 38, but only 38 rows"):
+    with pytest.raises(Mismatch, match="the tokenizer has token 38, but vocab_size keeps only 38 rows"):
         ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=38)
     assert not (tmp_path / "out").exists()
     done = ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=39)
@@ -128,7 +128,7 @@ def test_what_has_no_vocabulary(tmp_path: Path) -> None:
 
 def test_a_mean_keeps_its_rows(model: dict[str, Tensor], tmp_path: Path) -> None:
     assert model
-    with pytest.raises(Usage, match="a mean keeps names and rows"):
+    with pytest.raises(Usage, match="vocab_size cannot change an average in `"):
         average([tmp_path / "hub", tmp_path / "hub"], tmp_path / "out", to="dcp", vocab_size=64)
     average([tmp_path / "hub", tmp_path / "hub"], tmp_path / "out", to="hf", vocab_size=64)
     check(tmp_path / "out", resized(model, 64))

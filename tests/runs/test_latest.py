@@ -125,7 +125,7 @@ def test_why_a_lower_step_is_taken_is_said_beside_a_stray_file_too(tmp_path: Pat
 def test_a_model_that_a_run_lies_in_is_taken_and_said(tmp_path: Path) -> None:
     run = lay(tmp_path / "run", 100, 200)
     save_file({"w": torch.full((4,), 7.0)}, run / "model.safetensors")
-    with pytest.warns(RunAround, match="using the model in this directory, and not .* step-200"):
+    with pytest.warns(RunAround, match="using the model in this directory, not step-200, the latest"):
         assert value_in(run) == 7
 
 
@@ -196,7 +196,7 @@ def test_what_is_guessed_is_not_pruned(tmp_path: Path, how: str) -> None:
         (last("last-v1.ckpt", 400), 100, "using last-v1.ckpt"),
         (last("last.ckpt", 100), 100, "using last.ckpt"),  # written after step 300: the training went back
         (last("checkpoint_last.pt", 400), 100, "using checkpoint_last.pt"),
-        (last("last.ckpt", None), 300, "`last.ckpt` does not say its step: it may be later; using step-300"),
+        (last("last.ckpt", None), 300, "`last.ckpt` has no step in its name, so it may be later; using step-300"),
         (tracker("latest", "step-400"), 300, "`latest` names step-400, which does not exist; using step-300"),
         (link("last", "step-400"), 300, "`last` names step-400, which does not exist"),
     ],

@@ -92,7 +92,7 @@ def test_numbers_that_do_not_tell(produce: Produce, tmp_path: Path) -> None:
 
 
 def test_numbers_without_an_order_do_not_tell(produce: Produce, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="no file says which state belongs to it"):
+    with pytest.raises(Unsupported, match="no file says which state belongs to which"):
         ckptkit.convert(produce(unused).root / "numbered.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
 
 
@@ -194,15 +194,15 @@ def step_in_words(state: dict[int, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "change", "words"),
     [
-        (torch.optim.NAdam, {}, None, "`mu_product`, which does not start as zeros"),
-        (torch.optim.Rprop, {}, None, "`prev`, which does not start"),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, None, "with dampening"),
-        (torch.optim.AdamW, {}, half_of_the_first, "the state that this parameter should have is unknown: "),
-        (torch.optim.AdamW, {}, other_dtype, "the form of `exp_avg` differs"),
+        (torch.optim.NAdam, {}, None, "initial value of the state `mu_product`, or it is not zero"),
+        (torch.optim.Rprop, {}, None, "initial value of the state `prev`"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, None, "uses dampening"),
+        (torch.optim.AdamW, {}, half_of_the_first, "the states of this parameter are unknown, because "),
+        (torch.optim.AdamW, {}, other_dtype, "the states `exp_avg` differ in shape or dtype"),
         (torch.optim.AdamW, {}, other_shape, "shapes? "),
-        (torch.optim.AdamW, {}, no_state, "has no states to copy"),
-        (torch.optim.AdamW, {}, step_in_words, "not a tensor or a number"),
-        (torch.optim.SGD, {"lr": 0.1}, None, "has no states to copy"),
+        (torch.optim.AdamW, {}, no_state, "has no state at all"),
+        (torch.optim.AdamW, {}, step_in_words, "expected a tensor or a number, found a str"),
+        (torch.optim.SGD, {"lr": 0.1}, None, "has no state at all"),
     ],
 )
 def test_nothing_is_guessed(
@@ -236,6 +236,6 @@ def test_without_an_optimizer_or_a_model(produce: Produce, tmp_path: Path) -> No
     torch.save({"optimizer": state["optimizer"]}, tmp_path / "optimizer.pt")
     with pytest.raises(Mismatch, match="expected model weights"):
         ckptkit.convert(tmp_path / "optimizer.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
-    with pytest.raises(Usage, match="without an optimizer"):
+    with pytest.raises(Usage, match="complete_optimizer has no effect: the output has no optimizer"):
         ckptkit.convert(produce(unused).root / "nested", tmp_path / "out", to="hf", complete_optimizer=True)
     shutil.rmtree(tmp_path)

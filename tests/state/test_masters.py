@@ -110,14 +110,14 @@ def test_whole_masters_are_taken_and_those_that_do_not_fit_are_not(tmp_path: Pat
     assert_same_bits(consolidated(root, tmp_path / "out", weights_from="master"), masters)
     (found,) = ckptkit.verify(root)
     assert found.is_ok
-    assert found.notes[-1] == "2 tensors and the rounded copies are the same"
+    assert found.notes[-1] == "2 tensors equal their rounded copies"
     masters[FC][1, 2, 3] += 4
     other = {f"optimizer.state.fp32_param.{name}": masters[name] for name in masters}
     wrong = save(tmp_path / "wrong", {**state, **other})
     (found,) = ckptkit.verify(wrong)
     (problem,) = found.problems
     assert problem.tensor == f"optimizer.state.fp32_param.{FC}"
-    assert problem.message == "1 of 60 elements differ from its copy in bfloat16, by up to 4"
+    assert problem.message == "1 of 60 elements differ from the copy in bfloat16, by up to 4"
     with pytest.raises(Mismatch, match="differ from the master"):
         consolidated(wrong, tmp_path / "never", weights_from="master")
     assert not (tmp_path / "never").exists()

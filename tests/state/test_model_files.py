@@ -18,11 +18,11 @@ from tests.producers import save_alone
 
 WEIGHT = torch.arange(8.0).reshape(4, 2)
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "diffusers": ({"_class_name": "UNet", "_diffusers_version": "0.42"}, "diffusion_pytorch_model", "of diffusers"),
-    "timm": ({"architecture": "resnet18", "pretrained_cfg": {"tag": "a1"}}, "model", "of timm"),
-    "lerobot": ({"type": "pi0", "n_obs_steps": 1}, "model", "of LeRobot"),
-    "unknown": ({"depth": 3}, "model", "of an unknown library"),
-    "mamba": ({"d_model": 8, "n_layer": 2, "ssm_cfg": {}}, "model", "mamba_ssm loads `pytorch_model.bin`"),
+    "diffusers": ({"_class_name": "UNet", "_diffusers_version": "0.42"}, "diffusion_pytorch_model", "to diffusers"),
+    "timm": ({"architecture": "resnet18", "pretrained_cfg": {"tag": "a1"}}, "model", "to timm"),
+    "lerobot": ({"type": "pi0", "n_obs_steps": 1}, "model", "to LeRobot"),
+    "unknown": ({"depth": 3}, "model", "to an unknown library"),
+    "mamba": ({"d_model": 8, "n_layer": 2, "ssm_cfg": {}}, "model", "mamba_ssm loads only `pytorch_model.bin`"),
 }
 
 

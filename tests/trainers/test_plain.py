@@ -254,7 +254,7 @@ def by_layer(optimizer: dict[str, Any]) -> None:
         (duplicate, Corrupt, "list parameter 2 twice"),
         (orphan, Corrupt, "a state for this parameter, but no group"),
         (empty_orphan, Corrupt, "a state for this parameter, but no group"),
-        (mixed, Corrupt, "list both numbers and names"),
+        (mixed, Corrupt, "either parameter indices or names in the optimizer's groups, found both"),
         (missing, Unsupported, "139 parameters|of shape"),
         (other_shape, Unsupported, "of shape|has the shape"),
         (swapped_groups, Unsupported, "has the shape"),
@@ -268,7 +268,7 @@ def test_what_is_not_certain_is_not_named(tmp_path: Path, change: Any, kind: typ
         ckptkit.convert(saved, tmp_path / "out", to="dcp", optimizer_order="model")
     if kind is Unsupported:
         done = ckptkit.convert(saved, tmp_path / "out", to="dcp")
-        assert any("keeps its parameter numbers" in note for note in done.notes)
+        assert any("keeps its parameter indices" in note for note in done.notes)
         assert ckptkit.inspect(tmp_path / "out").optimizer_keys == "ids"
 
 
@@ -385,7 +385,7 @@ def test_names_that_contradict_their_groups_get_no_numbers(tmp_path: Path) -> No
 @pytest.mark.parametrize("params", [[None], "ab", [1.5], [True]])
 def test_groups_that_list_no_parameters_are_damaged(tmp_path: Path, params: Any) -> None:
     torch.save({"optimizer": {"state": {}, "param_groups": [{"params": params}]}}, tmp_path / "x.pt")
-    with pytest.raises(Corrupt, match="no list of parameters"):
+    with pytest.raises(Corrupt, match="expected a list of the group's parameters"):
         ckptkit.convert(tmp_path / "x.pt", tmp_path / "no", to="pt", optimizer_keys="ids")
 
 
@@ -409,7 +409,7 @@ def test_adafactors_factors_show_the_shape(tmp_path: Path) -> None:
 def test_a_file_with_a_step_beside_a_model_makes_it_no_run(tmp_path: Path) -> None:
     save_hugging_face(tmp_path, "llama", **MODELS["llama"])
     save(tmp_path / "step-5.pt")
-    with pytest.warns(RunAround, match=r"using the model in this directory, and not .* step-5\.pt"):
+    with pytest.warns(RunAround, match=r"using the model in this directory, not step-5\.pt, the latest"):
         opened = Checkpoint.open(tmp_path)
     assert [part.place for part in opened.components] == ["", "optimizer.pt"]
     assert Checkpoint.open(tmp_path / "step-5.pt").step == 5

@@ -141,7 +141,7 @@ def test_a_train_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal
     assert process.returncode == code, errors
     assert "Traceback" not in errors
     assert ("saving after this step; press Ctrl-C again" in errors) == (number == signal.SIGINT)
-    assert "stopped on request, after a save: continue with `--resume auto`" in errors
+    assert "stopped on request, after a save: continue with --resume auto" in errors
     assert len(RunFolder(tmp_path / "run").checkpoints()) == 1
 
 

@@ -192,20 +192,28 @@ def test_what_does_not_go_on_is_refused(
     alone = replace(trained[0], run=tmp_path / "run", resume=str(trained[0].run / "ckpt-2"))
     whole = replace(base, run=tmp_path / "run", resume=str(base.run / "ckpt-2"))
     cases: list[tuple[TrainConfig, type[CkptError], str]] = [
-        (replace(alone, lora_rank=4), Mismatch, "another adapter: expected `r` 4, found 3"),
-        (replace(alone, lora_alpha=6), Mismatch, "another adapter: expected `lora_alpha` 6, found 5"),
-        (replace(alone, lora_targets=("q_proj",)), Mismatch, "another adapter: expected `target_modules`"),
-        (replace(alone, weights=None), Usage, "adapters are useless without the weights"),
+        (replace(alone, lora_rank=4), Mismatch, "another adapter: expected 4 as `r`, found 3"),
+        (replace(alone, lora_alpha=6), Mismatch, "another adapter: expected 6 as `lora_alpha`, found 5"),
+        (
+            replace(alone, lora_targets=("q_proj",)),
+            Mismatch,
+            "another adapter: expected ['q_proj'] as `target_modules`",
+        ),
+        (replace(alone, weights=None), Usage, "the checkpoints would contain only adapters, and no file"),
         (replace(alone, weights=tmp_path / "other"), Mismatch, "which were trained on another base"),
-        (replace(whole, lora_rank=3), Mismatch, "the checkpoint has no adapters to continue with"),
+        (replace(whole, lora_rank=3), Mismatch, "expected LoRA adapters in the checkpoint to resume, found none"),
         (
             replace(alone, lora_rank=None, lora_alpha=8, state_dict="sharded", weights=None),
             Mismatch,
-            "the checkpoint has adapters",
+            "the checkpoint has LoRA adapters, but lora_rank is missing (hint: pass lora_rank=3)",
         ),
-        (replace(lora, run=tmp_path / "run", weights=None), Usage, "adapters are useless"),
+        (replace(lora, run=tmp_path / "run", weights=None), Usage, "the checkpoints would contain only adapters"),
         (replace(lora, run=tmp_path / "run", weights=trained[2].run), Mismatch, "the model does not have"),
-        (replace(lora, run=tmp_path / "run", lora_targets=("q_prjo",)), Usage, "no module is called `q_prjo`"),
+        (
+            replace(lora, run=tmp_path / "run", lora_targets=("q_prjo",)),
+            Usage,
+            "expected the name of a module, found `q_prjo`",
+        ),
         (replace(lora, run=tmp_path / "run", lora_targets=("embed_tokens",)), Unsupported, "is a `Embedding`"),
     ]
     heard: list[Any] = []

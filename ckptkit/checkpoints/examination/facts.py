@@ -62,7 +62,7 @@ class Facts:
     def shapes_by_name(self) -> Mapping[str, set[Shape]]:
         """Return the possible shapes for a parameter name; every suffix of a key path counts as a name.
 
-        A tensor in a list has no name: its number is not the number of a parameter.
+        A tensor in a list gets no name: its position in the list is not a parameter index.
         """
         shapes: dict[str, set[Shape]] = defaultdict(set)
         for name in self.weights:
@@ -118,7 +118,7 @@ class Facts:
     def shapes_of_parameter(self, above: KeyPath, parameter: str) -> set[Shape]:
         """Return the shapes of the weights that a parameter of the optimizer at a key path may be.
 
-        An index means a weight only by the recorded names, or if the optimizer names its parameters.
+        Returns an empty set for an index without a recorded name, unless the optimizer lists parameters by name.
         """
         name = self.names_of_indices(above).get(parameter, parameter)
         is_name = not name.isdecimal() or above in self.named_optimizers

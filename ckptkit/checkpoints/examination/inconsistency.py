@@ -24,12 +24,12 @@ _PREFIX_OF = "names have the prefix `{prefix}` (added by {whose})"
 _NO_STATES = "a load by the weights' names finds no states"
 _LOST_SETTINGS = "torch's `set_optimizer_state_dict` loses its settings, and the next step fails with a KeyError"
 _TRAIN_MODE = "expected `train_mode` False in a schedule-free optimizer, found True"
-_NO_AVERAGE = "{averaged} of {total} weights are the training point, not the average to evaluate"
+_NO_AVERAGE = "{averaged} of {total} weights are those for training, not the averaged weights for evaluation"
 _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "state_shape": (Certainty.CERTAIN, "expected shape {expected} of its parameter, found {found}"),
     "state_size": (
         Certainty.CERTAIN,
-        "no parameter has the shape {found} of this state, and {others} other states fit",
+        "expected the shape of a parameter, as {others} other states have, found {found}",
     ),
     "foreign_states": (
         Certainty.LIKELY,
@@ -61,12 +61,12 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "layer_gap": (Certainty.LIKELY, "expected {expected} numbered modules from 0, found no tensors for {missing}"),
     "layer_lacks": (Certainty.LIKELY, "expected the tensor as in the other {others} layers, not found"),
     "layer_differs": (Certainty.LIKELY, "expected {expected} as in the other {others} layers, found {found}"),
-    "bias": (Certainty.LIKELY, "expected a number for each of the {expected} rows of its weight, found {found}"),
+    "bias": (Certainty.LIKELY, "expected {expected} elements, one for each row of its weight, found {found}"),
     "experts": (Certainty.LIKELY, "expected {expected} experts as `{other}` has, found {found}"),
-    "router": (Certainty.LIKELY, "expected a row for each of {expected} experts, found {found} rows"),
+    "router": (Certainty.LIKELY, "expected {expected} rows, one for each expert, found {found}"),
     "head": (
         Certainty.NOTE,
-        "found {found} rows, but `{embedding}` has {expected}: one was resized, unless some tokens are input only",
+        "expected {expected} rows as in `{embedding}`, found {found}; fine if some tokens are input only",
     ),
     "training_point": (
         Certainty.NOTE,

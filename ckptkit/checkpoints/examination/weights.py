@@ -56,7 +56,7 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
 def numbered_modules(facts: Facts) -> Members:
     """Return the tensors in each list of layers or experts; {} for an adapter, which only has layers that it changes.
 
-    Lists in lists are members of both.
+    A tensor inside nested lists belongs to each of them.
     """
     members: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     if may_be_adapted(facts.weights.values()):
@@ -70,7 +70,7 @@ def numbered_modules(facts: Facts) -> Members:
 
 
 def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the layers that alone lack a tensor, or alone have another shape or kind of dtype, of otherwise equal ones.
+    """Yield layers that are the only one in their list without a tensor, or with it in another shape or kind of dtype.
 
     Some layers differ on purpose, and are left out: the first and the last one, a layer with a tensor that no other
     layer has, and a layer with several other shapes, such as full attention among windows.
@@ -95,7 +95,7 @@ def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def odd_members(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapping[int, Sequence[str]]:
-    """Return the tensors in which one of several layers differs from all the others, which are equal, by the layer."""
+    """Return, by layer, the tensors that exactly this layer lacks or has in another shape or kind of dtype."""
     layers_by_rest: dict[str, dict[int, object]] = defaultdict(dict)
     for layer, tensors in numbered.items():
         for rest, name in tensors.items():

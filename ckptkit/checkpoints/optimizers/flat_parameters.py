@@ -46,7 +46,7 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     flat = {name: key for name in layout.tensors if is_flat(key := layout.key(name))}
     known = find_shapes(layout, path, base)
     if known is None:
-        message = "this is a flat parameter, and no file gives the names and shapes of its parts"
+        message = "this is a flat parameter, and no file gives the names and shapes of the parameters in it"
         raise Unsupported(message, path=path, tensor=next(iter(flat)), hint=_HINT)
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name not in flat}
     keys = {name: key for name, key in layout.keys.items() if name not in flat}
@@ -144,13 +144,11 @@ def cut_flat(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Ite
         if (start_list := starts_of(members, flat.spec.numel, a, world))
     }
     if len(starts) > 1:
-        message = (
-            f"{known.said_by} has {len(members)} parameters for this flat parameter, which fit in {len(starts)} ways"
-        )
+        message = f"the {len(members)} parameters of {known.said_by} fit into this flat parameter in {len(starts)} ways"
         raise Unsupported(message, path=layout.path, tensor=name)
     if not starts:
         total = sum(map(prod, members.values()))
-        message = f"expected {total} numbers in {len(members)} parameters ({known.said_by}), found {flat.spec.numel}"
+        message = f"expected {total} elements in {len(members)} parameters ({known.said_by}), found {flat.spec.numel}"
         raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {known.said_by} belongs to this model")
     pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in flat.chunks]
     for (parameter, shape), start in zip(members.items(), *starts.values(), strict=True):

@@ -127,10 +127,11 @@ def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> 
     values = [load_value(layout.root, layout.blobs[name]) for name in lists]
     for name, value in zip(lists, values, strict=True):
         if not isinstance(value, list) or not all(type(item) in (int, str) for item in value):
-            raise Corrupt("no list of parameters", path=layout.path, tensor=name)
+            raise Corrupt("expected a list of the group's parameters", path=layout.path, tensor=name)
     optimizer = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
     if not (optimizer.is_numbered or optimizer.is_named):
-        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.path, tensor=optimizer.name)
+        message = "expected either parameter indices or names in the optimizer's groups, found both"
+        raise Corrupt(message, path=layout.path, tensor=optimizer.name)
     return optimizer
 
 

@@ -49,7 +49,7 @@ class States:
 
     @property
     def lacking(self) -> list[str]:
-        """Return the parameters in its groups without a state; [] if the first has the state of all, as in LBFGS."""
+        """Return the parameters in its groups without a state; [] for LBFGS, whose first parameter has all states."""
         if any(kinds.keys() >= _OF_ALL for kinds in self.of.values()):
             return []
         return [parameter for group in self.groups for parameter in group if parameter not in self.of]
@@ -156,15 +156,18 @@ def require_known_states(states: States, parameters: Mapping[str, StoredTensor])
     """
     stray = next(iter(states.strays), None) or next((one for one in states.of if one not in parameters), None)
     if stray is not None:
-        owner = "group lists" if stray in states.strays else "model has"
-        message = f"no {owner} this parameter: its state may belong to `{states.lacking[0]}`, which has none"
+        owner = "group lists it" if stray in states.strays else "model has it"
+        message = (
+            f"the optimizer has a state for this parameter, but no {owner}; `{states.lacking[0]}` has no state and may "
+            "be the same parameter"
+        )
         raise Unsupported(message, tensor=stray, hint="rename the parameter with --rename")
 
 
 def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> StoredTensor:
     """Return a parameter of the model. Raises `Unsupported` if the model has none of this name."""
     if parameter not in parameters:
-        message = "the optimizer lists this parameter, but the model does not have it: the shape is unknown"
+        message = "the optimizer lists this parameter, but the model does not have it, so its shape is unknown"
         raise Unsupported(message, tensor=parameter, hint=_HINT)
     return parameters[parameter]
 
@@ -188,7 +191,7 @@ def forms_for(
     """Return the form of the states in a group, taken from the group's other states, or else from all states."""
     peers = [parameter for parameter in group if parameter in states.of] or list(states.of)
     if not peers:
-        message = f"`{states.name}` has no states to copy the form from"
+        message = f"`{states.name}` has no state at all, so the dtypes and shapes of the missing states are unknown"
         raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not stepped yet")
     first = states.of[peers[0]].keys()
     other = next((parameter for parameter in peers if states.of[parameter].keys() != first), None)
@@ -196,13 +199,13 @@ def forms_for(
         kinds = " and ".join(
             f"`{parameter}` has {', '.join(sorted(states.of[parameter]))}" for parameter in (peers[0], other)
         )
-        message = f"the state that this parameter should have is unknown: {kinds}"
+        message = f"the states of this parameter are unknown, because other parameters have different ones: {kinds}"
         raise Unsupported(
             message, tensor=next(parameter for parameter in group if parameter not in states.of), hint=_HINT
         )
     unknown = sorted(first - FIRST_ZERO)
     if unknown:
-        message = f"its states have `{unknown[0]}`, which does not start as zeros, or which ckptkit does not know"
+        message = f"ckptkit does not know the initial value of the state `{unknown[0]}`, or it is not zero"
         raise Unsupported(message, tensor=states.name, hint=_HINT)
     if _MOMENTUM in first:
         require_no_dampening(layout, states)
@@ -219,7 +222,7 @@ def require_no_dampening(layout: Layout, states: States) -> None:
         key = layout.key(name)
         is_of_group = key[: len(states.above)] == states.above and str(key[-1]).rpartition(".")[2] == _DAMPENING
         if is_of_group and load_value(layout.root, blob):
-            message = "with dampening, the momentum does not start as zeros"
+            message = "the momentum does not start at zero, because the group uses dampening"
             raise Unsupported(message, tensor=name, hint=_HINT)
 
 
@@ -247,7 +250,7 @@ def state_form(
 
 
 def forms_differ(kind: str, names: Sequence[str]) -> Unsupported:
-    message = f"the form of `{kind}` differs between states, so it is unknown for other parameters"
+    message = f"the states `{kind}` differ in shape or dtype, so ckptkit cannot create one for other parameters"
     return Unsupported(message, tensor=names[0], hint=_HINT)
 
 
@@ -255,5 +258,5 @@ def zero_of(layout: Layout, name: str) -> Blob:
     """Return a zero of the same number type as an entry. Raises `Unsupported` for an entry that is not a number."""
     value = load_value(layout.root, layout.blobs[name])
     if type(value) not in (int, float):
-        raise Unsupported("it is not a tensor or a number", tensor=name, hint=_HINT)
+        raise Unsupported(f"expected a tensor or a number, found a {type(value).__name__}", tensor=name, hint=_HINT)
     return with_value(layout.blobs[name], type(value)(0))

@@ -204,7 +204,10 @@ def assume_names(
         return find_by_order(optimizer, parameter_shapes_of(layout, optimizer), models, find_config(path), proof)
     numbers = list(chain.from_iterable(optimizer.groups))
     if len(numbers) != len(order.names):
-        message = f"`{optimizer.name}` has {len(numbers)} parameters, but {ORDER} {order.text} lists {len(order.names)}"
+        message = (
+            f"{ORDER} {order.text}: expected {len(numbers)} names, the parameters of `{optimizer.name}`, "
+            f"found {len(order.names)}"
+        )
         raise Mismatch(message, hint="list each parameter of the optimizer once, group by group")
     listed = dict(zip(numbers, order.names, strict=True))
     sizes = known_shapes_of(layout, optimizer)
@@ -216,7 +219,9 @@ def check_order(assumed: NamedNumbers, proven: NamedNumbers) -> None:
     """Raise `Mismatch` if the order that the user states contradicts a proven name."""
     for number, name in proven.names.items():
         if bare(assumed.names[number]) != bare(name):
-            message = f"{ORDER} names parameter {number} `{assumed.names[number]}`, but it is `{name}` ({proven.proof})"
+            message = (
+                f"{ORDER}: expected `{name}` as parameter {number} ({proven.proof}), found `{assumed.names[number]}`"
+            )
             raise Mismatch(message, hint=f"drop {ORDER}")
 
 
@@ -290,7 +295,7 @@ def find_recorded(
     if not all(are_same_names(names, first[1]) for _, names in others):
         number, name = next(iter(recorded.items()))
         names = ", ".join(f"`{model}`" for model in dict.fromkeys(assignment[number] for _, assignment in assignments))
-        raise Unsupported(f"{lister} has `{name}`, which can be {names}", hint=_HINT)
+        raise Unsupported(f"`{name}` in {lister} can mean several parameters: {names}", hint=_HINT)
     return first
 
 

@@ -74,7 +74,7 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
 
 
 def clash(node: Tree | str, name: str) -> Unsupported:
-    message = f"`{first_name(node)}` and this cannot both be in one nested dict"
+    message = f"this entry and `{first_name(node)}` cannot both be in one nested dict"
     return Unsupported(message, tensor=name, hint="drop one of them with --exclude")
 
 

@@ -226,7 +226,7 @@ def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
     counts = {int(match[group]) for match in files}
     if len(counts) > 1:
         few, many = min(counts), max(counts)
-        raise Corrupt(f"the shards come from different saves: some of {few} parts and some of {many}", path=path)
+        raise Corrupt(f"the shards come from different saves: one of {few} files, one of {many} files", path=path)
     return counts.pop()
 
 

@@ -133,9 +133,7 @@ def moment_shapes(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Sh
                 shapes[number] = ()  # states of several shapes: not the parameter's shape
     for (number, what), count in of_moment.items():
         if shapes.setdefault(number, count) != count:
-            raise Corrupt(
-                f"expected {shapes[number]} numbers in the pieces of `{what}` of parameter {number}, found {count}"
-            )
+            raise Corrupt(f"expected {shapes[number]} elements in `{what}` of parameter {number}, found {count}")
     return shapes
 
 

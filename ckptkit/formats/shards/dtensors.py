@@ -154,7 +154,7 @@ class Placed(NamedTuple):
                 f"{list(self.mesh.shape)}, found {list(self.held.shape)}"
             )
         if len(pieces) > _MOST_PIECES:
-            raise Unsupported(f"one rank's part of it lies in {len(pieces)} pieces")
+            raise Unsupported(f"expected one shard of the tensor on this rank, found {len(pieces)}")
         return pieces
 
     def of_rank(self, rank: int) -> Placed:

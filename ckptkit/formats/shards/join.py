@@ -101,7 +101,7 @@ def join_placed(parts: Mapping[int, RankTensor], of_first: Placed, report: Repor
             raise Corrupt(f"{message}, or other placements", hint="check that all files come from one run")
     missing = [rank for rank in of_first.mesh.ranks if rank not in parts]
     if missing:
-        message = f"expected a part of it from {len(of_first.mesh.ranks)} ranks; rank {missing[0]} does not have one"
+        message = f"expected a shard from each of {len(of_first.mesh.ranks)} ranks, found none from rank {missing[0]}"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=missing))
     first = {}
     for rank in (rank for rank in of_first.mesh.ranks if rank in parts):
@@ -139,15 +139,15 @@ def check_same_shards(parts: Mapping[int, RankTensor], of_first: ShardedTensor, 
         assert isinstance(spread, ShardedTensor)
         if spread.boxes != of_first.boxes:
             message = (
-                f"expected the {len(of_first.boxes)} shards of rank {min(parts)}, found {len(spread.boxes)} "
-                f"or others on rank {rank}"
+                f"expected the list of {len(of_first.boxes)} shards that rank {min(parts)} has, found another list of "
+                f"{len(spread.boxes)} on rank {rank}"
             )
             raise Corrupt(message, hint="check that all files come from one run")
         if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
             raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")
     beyond = [rank for rank in of_first.ranks if rank is not None and rank not in parts]
     if beyond:
-        message = f"expected a part of it from {len(of_first.ranks)} ranks; rank {beyond[0]} does not have one"
+        message = f"expected a shard from each of {len(of_first.ranks)} ranks, found none from rank {beyond[0]}"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=beyond))
 
 

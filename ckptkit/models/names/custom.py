@@ -204,7 +204,8 @@ def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, 
 
     def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
         if argument not in SYMBOLS:
-            raise Usage(f"`step`: {name} is {argument!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+            message = f"`step`: {name}: expected the symbol of a size, found {argument!r}"
+            raise Usage(message, hint=f"use one of {', '.join(SYMBOLS)}")
         return make(str(argument))
 
     return of
@@ -215,7 +216,7 @@ def plain_step(step: TensorStep, name: str) -> Callable[[object, Mapping[str, An
 
     def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
         if argument not in (None, True):
-            raise Usage(f"`step`: {name} is {argument!r}", hint=f'write "{name}"')
+            raise Usage(f"`step`: {name}: expected no argument, found {argument!r}", hint=f'write "{name}"')
         return step
 
     return of

@@ -128,7 +128,7 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
     place, parameter = entry
     if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
-        raise Unsupported("expected parameter names in the optimizer, found numbers", tensor=dotted(key), hint=hint)
+        raise Unsupported("expected parameter names in the optimizer, found indices", tensor=dotted(key), hint=hint)
     return choose_entry(place, parameter, own)
 
 
@@ -163,10 +163,10 @@ def follow(
                 require_equal(layout, values, place)
             following.tensors[new] = other_states[next(iter(values), present[0])]
         else:
-            shapes = f"{list(weights.tensors[present[0]].spec.shape)}, this state {list(one.spec.shape)}"
+            shape = list(weights.tensors[present[0]].spec.shape)
             message = (
-                f"its parameter has shape {shapes}: ckptkit reorders, joins or cuts the parameter, and the state "
-                "cannot follow, because it does not have one element for each of the parameter's"
+                f"expected a state of shape {shape}, one element for each of its parameter, because ckptkit reorders, "
+                f"joins or cuts the parameter; found {list(one.spec.shape)}"
             )
             above = dotted(place.before[:-1] if place.before[-1] in BY_PARAMETER else place.before) or "state"
             hint = f"keep the names and rows, or drop the optimizer with --exclude '{above}.*'"
@@ -220,7 +220,7 @@ def require_all(layout: Layout, present: Iterable[str], olds: Iterable[str], pla
     """Raise `Mismatch` if some of the parameters that are merged do not have the entry."""
     missing = [old for old in olds if old not in present]
     if missing:
-        message = f"it is missing, but `{dotted(place.key(next(iter(present))))}`, which it is merged with, is there"
+        message = f"missing: `{dotted(place.key(next(iter(present))))}` is here, and the two become one entry"
         raise Mismatch(message, path=layout.path, tensor=dotted(place.key(missing[0])))
 
 
@@ -229,7 +229,7 @@ def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) 
     (first, value), *others = values.items()
     other = next((name for name, one in others if one != value), None)
     if other is not None:
-        message = f"its state differs from the state of `{other}`, but the two become one parameter"
+        message = f"expected the same state as `{other}`, because the two become one parameter, found another state"
         raise Mismatch(message, path=layout.path, tensor=dotted(place.key(first)))
 
 
@@ -242,7 +242,8 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
     """Return the list of a group's parameters under their new names. Unknown names do not change."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise Unsupported("the optimizer numbers its parameters", path=layout.path, tensor=name)
+        message = "expected parameter names in the optimizer, found indices"
+        raise Unsupported(message, path=layout.path, tensor=name)
     own = set(weights.values())
     listed = {one: clean(one, own) for one in value}
     known = set(listed.values())

@@ -66,7 +66,7 @@ class ExpertFiles:
             )
         count = self.counts[match[1]]
         if count % ranks or int(match[2]) >= count // ranks:
-            message = f"its layer has {count} experts among {ranks} ranks, so no rank has expert number {match[2]}"
+            message = f"the layer has {count} experts on {ranks} ranks, so no rank has expert number {match[2]}"
             raise Corrupt(message, tensor=name, hint=_HINT)
         return f"{match[1]}{rank * (count // ranks) + int(match[2])}{match[3]}"
 

@@ -94,7 +94,7 @@ def model_files(root: Path, tag: str) -> list[str]:
     """Return one model-states file per model part: the shared file, or the file of the first rank."""
     files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
     if not files.models:
-        raise Incomplete("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
+        raise Incomplete("`*_model_states.pt` is missing, which has the names and shapes", path=root / tag)
     return [
         path_from_root(tag, next(iter(files.model_files(part).values())))
         for part in files.parts

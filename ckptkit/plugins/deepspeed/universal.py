@@ -105,7 +105,7 @@ def stored_weight(wanted: Layout, entry: str) -> StoredTensor | None:
 
 def check_experts(wanted: Layout, entries: UniversalEntries) -> None:
     """Raise `Unsupported` for a model with experts."""
-    hint = "use `--to dcp` or `--to pt`"
+    hint = "pass --to dcp or --to pt"
     expert = next(filter(without_number, entries.weights), None)
     if expert is not None:
         message = "this is an expert: each rank would look for its own experts under the same names and find other ones"

@@ -155,7 +155,7 @@ def check_consistent(groups: Sequence[PartitionedGroup], partitions: Sequence[Pa
             raise Corrupt(message, path=path, hint=_HINT)
         if (group.paddings, group.settings) != (first.paddings, first.settings):
             raise Corrupt(
-                f"its parameters are split differently from those of `{partitions[0].path}`", path=path, hint=_HINT
+                f"expected parameters split as in `{partitions[0].path}`, found another split", path=path, hint=_HINT
             )
         for name, buffer in {"fp32": group.masters, **group.moments}.items():
             if buffer.dtype != first.moments.get(name, first.masters).dtype:

@@ -91,7 +91,7 @@ def delta(
     Both may have any format and world size. ckptkit compares their bits as `consolidate` would write them, in the
     dtypes of `base`, or in `dtype`. `out` may be in S3, Google Cloud Storage or Azure. The delta contains the new
     values and their positions. Raises `Mismatch` if the two do not belong to one model, and `Unsupported` if the delta
-    is larger than 60 % of the model, unless you pass `force`. After an error nothing is written.
+    is larger than 60% of the model, unless you pass `force`. After an error nothing is written.
     """
     began = time.perf_counter()
     output = to_destination(out)

@@ -38,7 +38,7 @@ def delta(
         typer.Option(metavar="DTYPE", help="Cast BASE and NEW first; by default, to the dtypes of BASE."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the delta even if it is larger than 60 % of the model.")
+        bool, typer.Option("--force", help="Write the delta even if it is larger than 60% of the model.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what ckptkit would write, and write nothing.")

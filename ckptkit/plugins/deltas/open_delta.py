@@ -77,7 +77,7 @@ def open_delta(path: Path) -> Delta:
     for file in sorted({tensor.file for tensor in record.tensors.values()}):
         for key, chunk in read_header(path / file).items():
             if key in tensors:
-                raise Corrupt(f"it is in `{tensors[key].chunks[0].path}` too", path=path / file, tensor=key)
+                raise Corrupt(f"the tensor is also in `{tensors[key].chunks[0].path}`", path=path / file, tensor=key)
             tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(crc32=sums.get(key)),))
     check_payload(path, record, tensors)
     return Delta(path, record, Layout(path, "hf", tensors))

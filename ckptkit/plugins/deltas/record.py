@@ -132,7 +132,7 @@ def read_record(root: Path) -> DeltaRecord:
 def read_identity(value: object) -> str:
     """Return the identity of a model. Raises ValueError unless it is a SHA-256."""
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
-        raise ValueError(f"no SHA-256: {value!r}")
+        raise ValueError(f"expected a SHA-256, found {value!r}")
     return value
 
 

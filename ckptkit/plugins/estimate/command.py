@@ -69,7 +69,7 @@ def estimate(
     ] = False,
     vocab_size: Annotated[
         int | None,
-        typer.Option("--vocab-size", help="Vocabulary size, if MODEL is a size such as 8b; by default that of bytes."),
+        typer.Option("--vocab-size", help="Vocabulary size, if MODEL is a size such as 8b; by default 256, for bytes."),
     ] = None,
     untied: Annotated[
         bool,
@@ -82,9 +82,9 @@ def estimate(
 
     Shows each strategy, and the sizes of checkpoints.
 
-    The estimate is for full training with AdamW. By default it assumes bf16 compute and that every block is recomputed;
-    `ckptkit train` recomputes none by default: pass --recompute-every 0 to estimate that run. ckptkit reads only the
-    model's config: it builds no model and reads no weights.
+    The estimate is for full training with AdamW. The defaults are bf16 and --recompute-every 1. `ckptkit train` uses
+    --recompute-every 0 by default: pass that to estimate such a run. ckptkit reads only the model's config: it builds
+    no model and reads no weights.
 
     Example: ckptkit estimate meta-llama/Llama-3.1-8B --world-size 8 --gpu-memory 80GB
 

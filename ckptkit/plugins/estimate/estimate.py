@@ -102,7 +102,8 @@ def estimate(
         counted = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
         asked = (f"{counted}: change this with --vocab-size and --untied",)
     elif vocab_size is not None or untied:
-        raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
+        message = f"--vocab-size and --untied have no effect: MODEL is not a size ({', '.join(SIZES)})"
+        raise Usage(message, hint="drop them")
     else:
         config = model if isinstance(model, Mapping) else read_config(str(model))
     architecture = read_architecture(config)
@@ -134,7 +135,8 @@ def choose_length(model: Architecture, wanted: int | None) -> int:
     if wanted is None:
         return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
     if model.max_length and wanted > model.max_length:
-        raise Usage(f"sequence_length: expected at most {model.max_length} (max_position_embeddings), found {wanted}")
+        message = f"--sequence-length: expected at most {model.max_length} (max_position_embeddings), found {wanted}"
+        raise Usage(message)
     return wanted
 
 
@@ -145,8 +147,8 @@ def setups_for(setup: Setup, strategy: str | None, replicas: int | None) -> list
     """
     if replicas is not None and strategy not in {"hybrid_shard", None}:
         raise Usage(
-            f"strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
-            hint="use `--strategy hybrid_shard`",
+            f"--strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
+            hint="pass --strategy hybrid_shard",
         )
     asked = strategy is not None or replicas is not None
     copies = 2 if replicas is None else replicas

@@ -81,9 +81,7 @@ class Setup:
         if self.strategy not in STRATEGIES:
             raise Usage(f"unknown strategy `{self.strategy}`", hint=f"use one of {', '.join(STRATEGIES)}")
         if self.world_size % self.replicas and self.strategy == "hybrid_shard":
-            raise Usage(
-                f"hybrid_shard: expected a multiple of {self.replicas} GPUs (replicas), found {self.world_size}"
-            )
+            raise Usage(f"--world-size: expected a multiple of {self.replicas} (--replicas), found {self.world_size}")
 
     @property
     def shards(self) -> int:

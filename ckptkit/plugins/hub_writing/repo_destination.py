@@ -162,7 +162,7 @@ class HubRepoDestination(XetDestination):
         below = tuple(f"{key}/" for key in keys)
         blocked = next((key for key in files if key in above or key.startswith(below)), None)
         if blocked is not None:
-            message = f"`{blocked}` is there, and no folder can be a file too"
+            message = f"expected a directory or nothing at `{blocked}`, found a file"
             raise Occupied(message, path=self.path, hint="choose another destination")
         taken = sorted(name for key, name in keys.items() if key in files)
         if taken and not self._overwrite:

@@ -240,7 +240,7 @@ def find_mp_ranks(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
     name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
     sizes = SavedRank.read(folder, name).sizes
     if rank_count > 1 or (sizes and sizes != (1, 1, 1)):
-        message = "this is one of several ranks; each has a part of every tensor"
+        message = "this is the directory of one rank; each rank has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory above, {folder.parent}")
     return folder, {"": name}
 

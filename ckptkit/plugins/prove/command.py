@@ -35,7 +35,7 @@ def prove(
     tokens: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|1,2,3", help="Tokens to compute with; by default random tokens: 64, or more than each window."
+            metavar="FILE|1,2,3", help="Tokens to compute with; by default 64 or more random tokens, see above."
         ),
     ] = None,
     also: Also = None,
@@ -48,9 +48,9 @@ def prove(
 
     First ckptkit compares config.json and all tensors with those of the checkpoint; names and dtypes may differ. Then
     transformers runs both models on the same tokens, in float32 and block by block: no more than one block is in
-    memory. Without --tokens, ckptkit takes random tokens: at least 64, and more than each sliding window and original
-    context length, if so many fit. It names the lengths that it did not reach. If dtypes differ, ckptkit prints how
-    much rounding changes the logits, and fails if rounding does not explain the difference.
+    memory. Without --tokens, ckptkit takes 64 random tokens, or more than the longest sliding window or original
+    context length, if so many fit into memory. It names the lengths that it did not reach. If dtypes differ, ckptkit
+    prints how much rounding changes the logits, and fails if rounding does not explain the difference.
 
     Example: ckptkit prove out --against run/ckpt-500
 

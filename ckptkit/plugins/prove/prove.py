@@ -112,8 +112,8 @@ class Proved(Summarized):
     """The comparison of the model at `out` with the checkpoint at `source`.
 
     `tensors` are the differences by component, after casts. `configs` are the keys of config.json that make the two
-    compute differently. `unreached` are the lengths, by key of config.json, from which on the models compute
-    differently and which the run did not reach.
+    compute differently. `unreached` maps keys of config.json, such as `sliding_window`, to lengths that the tested
+    tokens did not exceed.
     """
 
     out: Path

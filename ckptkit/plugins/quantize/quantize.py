@@ -81,7 +81,7 @@ def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, exclud
     """Return why a weight stays unquantized; None if it can be quantized. Raises `Unsupported` if it is not float."""
     parts = name.split(".")
     if spec.dtype.kind != "float":
-        raise Unsupported(f"it is {spec}, and the weights of linear layers are floats", tensor=name)
+        raise Unsupported(f"expected floats as the weight of a linear layer, found {spec}", tensor=name)
     if name in kept or len(spec.shape) != 2 or 0 in spec.shape or not name.endswith(".weight"):
         return HEADS
     if parts[-2] in _ROUTERS or not set(parts).isdisjoint(_TOWERS):

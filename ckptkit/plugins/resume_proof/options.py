@@ -17,12 +17,13 @@ _KNOWN = ("run", "steps", "save_every", "nproc", "checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class ScriptOptions:
-    """A training script to prove: the command that runs it, and what to fill into the command."""
+    """A training script to check: the command that runs it, and the values of its placeholders."""
 
     command: Annotated[
         str,
         Help(
-            "Prove this training script instead. Placeholders: {run} {steps} {save_every} {nproc} {checkpoint}.", "CMD"
+            "Check that this training script resumes. Placeholders: {run} {steps} {save_every} {nproc} {checkpoint}.",
+            "CMD",
         ),
     ]
     resume_with: Annotated[str | None, Help("What to append to the command to resume from {checkpoint}.", "ARGS")] = (
@@ -38,7 +39,7 @@ class ScriptOptions:
         ),
     ] = None
     time_limit: Annotated[int, Help("Stop each run of the script after this number of seconds.", least=1)] = 600
-    keep: Annotated[bool, "Keep the runs and the changed checkpoints."] = False
+    keep: Annotated[bool, "Keep the runs of the script and the changed checkpoints."] = False
 
     def __post_init__(self) -> None:
         check_template(self.command, "--command")

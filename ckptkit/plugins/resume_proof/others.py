@@ -58,7 +58,7 @@ def resumes_at_another_size(runs: Runs) -> str:
             raise CheckFailed(f"on {count(size, 'rank')} the resumed run saved no checkpoint")
         if runs.has_other_weights:
             why = f"on {count(runs.nproc, 'rank')} the resumed run differs, too"
-            raise CheckSkipped(f"it resumes on {count(size, 'rank')}; the result was not compared, because {why}")
+            raise CheckSkipped(f"resumes on {count(size, 'rank')}; the result was not compared, because {why}")
         control = runs.start("other-size", nproc=size)
         runs.require_done(control, f"the script does not run on {count(size, 'rank')}")
         groups = (WEIGHTS, MOMENTS)
@@ -66,7 +66,7 @@ def resumes_at_another_size(runs: Runs) -> str:
         found = furthest(differences(runs.last, resumed.state, groups=groups))
         if expected > _SUMS:
             raise CheckSkipped(
-                f"it resumes on {count(size, 'rank')}; the result depends on the number of ranks "
+                f"resumes on {count(size, 'rank')}; the result depends on the number of ranks "
                 f"(from the beginning, too: {expected:.2g} relative), so it was not compared"
             )
         allowed = max(4 * expected, 4 * runs.tolerance.largest)

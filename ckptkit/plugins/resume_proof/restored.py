@@ -1,4 +1,4 @@
-"""Check that every group of state in a checkpoint is restored, and name the cause if a resumed run is another one."""
+"""Check that every group of state in a checkpoint is restored, and name the cause if the resumed run differs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
-_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # that betas or momentum decay
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # states that decay
 _COUNTED = re.compile(r"running_(mean|var)|num_batches_tracked")  # buffers that a forward pass changes
 _SAME = 1e-6  # relative: moments that were decayed by a beta of almost 1, in float32
 
@@ -53,7 +53,7 @@ def is_restored(runs: Runs, group: str) -> str:
     change = CHANGES[group].format(entries=count(number, "entry"), rates=count(number, "learning rate"))
     what = f"{change} in {runs.middle_path.name}"
     if found is None:
-        raise CheckSkipped(f"{what}, and the script does not resume from it: {execution.describe_failure()}")
+        raise CheckSkipped(f"{what}; the script does not resume from the copy: {execution.describe_failure()}")
     if found:
         runs.reached[group] = {one.group for one in found}
         return f"{what}; that changed {', '.join(one.group for one in found)} at step {runs.script.steps}"
@@ -61,7 +61,7 @@ def is_restored(runs: Runs, group: str) -> str:
         raise CheckSkipped(f"{what}; the resumed run ends with NaN or infinite weights, which hide the change")
     if not may_accuse(runs, group):
         runs.unread.append(group)
-        raise CheckSkipped(f"{what}; the script does not read it, and has the right {group} at the end")
+        raise CheckSkipped(f"{what}; the script computes {group} anew, and ends with the right value")
     runs.lost.append(group)
     raise CheckFailed(
         f"{group}: {what}, and nothing changed at step {runs.script.steps}, so the script does not restore it: "
@@ -70,7 +70,7 @@ def is_restored(runs: Runs, group: str) -> str:
 
 
 def may_accuse(runs: Runs, group: str) -> bool:
-    """Return whether a group that is not read makes the resumed run another one.
+    """Return whether a group that is not read also differs at the end of the resumed run.
 
     A script may compute a state anew, such as a learning rate from the step: it is then the same at the end.
     """
@@ -139,8 +139,8 @@ def continues(runs: Runs) -> str:
         return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
     if runs.differs_only_in_idle_random_state and not outputs:
         return (
-            f"step {runs.script.steps}: all is equal but the random state (`{runs.gaps[0].first}`); moving it in "
-            f"{runs.middle_path.name} changed no other state, so nothing in these steps depends on it"
+            f"step {runs.script.steps}: only the random state differs (`{runs.gaps[0].first}`); changing it in "
+            f"{runs.middle_path.name} changed no other state, so these steps do not use it"
         )
     seen = "; ".join(gap.describe() for gap in runs.gaps[:3]) or ", ".join(outputs[:3])
     group, why, hint = find_cause(runs, outputs)
@@ -158,12 +158,12 @@ def differing_outputs(runs: Runs) -> list[str]:
 
 
 def find_cause(runs: Runs, outputs: list[str]) -> Cause:
-    """Return the group of state that makes the resumed run another one, and how that shows."""
+    """Return the group of state that causes the difference, and the evidence."""
     return next(chain(causes_proved(runs), causes_in_entries(runs), causes_left(runs, outputs)))
 
 
 def causes_proved(runs: Runs) -> Iterator[Cause]:
-    """Return causes that a changed copy or the number of steps has shown."""
+    """Yield causes that a changed copy or the number of steps has shown."""
     if runs.lost:
         yield Cause(runs.lost[0], f"{' and '.join(runs.lost)} in the checkpoint not restored")
     yield from runs.misloaded
@@ -172,7 +172,7 @@ def causes_proved(runs: Runs) -> Iterator[Cause]:
 
 
 def causes_in_entries(runs: Runs) -> Iterator[Cause]:
-    """Return causes that show in entries which no other state changes, such as a count of steps."""
+    """Yield causes found in entries that depend on one group of state only, such as step counters."""
     groups, gaps = runs.middle.groups, {gap.group: gap for gap in runs.gaps}
     if OPTIMIZER_STEP in gaps:
         yield cause_of_other_count(runs, gaps[OPTIMIZER_STEP].first)
@@ -180,7 +180,7 @@ def causes_in_entries(runs: Runs) -> Iterator[Cause]:
         if group in gaps:
             yield Cause(group, f"{group}: the script does not continue with the one in {runs.middle_path.name}")
     if OPTIONS in gaps and SCHEDULER not in groups:
-        yield Cause(SCHEDULER, f"{gaps[OPTIONS].describe()}; no scheduler is in the checkpoint")
+        yield Cause(SCHEDULER, f"{gaps[OPTIONS].describe()}; the checkpoint contains no scheduler")
     if OPTIONS in gaps:
         yield Cause(OPTIONS, gaps[OPTIONS].describe())
 
@@ -188,11 +188,11 @@ def causes_in_entries(runs: Runs) -> Iterator[Cause]:
 def cause_of_other_count(runs: Runs, name: str) -> Cause:
     """Return why the optimizer counted another number of steps; `name` is its count.
 
-    Where the uninterrupted run left steps out, its script scales the loss.
+    If the uninterrupted run skipped optimizer steps, its script uses a gradient scaler.
     """
     before, expected, found = (count_in(state, name) for state in (runs.middle, runs.last, runs.resumed_state))
     if expected - before < runs.script.steps - runs.script.save_every and SCALER not in runs.middle.groups:
-        return Cause(SCALER, "the script leaves out steps, and no gradient scaler is in the checkpoint")
+        return Cause(SCALER, "the script skips optimizer steps, but the checkpoint contains no gradient scaler")
     group = OPTIMIZER_STEP if runs.losses else STEP
     return Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
 
@@ -202,16 +202,16 @@ def count_in(state: SavedState, name: str) -> float:
 
 
 def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
-    """Return the causes that are left where every entry that nothing else changes is right; the last is certain."""
+    """Yield the causes that remain after `causes_proved` and `causes_in_entries`; the last one always applies."""
     groups, gaps = runs.middle.groups, {gap.group for gap in runs.gaps}
     if has_other_first_loss(runs) and RANDOM in groups:
-        yield Cause(DATA, "data position: every state is restored and the first loss differs, so its batch does")
+        yield Cause(DATA, "data position: all states were restored, but the first loss differs, so the batch does")
     if has_other_first_loss(runs):
         yield Cause(
-            RANDOM, "random state or data position: the first loss differs, and no random state is in the checkpoint"
+            RANDOM, "random state or data position: the first loss differs; the checkpoint contains no random state"
         )
     if OPTIONS in runs.unread and gaps and runs.losses is not None:
-        yield Cause(OPTIONS, f"{OPTIONS}: not taken from the checkpoint, and only the first learning rate shows it")
+        yield Cause(OPTIONS, f"{OPTIONS}: the script does not load them; only the first learning rate differs")
     if outputs and gaps <= {EMA}:
         yield Cause(
             EMA, f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
@@ -219,14 +219,12 @@ def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
     if gaps == {EMA}:
         yield Cause(EMA, "EMA: only the averaged weights differ")
     if runs.losses is None:
-        lacking = "" if RANDOM in groups else "; no random state is in the checkpoint"
+        lacking = "" if RANDOM in groups else "; the checkpoint contains no random state"
         hint = "pass --loss with a pattern that matches one loss at each step"
-        yield Cause(OTHER, f"not found without a loss for each step{lacking}", hint)
+        yield Cause(OTHER, f"unknown without the loss of each step{lacking}", hint)
     if runs.is_in_place:
-        yield Cause(
-            OPTIONS, f"{OPTIONS}: weights and moments are those of the checkpoint, and the first step is another"
-        )
-    yield Cause(MOMENTS, f"{MOMENTS}: the first loss is equal, and the first step is not")
+        yield Cause(OPTIONS, f"{OPTIONS}: weights and moments were restored, but the first optimizer step differs")
+    yield Cause(MOMENTS, f"{MOMENTS}: the first loss is equal, but the first optimizer step differs")
 
 
 def has_other_first_loss(runs: Runs) -> bool:

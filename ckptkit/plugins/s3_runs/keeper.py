@@ -262,7 +262,8 @@ class S3Keeper:
                 note = json.loads(read_small(path, _LIMIT))
                 name, host, until = note["checkpoint"], note["host"], float(note["until"])
             except (TypeError, ValueError, KeyError) as error:
-                raise Corrupt("not the note of a watch", path=path, hint="delete this object") from error
+                message = "expected the record of a watch, found other data"
+                raise Corrupt(message, path=path, hint="delete this object") from error
             if name == checkpoint.name and read_clock(self.bucket) < until:
                 yield f"a watch on {host} is handling it"
 

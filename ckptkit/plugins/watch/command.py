@@ -56,15 +56,15 @@ def watch(
     _STEP, _OUT and _PREV.
 
     watch handles a checkpoint when it is complete and has not changed for --every seconds; prune does not delete it
-    meanwhile. watch tries a failed command again after growing pauses. If a command runs longer than --timeout, watch
-    stops it and its child processes, and then tries it again too. `.ckptkit-watch` in the run lists handled
+    meanwhile. watch tries a failed command again, with exponential backoff. If a command runs longer than --timeout,
+    watch stops it and its child processes, and then tries it again too. `.ckptkit-watch` in the run lists handled
     checkpoints, so a restart does not repeat them. For a run on s3:// that list is in the cache of this machine, and
     {out} is on s3:// too, unless --out is a local directory.
 
     Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
 
-    Exit codes: 0 with --once: all are handled; 1 some failed; 2 usage; 3 RUN is not a run; 4 an I/O failure; 5 a watch
-    with the same commands is running; 130 interrupted; 143 terminated.
+    Exit codes: 0 all checkpoints were handled (only with --once); 1 some failed; 2 usage; 3 RUN is not a run; 4 an I/O
+    failure; 5 a watch with the same commands is running; 130 interrupted; 143 terminated.
     """
     from ckptkit.plugins.watch.watch import watch as run_it
 

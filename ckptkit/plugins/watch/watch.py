@@ -47,10 +47,11 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class Watched(Summarized):
-    """The checkpoints of the run `root` by outcome: handled, failed, and deleted before they were handled.
+    """The checkpoints of the run `root` by outcome.
 
-    An earlier watch handled those in `before`. `reasons` maps each failed checkpoint to the command that failed and
-    why.
+    This watch `handled` them, or a command `failed`; the `missed` ones were deleted before they were handled. An
+    earlier watch handled the checkpoints in `before`. `reasons` maps each failed checkpoint to the command that failed
+    and the cause.
     """
 
     root: Path

@@ -160,7 +160,7 @@ class Factors:
         check_factors(factors, self._name, self._largest)
         spread = broadcast_over(factors, groups)
         if not (self._may_vanish or factors.all()) and values[np.broadcast_to(spread == 0, values.shape)].any():
-            raise Corrupt(f"a scale in `{self._name}` is 0, but the numbers that it scales are not")
+            raise Corrupt(f"a scale in `{self._name}` is 0, but the values that it scales are not")
         values *= spread
         return False
 
@@ -232,7 +232,7 @@ class Affine:
             if not np.isfinite(values_read).all():
                 worst = values_read[~np.isfinite(values_read)][0]
                 hint = "run `ckptkit verify`: these bytes may belong to another tensor"
-                raise Corrupt(f"`{operand.name}` has the number {worst:g}", hint=hint)
+                raise Corrupt(f"expected finite values in `{operand.name}`, found {worst:g}", hint=hint)
         values *= broadcast_over(scales, groups)
         if self._rounds_to != FLOAT32:
             round_to(self._rounds_to, values)
@@ -272,11 +272,11 @@ class Requantized:
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
         """Return a sentence on how many weights would be the same; those in `noted` would not."""
         others = [name for name in judged if name in noted]
-        again = f"if you quantize them to int{self.bits} again, with scales of maximum / {self.largest}"
+        again = f"quantizing to int{self.bits} again, with scales of maximum / {self.largest}, restores"
         if not others:
-            return f"{again}, {count(len(judged), 'weight', 'gets')} the same integers"
-        same = len(judged) - len(others)
-        return f"{again}, only {same} of {count(len(judged), 'weight')} get the same integers, not {abridge(others)}"
+            return f"{again} the same integers in {count(len(judged), 'weight')}"
+        some = f"only {len(judged) - len(others)} of {count(len(judged), 'weight')}"
+        return f"{again} the same integers in {some}, not in {abridge(others)}"
 
 
 class Extremes:

@@ -61,7 +61,7 @@ class Scaled:
             )
             values = decode(raw[start:stop], numbers.dtype).reshape(block.size)
             if not block_factors.all() and values[np.broadcast_to(block_factors == 0, values.shape)].any():
-                raise Corrupt(f"a scale in `{scales.name}` is 0, but the numbers that it scales are not")
+                raise Corrupt(f"a scale in `{scales.name}` is 0, but the values that it scales are not")
             values *= block_factors
             cast(values.reshape(-1), FLOAT32, dtype, converted[start:stop])
         return converted.data.cast("B"), False

@@ -91,7 +91,7 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        hint = "pip install 'ckptkit-fsdp[hf]', or drop `--tokenizer` to train on bytes"
+        hint = "pip install 'ckptkit-fsdp[hf]', or drop --tokenizer to train on bytes"
         raise Usage("a Hugging Face tokenizer needs the package transformers", hint=hint) from error
     if "/" in name and not Path(name).exists() and not is_model_id(name):
         raise Usage(f"no tokenizer `{name}`: the file or directory does not exist", hint=hint_for_hub_id(name))
@@ -99,6 +99,6 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(Path(name).parent if Path(name).name == "tokenizer.json" else name)
     except Exception as error:  # the tokenizers library raises nothing narrower
         reason = str(error).partition("\n")[0]
-        hint = "give a directory with a tokenizer.json, or the name of a model on the Hub"
+        hint = "pass a directory with a tokenizer.json, or the name of a model on the Hub"
         raise Usage(f"no tokenizer `{name}`: {reason}", hint=hint) from error
     return HuggingFaceTokenizer(tokenizer, name)

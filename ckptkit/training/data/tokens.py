@@ -210,13 +210,13 @@ def check_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
         has_target = has_target or bool((block[: tokens.count - 1 - start] != tokens.end).any())
         checksum = zlib.crc32(block.data, checksum)
     if not has_target:
-        hint = "pass text with `--data`"
+        hint = "pass text with --data"
         raise Usage("there is no text to train on: every document has fewer than two tokens", path=data, hint=hint)
     return replace(tokens, checksum=checksum)
 
 
 def unknown_id(where: str, vocab_size: int, name: str, path: Path) -> Usage:
-    hint = "name the tokenizer that made the ids with `--tokenizer`"
+    hint = "pass the tokenizer that made the ids with --tokenizer"
     return Usage(
         f"expected ids below {vocab_size}, the tokens of tokenizer `{name}`; found {where}", path=path, hint=hint
     )

@@ -66,7 +66,7 @@ def resolve_model(model: str) -> str:
             snapshot_download(model, allow_patterns=[*FILES, "model*.safetensors*"], ignore_patterns="*/*")
         )
     if weights_in(directory) is None:
-        hint = "download it and `ckptkit convert` its weights, or give a directory with its config.json to start anew"
+        hint = "download it and `ckptkit convert` its weights, or pass a directory with its config.json to start anew"
         raise Unsupported(f"`{model}` does not have safetensors files on the Hub", hint=hint)
     return str(directory)
 
@@ -85,7 +85,7 @@ def choose_blueprint(model: str, *, tied: bool = True, vocab_size: int | None = 
     try:
         return LlamaBlueprint(ModelConfig.read(path))
     except Unsupported as error:
-        error.hint = f"give the directory, `{path.parent}`, and transformers builds it"
+        error.hint = f"pass the directory `{path.parent}`: transformers then builds the model"
         raise
 
 
@@ -94,7 +94,7 @@ def choose_pretrained(directory: Path) -> Blueprint:
     try:
         from ckptkit.training.models.pretrained import Pretrained
     except ImportError as error:
-        hint = "pip install 'ckptkit-fsdp[hf]', or give a size or a Llama's config.json"
+        hint = "pip install 'ckptkit-fsdp[hf]', or pass a size or a Llama's config.json"
         raise Usage(f"a model's directory needs transformers 5: {error}", path=directory, hint=hint) from error
     return Pretrained(directory, weights_in(directory))
 
@@ -105,6 +105,6 @@ def weights_in(directory: Path) -> Path | None:
         return directory
     pickled = next(iter(sorted(directory.glob("pytorch_model*.bin"))), None)
     if pickled is not None:
-        hint = "make safetensors files of it with `ckptkit convert`, and give their directory"
+        hint = "make safetensors files of it with `ckptkit convert`, and pass their directory"
         raise Unsupported("the model's weights are pickled", path=pickled, hint=hint)
     return None

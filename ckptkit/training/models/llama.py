@@ -47,7 +47,7 @@ def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterato
         if not masked or any(isinstance(module, nn.Conv1d) for module in block.modules()):
             raise Unsupported(
                 f"a `{type(block).__name__}` lets documents that share a sequence see each other",
-                hint="give data that is one document, or use another model",
+                hint="pass data that is one document, or use another model",
             )
 
     hooks = [block.register_forward_pre_hook(check, with_kwargs=True) for block in blocks]

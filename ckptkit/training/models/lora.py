@@ -123,7 +123,8 @@ class LoraBlueprint:
         for target in targets:
             if not any(is_called(name, target) for name, _ in model.named_modules()):
                 known = ", ".join(linear_names([model]))
-                raise Usage(f"no module is called `{target}`", hint=f"use one of {known}" if known else None)
+                message = f"--lora-targets: expected the name of a module, found `{target}`"
+                raise Usage(message, hint=f"use one of {known}" if known else None)
         if not targets:
             raise Unsupported(f"found no linear layers to adapt in the blocks of a `{type(model).__name__}`")
         return targets
@@ -153,7 +154,7 @@ def find_linear(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str,
             continue
         if type(module) is not nn.Linear:
             message = f"`{name}` is a `{type(module).__name__}`: only linear layers are given adapters here"
-            raise Unsupported(message, hint="name others with `--lora-targets`")
+            raise Unsupported(message, hint="pass other layers with --lora-targets")
         yield name, module
 
 

@@ -41,7 +41,7 @@ class Pretrained:
             self.layers = int(text.num_hidden_layers)
             self.attention_width = attention_width(text)
         if getattr(self.config, "quantization_config", None) is not None:
-            hint = "give a directory with the weights dequantized, and no `quantization_config` in its config.json"
+            hint = "pass a directory with dequantized weights, and without `quantization_config` in its config.json"
             raise Unsupported("the model is quantized: such weights cannot be trained", path=directory, hint=hint)
         self._files = companions.files
         self._is_checked = False  # True once `documents_checked` has passed for a batch
@@ -121,7 +121,7 @@ class Pretrained:
 
     def _require_positions(self) -> None:
         if "position_ids" not in signature(self._skeleton.forward).parameters:
-            hint = "give data that is one document, or use another model"
+            hint = "pass data that is one document, or use another model"
             raise Unsupported(f"a `{self.config.model_type}` does not accept positions", path=self.directory, hint=hint)
 
     def _require_values(self, name: str, parameters: Mapping[str, Tensor]) -> None:

@@ -93,7 +93,8 @@ class Fsdp1:
         if self.config.wrap == "block":
             return ModuleWrapPolicy({LoraMatrix, *map(type, blueprint.blocks(model))})
         if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
-            raise Usage("wrapping by size may separate tied weights", hint="use `--wrap block`, or an untied model")
+            message = "--wrap: expected block for a model with tied weights, found size: a unit could separate them"
+            raise Usage(message, hint="pass --wrap block, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
 
     def _precision(self) -> MixedPrecision:
@@ -128,5 +129,5 @@ def require_trained(blueprint: Blueprint, model: nn.Module) -> None:
     blocks = [set(block.parameters()) - adapters for block in blueprint.blocks(model)]
     units = [*blocks, set(model.parameters()).difference(adapters, *blocks)]
     if not all(any(parameter.requires_grad for parameter in unit) for unit in units):
-        message = "FSDP1 loses units that are both frozen and whole on every rank"
-        raise Usage(message, hint="use `--fsdp 2`, or shard over more ranks")
+        message = "--fsdp 1: expected shards of each frozen unit, found units that each rank has in full"
+        raise Usage(message, hint="pass --fsdp 2, or shard over more ranks")

@@ -60,7 +60,7 @@ def choose_device(device: str, place: RankPlace) -> torch.device:
     if device == "cuda" and not enough:
         raise Usage(
             f"expected {place.local_world_size} GPUs, one for each rank, found {gpus}",
-            hint="use `--nproc` with the number of GPUs, or `--device cpu`",
+            hint="pass --nproc with the number of GPUs, or --device cpu",
         )
     if device == "cpu" or not enough:
         return torch.device("cpu")

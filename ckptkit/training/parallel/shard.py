@@ -84,12 +84,12 @@ def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that the strategy needs: [shards] or [replicas, shards]."""
     world_size = mesh.size()
     if config.cpu_offload and mesh.device_type == "cpu":
-        raise Usage("there is nothing to offload from: the device is the CPU", hint="drop `--cpu-offload`")
+        raise Usage("--cpu-offload: expected a GPU, found the device cpu", hint="drop --cpu-offload")
     if config.strategy == "hybrid_shard":
         if config.replicas == 1 or world_size % config.replicas:
             raise Usage(
-                f"replicas: expected a divisor of {world_size} ranks, 2 or more, found {config.replicas}",
-                hint="pass `--replicas` with the number of machines",
+                f"--replicas: expected a divisor of {world_size} ranks, 2 or more, found {config.replicas}",
+                hint="pass the number of machines",
             )
         shape = (config.replicas, world_size // config.replicas)
     elif config.strategy == "ddp" and config.fsdp == "2":
@@ -105,11 +105,12 @@ def freeze(model: nn.Module, globs: Iterable[str]) -> None:
     for glob in globs:
         matching = [name for name in parameters if fnmatchcase(name, glob)]
         if not matching:
-            raise Usage(f"no parameter is called `{glob}`", hint=f"use names such as `{next(iter(parameters))}`")
+            message = f"--freeze: expected a glob that matches a parameter, found `{glob}`"
+            raise Usage(message, hint=f"pass names such as `{next(iter(parameters))}`")
         for name in matching:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise Usage("every parameter is frozen", hint="change `--freeze`")
+        raise Usage("--freeze: expected a parameter that is not frozen, found none", hint="drop a --freeze")
 
 
 def find_first_names(model: nn.Module) -> dict[str, str]:

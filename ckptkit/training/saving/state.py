@@ -115,7 +115,7 @@ def match_to_model(stored: Any, ours: Any, name: str) -> Any:
             raise Mismatch(message, tensor=name, hint="build the model in the dtype that it was saved in")
         return ours
     if isinstance(stored, Tensor) or isinstance(ours, Tensor):
-        raise Mismatch("it is a tensor only in the checkpoint or only in the model", tensor=name)
+        raise Mismatch("expected a tensor in both the checkpoint and the model, found it in only one", tensor=name)
     return stored
 
 

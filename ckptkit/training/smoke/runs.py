@@ -174,7 +174,7 @@ class SmokeRuns:
         adapters = {name.removeprefix("model."): tensor for name, tensor in read_tensors(self.adapters).items()}
         _, unexpected = model.load_state_dict(self.exported | adapters, strict=False)
         if any(not name.startswith("optim.") for name in unexpected):
-            raise CheckFailed(f"no place for {unexpected}")
+            raise CheckFailed(f"the built-in model does not have the tensors {unexpected}")
         return model
 
     @cached_property

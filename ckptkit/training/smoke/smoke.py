@@ -111,7 +111,7 @@ def remove_own(run: Path) -> None:
     later = [checkpoint.name for checkpoint in named_in(run) if (checkpoint.own_step or 0) > STEPS]
     if later:
         message = f"the run has checkpoints that the smoke test did not make: {', '.join(later[:_MOST_NAMED])}"
-        raise Occupied(message, path=run, hint="move them elsewhere, or use another `--run`")
+        raise Occupied(message, path=run, hint="move them elsewhere, or pass another --run")
     folder = RunFolder(run)
     for path in (folder.checkpoint(SAVED), folder.checkpoint(STEPS), run / TENSORBOARD):
         if path.is_dir() and not path.is_symlink():
@@ -127,9 +127,9 @@ def check_free(run: Path, out: Path, *, overwrite: bool) -> None:
     with translate_os_errors(run):
         if run.exists() and any(run.iterdir()):
             if not (run / MARK).exists():
-                raise Occupied("not made by a smoke test, so not replaced", path=run, hint="use another `--run`")
+                raise Occupied("not made by a smoke test, so not replaced", path=run, hint="pass another --run")
             if not overwrite:
-                raise Occupied("the run exists", path=run, hint="use another `--run`, or `--overwrite`")
+                raise Occupied("the run exists", path=run, hint="pass another --run, or --overwrite")
 
 
 def make_room(run: Path) -> None:

@@ -80,7 +80,7 @@ def describe(facts: Facts, config: TrainConfig) -> str:
 
 def cpu_table(results: Sequence[Measured], config: TrainConfig, _: Facts) -> str:
     """Return the table of tokens per second, memory and losses."""
-    head = ["", "tokens/s", "of the first", "peak RSS", "of it imports", "loss, first step", "loss, last step"]
+    head = ["", "tokens/s", "relative", "peak RSS", "imports alone", "loss, first step", "loss, last step"]
     rows = [head]
     for result in results:
         if result.failure is None:
@@ -93,7 +93,7 @@ def cpu_table(results: Sequence[Measured], config: TrainConfig, _: Facts) -> str
 
 def gpu_table(results: Sequence[Measured], config: TrainConfig, facts: Facts) -> str:
     """Return the table of tokens per second, MFU, memory of the GPU and losses."""
-    head = ["", "tokens/s", "of the first", "MFU", "allocated", "reserved", "loss, first step", "loss, last step"]
+    head = ["", "tokens/s", "relative", "MFU", "allocated", "reserved", "loss, first step", "loss, last step"]
     rows = [head]
     for result in results:
         if result.failure is None:
@@ -138,12 +138,12 @@ def mfu(result: Measured, config: TrainConfig, facts: Facts) -> str:
 def saves_table(report: dict[str, Any]) -> str:
     """Return the table of what each kind of save costs: seconds, and shares of a step."""
     step = report["step"]
-    rows = [["save", "the loop waits", "of a step", "costs, of a step", "there after", "MB", "MB/s"]]
+    rows = [["save", "the loop waits", "wait / step", "cost / step", "visible after", "MB", "MB/s"]]
     for kind, saves in report["kinds"].items():
         stopped, visible, cost = (median(save[name] for save in saves) for name in ("stopped", "visible", "cost"))
         size = saves[0]["nbytes"] / 1e6
         times = [f"{stopped:.3f} s", f"{stopped / step:.0%}", f"{cost / step:.0%}", f"{visible:.3f} s"]
         rows.append([kind, *times, f"{size:,.1f}", f"{size / visible:,.0f}"])
-    text = f"""Saves of the model, its optimizer and progress, synced to the disk; a step takes {step:.3f} s. They cost
-        the wait and what the steps until the checkpoint is there take longer."""
+    text = f"""Saves of the model, its optimizer and progress, synced to the disk; a step takes {step:.3f} s. The cost
+        is the wait, and the time by which the steps take longer until the checkpoint is visible."""
     return f"\n{paragraph(text)}\n{table(rows)}"

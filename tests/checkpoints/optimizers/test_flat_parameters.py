@@ -114,5 +114,5 @@ def test_parameters_that_fit_in_two_ways_are_refused(tmp_path: Path) -> None:
     flat = Layout(tmp_path, "raw", {}, world_size=12)
     stored = StoredTensor(Spec(DTYPES["float32"], (12,)), ())
     known = Known({"a": (2,), "b": (2,)}, "config.json")
-    with pytest.raises(CkptError, match="fit in 2 ways"):
+    with pytest.raises(CkptError, match="fit into this flat parameter in 2 ways"):
         list(cut_flat(stored, known, "_flat_param", flat))

@@ -20,7 +20,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from tests.checkpoints.examination.inconsistent import save_dcp, save_joined
 
 DOUBT = "no file says which of them it trains"
-SAME_SHAPE = "no file says which state belongs to it"
+SAME_SHAPE = "no file says which state belongs to which"
 
 
 class Disc(nn.Module):
@@ -285,8 +285,8 @@ def moments_in(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        (["0.weight", "1.weight", "3.weight", "2.weight"], "names parameter 2 `3.weight`, but it is `2.weight`"),
-        (["0.weight", "1.weight"], "has 4 parameters, but optimizer_order .* lists 2"),
+        (["0.weight", "1.weight", "3.weight", "2.weight"], "expected `2.weight` as parameter 2 .*, found `3.weight`"),
+        (["0.weight", "1.weight"], "optimizer_order.*: expected 4 names, the parameters of .*, found 2"),
         (["0.weight", "1.weight", "2.weight", "x"], "lists it, but the model does not have it"),
     ],
 )

@@ -252,7 +252,7 @@ def test_numbers_of_two_saves_are_corrupt(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file({"c": counted(2)}, tmp_path / "model-00001-of-00003.safetensors")
-    assert_refused(tmp_path, "some of 2 parts and some of 3")
+    assert_refused(tmp_path, "one of 2 files, one of 3 files")
 
 
 def test_a_count_beyond_all_bounds_costs_nothing(tmp_path: Path) -> None:

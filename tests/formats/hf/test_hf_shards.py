@@ -203,7 +203,7 @@ def test_another_model_beside_the_shards_is_ambiguous(tmp_path: Path, name: str)
 def test_shards_of_two_saves_are_corrupt(tmp_path: Path) -> None:
     two_ranks(tmp_path)
     write_shard(tmp_path, 0, {"v": ([0], counted(2))}, name="shard-00002-model-00001-of-00002.safetensors")
-    with pytest.raises(Corrupt, match="some of 1 parts and some of 2"):
+    with pytest.raises(Corrupt, match="one of 1 files, one of 2 files"):
         open_layout(tmp_path)
 
 

@@ -116,7 +116,7 @@ def test_what_has_no_optimizer_by_name_is_refused(tmp_path: Path) -> None:
     states = {0: {"exp_avg": torch.ones(2)}, 1: {"exp_avg": torch.zeros(2)}}
     numbered = {"state": states, "param_groups": [{"params": [0]}, {"params": [1]}]}
     torch.save({"model": {"w": torch.ones(2), "v": torch.ones(2)}, "optimizer": numbered}, tmp_path / "numbered.pt")
-    with pytest.raises(Unsupported, match="no file says which state belongs to it"):
+    with pytest.raises(Unsupported, match="no file says which state belongs to which"):
         ckptkit.convert(tmp_path / "numbered.pt", tmp_path / "out", to="universal")
     with pytest.raises(Usage, match="dtype"):
         ckptkit.convert(tmp_path / "model.pt", tmp_path / "out", to="universal", dtype="bf16")

@@ -69,7 +69,7 @@ def test_json(pair: tuple[Path, Path], tmp_path: Path) -> None:
         (("apply", "a", "b"), "expected BASE, at least one DELTA, and OUT, found 2"),
         (("apply", "a", "b", "c", "--in-place"), "--in-place: expected LOCAL and ROOT, found 3 paths"),
         (("apply", "a", "b", "--in-place", "--overwrite"), "--in-place takes no other options"),
-        (("verify", ".", "--base", "."), "--base is for deltas: . is not one"),
+        (("verify", ".", "--base", "."), "--base: expected a delta, found ."),
     ],
 )
 def test_usage(args: tuple[str, ...], words: str) -> None:

@@ -127,7 +127,7 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
         "full_shard", "shard_grad_op", "ddp",
     ]  # fmt: skip
     for options in ({"replicas": 2}, {"strategy": "hybrid_shard"}):
-        with pytest.raises(Usage, match=r"expected a multiple of 2 GPUs .*found 7"):
+        with pytest.raises(Usage, match=r"world_size: expected a multiple of 2 \(replicas\), found 7"):
             estimate(LLAMA_8B, world_size=7, **options)
 
 

@@ -513,7 +513,7 @@ def test_no_rule_is_guessed(
 
 def test_a_rank_of_several_is_no_checkpoint(made: Produced) -> None:
     for path in ("mp_rank_01", "mp_rank_01/model_optim_rng.pt"):
-        with pytest.raises(CkptError, match="one of several ranks") as raised:
+        with pytest.raises(CkptError, match="this is the directory of one rank") as raised:
             ckptkit.open(made.root / "dense" / "legacy" / STEP / path)
         assert "pass the directory above" in str(raised.value.hint)
 

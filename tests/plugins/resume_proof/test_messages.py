@@ -107,7 +107,7 @@ def test_a_random_state_that_nothing_depends_on_is_no_failure(tmp_path: Path) ->
     found = prove(tmp_path, no_dropout, draws)
     ok, detail = found["resume continues the run"]
     assert ok
-    assert "all is equal but the random state (`state.rng.state.state`)" in detail
+    assert "only the random state differs (`state.rng.state.state`)" in detail
     assert not [name for name, (ok, _) in found.items() if ok is False]
     assert found["killed while saving 1"][0]
 

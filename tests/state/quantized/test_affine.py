@@ -77,8 +77,8 @@ BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], 
     "7 bits": ({}, {"bits": 7}, Corrupt, "2 to 6 or 8 bits"),
     "groups of words": ({}, {"group_size": "64"}, Corrupt, "groups of 64"),
     "another mode": ({}, {"mode": "nvfp4"}, Unsupported, "mlx nvfp4"),
-    "NaN": ({f"{X}.scales": torch.full((44, 3), torch.nan)}, {}, Corrupt, "has the number nan"),
-    "infinite": ({f"{X}.biases": torch.full((44, 3), torch.inf)}, {}, Corrupt, "has the number inf"),
+    "NaN": ({f"{X}.scales": torch.full((44, 3), torch.nan)}, {}, Corrupt, "expected finite values in .*, found nan"),
+    "infinite": ({f"{X}.biases": torch.full((44, 3), torch.inf)}, {}, Corrupt, "finite values in .*, found inf"),
 }
 
 

@@ -250,7 +250,7 @@ BAD: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[CkptError], str]] =
     "infinite": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [1, torch.inf]])}, FP8, Corrupt, "found inf"),
     "negative": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [-1, 1.0]])}, FP8, Corrupt, "found -1"),
     "huge": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [3e38, 1]])}, FP8, Corrupt, r"found 3e\+38"),
-    "zero": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [0, 1.0]])}, FP8, Corrupt, "is 0, but the numbers"),
+    "zero": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [0, 1.0]])}, FP8, Corrupt, "is 0, but the values"),
     "blocks of 0": ({}, FP8 | {"weight_block_size": [0, 128]}, Corrupt, r"\[0, 128\]"),
     "blocks of 2**40": ({}, FP8 | {"weight_block_size": [1 << 40, 1]}, Corrupt, "blocks of quantized"),
     "blocks of words": ({}, FP8 | {"weight_block_size": "128"}, Corrupt, "two sizes"),

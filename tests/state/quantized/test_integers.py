@@ -76,7 +76,7 @@ BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], 
     "zero points of floats": ({W + "_zero_point": ZEROS.float()}, {"symmetric": False}, Mismatch, "found float32"),
     "NaN": ({W + "_scale": torch.full((4, 4), torch.nan)}, {}, Corrupt, "found nan"),
     "negative": ({W + "_scale": -torch.ones(4, 4)}, {}, Corrupt, "found -1"),
-    "zero": ({W + "_scale": torch.zeros(4, 4)}, {}, Corrupt, "is 0, but the numbers"),
+    "zero": ({W + "_scale": torch.zeros(4, 4)}, {}, Corrupt, "is 0, but the values"),
     "another shape in the file": (
         {W + "_shape": shaped(4, 120)},
         {},
@@ -148,12 +148,12 @@ def test_a_note_says_whether_the_integers_would_come_back(tmp_path: Path) -> Non
         tensors = {f"{name}.weight_packed": library.pack_to_int32(one, 4) for name, one in weights.items()}
         tensors |= {f"{name}.weight_scale": scales for name in weights}
         done = consolidate(written(root / "in", integers(4).said, tensors), root / "out", dtype="bf16")
-        (note,) = (note for note in done.notes if "quantize them" in note)
+        (note,) = (note for note in done.notes if "quantizing to" in note)
         return note
 
-    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight gets the same integers")
+    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, restores the same integers in 1 weight")
     note = noted(tmp_path / "some", a=codes, b=others, c=lowest)
-    assert note.endswith("only 1 of 3 weights get the same integers, not b.weight, c.weight")
+    assert note.endswith("restores the same integers in only 1 of 3 weights, not in b.weight, c.weight")
     plain = model(tmp_path / "some" / "out")
     for name, same in {"a": codes, "b": others, "c": lowest}.items():
         groups = plain[f"{name}.weight"].float().unflatten(-1, (-1, 32))

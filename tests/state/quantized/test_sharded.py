@@ -79,7 +79,7 @@ def test_parts_say_it_once_when_all_are_done(saved: Path, tmp_path: Path) -> Non
     root = written(tmp_path / "in", stored.said, stored.tensors)
     for part in ("2/2", "1/2"):
         done = consolidate(root, tmp_path / "out", dtype="bf16", names="keep", part=part)
-        assert not any("quantize them" in note for note in done.notes)
+        assert not any("quantizing to" in note for note in done.notes)
     done = finalize(tmp_path / "out")
-    assert sum("quantize them" in note for note in done.notes) == 1
+    assert sum("quantizing to" in note for note in done.notes) == 1
     assert_same(model(tmp_path / "out"), {stored.name: stored.truth})

@@ -96,8 +96,8 @@ def test_arithmetic_and_names_are_the_library_s(tmp_path: Path, targets: tuple[s
 @pytest.mark.parametrize(
     ("targets", "kind", "said"),
     [
-        (("q_prjo",), Usage, "no module is called `q_prjo`"),
-        (("proj",), Usage, "no module is called `proj`"),
+        (("q_prjo",), Usage, "expected the name of a module, found `q_prjo`"),
+        (("proj",), Usage, "expected the name of a module, found `proj`"),
         (("embed_tokens",), Unsupported, "`model.embed_tokens` is a `Embedding`"),
         (("q_proj", "norm"), Unsupported, "`model.norm` is a `RMSNorm`"),
         (("mlp",), Unsupported, "`model.layers.0.mlp` is a `MLP`"),

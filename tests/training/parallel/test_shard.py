@@ -210,13 +210,13 @@ def refuse(place: RankPlace, report: Report) -> None:
         for wrong, said in [
             (replace(RUN, strategy="hybrid_shard", replicas=3), "a divisor of 2 ranks, 2 or more, found 3"),
             (replace(RUN, strategy="hybrid_shard"), "a divisor of 2 ranks, 2 or more, found 1"),
-            (replace(RUN, cpu_offload=True), "nothing to offload from"),
-            (replace(RUN, freeze=("*.absent",)), r"no parameter is called `\*\.absent`"),
-            (replace(RUN, freeze=("*",)), "every parameter is frozen"),
-            (replace(RUN, fsdp="1", wrap="size"), "may separate tied weights"),
-            (replace(RUN, fsdp="1", strategy="ddp", freeze=("model.[en]*",)), "loses units that are both frozen"),
-            (replace(RUN, fsdp="1", strategy="ddp", freeze=("*.layers.0.*",)), "loses units that are both frozen"),
-            (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "loses units that are both frozen"),
+            (replace(RUN, cpu_offload=True), "cpu_offload: expected a GPU"),
+            (replace(RUN, freeze=("*.absent",)), r"a glob that matches a parameter, found `\*\.absent`"),
+            (replace(RUN, freeze=("*",)), "expected a parameter that is not frozen, found none"),
+            (replace(RUN, fsdp="1", wrap="size"), "a unit could separate them"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("model.[en]*",)), "expected shards of each frozen unit"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("*.layers.0.*",)), "expected shards of each frozen unit"),
+            (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "expected shards of each frozen unit"),
         ]:
             with pytest.raises(Usage, match=said):
                 shard(wrong, blueprint_of(wrong, SHAPE), mesh, 0)
