@@ -53,15 +53,20 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
 
     A destination inside the source is allowed if neither happens.
     """
-    target = dst.resolve()
     for path in (source.path, *(part.path for part in source.components)):
-        if any(contains(target, place) for place in real_path(path)):
-            raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
+        require_outside(path, dst)
+    target = dst.resolve()
     if target.parent in real_path(source.path):
         check_beside_parts(source, dst)
     for part in source.components:
         if target.parent in real_path(part.path):
             check_in_part(part, dst, writer)
+
+
+def require_outside(source: Path, dst: Path) -> None:
+    """Raise `Unsafe` if the source is the destination, or inside it: `--overwrite` would delete what is read."""
+    if any(contains(dst.resolve(), place) for place in real_path(source)):
+        raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
 
 
 def real_path(path: Path) -> list[Path]:

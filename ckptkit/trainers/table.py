@@ -164,8 +164,7 @@ COMPOSER = TrainerFacts(
     ),
     trackers=("latest-rank0.symlink", "latest-rank0.pt.symlink"),  # text: the object's name in a store
     steps=(r"ep[0-9]+-ba([0-9]{1,18})(?:-rank[0-9]+)?",),
-    own_keys=(("rng", r"\[([0-9]+)\]"),),
-)
+)  # no `own_keys`: it counts the ranks in `rng` itself, and refuses a checkpoint without it
 
 # torchtitan/components/checkpoint.py: DCP directories `step-N`, model names at the top level beside `optimizer.`,
 # `lr_scheduler`, `dataloader` and `train_state`.

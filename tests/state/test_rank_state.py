@@ -54,8 +54,8 @@ def test_generators_of_composer(tmp_path: Path) -> None:
     reshard(tmp_path / "in", tmp_path / "same", to=3)
     assert len(load_dcp(tmp_path / "same")["rng"]) == 3
     done = reshard(tmp_path / "in", tmp_path / "other", to=2)
-    assert load_dcp(tmp_path / "other").keys() == {"state"}
-    assert done.notes == ["dropped `rng` (torch, python): state of 3 ranks, which 2 cannot use"]
+    assert len(load_dcp(tmp_path / "other")["rng"]) == 3  # Composer counts them, and needs at least one
+    assert done.notes == []
 
 
 def test_what_each_rank_had_of_its_own_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ckptkit.io.path import to_path
 from ckptkit.io.progress import Progress
 from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
-from ckptkit.state.directories import check_free, require_separate_destination
+from ckptkit.state.directories import check_free, require_outside, require_separate_destination
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import Keywords
 from ckptkit.state.pipeline import write
@@ -58,7 +58,10 @@ def apply(
         options["dtype"] = dtype
     opened = as_consolidated(base, options, output)
     require_separate_destination(opened.checkpoint, output, opened.draft.writer)
-    chain = open_chain([to_path(path) for path in given])
+    paths = [to_path(path) for path in given]
+    for path in paths:
+        require_outside(path, output)
+    chain = open_chain(paths)
     conversion = draft_apply(opened, chain, jobs)
     prospect = report(conversion, time.perf_counter() - began)
     if dry_run:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptkit
-from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, Unsupported
 from ckptkit.plugins.deltas.record import read_record
 from tests.conversion.judges import raw
 from tests.plugins.deltas.models import as_dcp, as_hf, as_pt, files, load, policy, step, updated
@@ -48,6 +48,18 @@ def test_apply_makes_what_consolidate_makes(save_base: Save, save_new: Save, tmp
         name: raw(tensor) for name, tensor in after.items()
     }
     assert ckptkit.verify(tmp_path / "out")[0].is_ok
+
+
+@pytest.mark.parametrize("out", ["out/delta", "out"])
+def test_apply_never_replaces_the_delta_that_it_reads(tmp_path: Path, out: str) -> None:
+    old = policy()
+    base, new = as_hf(tmp_path / "base", old), as_hf(tmp_path / "new", step(old))
+    ckptkit.consolidate(base, tmp_path / "out")
+    ckptkit.delta(base, new, tmp_path / "out/delta")
+    before = files(tmp_path / "out")
+    with pytest.raises(Unsafe, match="the source is the destination, or inside it"):
+        ckptkit.apply(base, tmp_path / "out/delta", tmp_path / out, overwrite=True)
+    assert files(tmp_path / "out") == before
 
 
 def test_a_delta_is_the_same_from_any_format_and_applies_to_any(tmp_path: Path) -> None:
