@@ -16,6 +16,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.checkpoints.other_kinds import find_kind, other_kind_of
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import is_main_file
 from ckptkit.io.file import children, destination_exists, names_in
@@ -42,6 +43,10 @@ def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool 
             raise Occupied("the destination is a file without tensors", path=dst, hint=hint)
         check_training(dst, by_training=by_training)
         return
+    made = list(made)
+    if other_kind_of(dst) and not find_kind(made):
+        hint = "choose another destination, or delete this one first: --overwrite replaces a checkpoint only"
+        raise Occupied("the destination is no checkpoint, such as a delta", path=dst, hint=hint)
     with translate_os_errors(dst):
         known = {dst / name for name in made}
         unknown = [str(path.relative_to(dst)) for path in unknown_entries(dst, known, by_training=by_training)]

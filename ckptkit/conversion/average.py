@@ -47,7 +47,7 @@ def average(
     asked = replace(asked, weights=normalize_weights(weights, len(chosen)))
     asked.check()
     done = run_conversion(chosen, dst, asked)
-    total = fsum(weights)
+    total = sum(weights)
     if not weights or isclose(total, 1, abs_tol=_TOLERANCE):
         return done
     return replace(done, notes=[f"divided the factors by their sum, {total:g}", *done.notes])
@@ -90,5 +90,6 @@ def normalize_weights(weights: Sequence[float], sources: int) -> tuple[float, ..
         )
     if not all(isfinite(weight) and weight > 0 for weight in weights):
         raise Usage(f"expected positive factors, found {', '.join(map(str, weights))}")
-    total = fsum(weights)
-    return tuple(weight / total for weight in weights)
+    largest = max(weights)  # so that the sum is finite
+    parts = [weight / largest for weight in weights]
+    return tuple(part / fsum(parts) for part in parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from glob import escape
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -11,15 +12,17 @@ from typing import Self
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts
 from ckptkit.checkpoints.optimizers.keys import IDS, split_groups
-from ckptkit.errors import Mismatch, Usage
+from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.formats import detect_format, get_format
 from ckptkit.io.origin import Origin
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config
 from ckptkit.models.fit import restore_tied
+from ckptkit.models.names.copies import find_copies_in
 from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.weights import find_weights
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.state.directories import entry_at, files_beside, own_files
@@ -223,6 +226,7 @@ def draft_piece(
     is_named = bool(weights) and options.changes_names
     if is_named:
         layout, remarks = name_piece(piece, layout, options.wanted_names, options)
+    refuse_copies(chosen, layout, weights)
     if len(piece.parts) > 1:
         layout = edits.nest(layout, ())
     if options.under:
@@ -242,6 +246,18 @@ def draft_piece(
 
             refuse_separated(piece.parts[0], {name: frozenset(sources[name]) for name in casts})
     return Draft.of([layout], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
+
+
+def refuse_copies(layout: Layout, changed: Layout, weights: frozenset[str]) -> None:
+    """Raise `Unsupported` for a copy of the weights, such as an EMA, if they got other names or rows: it did not."""
+    if all(changed.specs.get(name) == layout.specs[name] for name in weights):
+        return
+    if copies := find_copies_in(layout, layout.tensors.keys() - weights, find_weights(layout).layout.shapes):
+        first = min(copies)
+        message = "this copy of the weights would keep the old names and rows"
+        above = f"{escape(first.partition('.')[0])}.*"
+        hint = f"drop it with --exclude '{above}', or convert it alone with --include '{above}'"
+        raise Unsupported(message, path=layout.path, tensor=first, hint=hint)
 
 
 def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:

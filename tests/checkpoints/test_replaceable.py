@@ -197,3 +197,14 @@ def test_a_file_of_all_states_is_not_replaced_by_a_model(tmp_path: Path) -> None
     with pytest.raises(Occupied, match="the destination is a checkpoint of a training"):
         convert(tmp_path / "model.safetensors", file, to="pt", overwrite=True)
     assert file.read_bytes() == before
+
+
+def test_a_delta_is_replaced_by_a_delta_only(source: Path, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        ckptkit.consolidate(source, tmp_path / name)
+    ckptkit.delta(tmp_path / "old", tmp_path / "new", tmp_path / "delta")
+    with pytest.raises(Occupied, match="the destination is no checkpoint, such as a delta"):
+        ckptkit.consolidate(source, tmp_path / "delta", overwrite=True)
+    with pytest.raises(Occupied, match="the destination is no checkpoint, such as a delta"):
+        ckptkit.cp(source, tmp_path / "delta", overwrite=True)
+    assert (tmp_path / "delta/delta.json").exists()

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ckptkit import consolidate, convert, diff, verify
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Usage
+from ckptkit.errors import Unsupported, Usage
 from ckptkit.storage import Reader
 from tests.conversion.salvaging.damage import cut
 from tests.models.names.hub_models import config_of, saved
 from tests.models.names.test_custom import own_of, table_in
+from tests.producers import counted, save_alone
 
 RULE = r"^trunk\.=>model."
 
@@ -67,7 +68,7 @@ def test_verify_brings_an_export_and_its_source_together(case: Case, tmp_path: P
     assert verify(tmp_path / "of_own", against=case.own, map=case.table)[0].is_ok
     assert not verify(tmp_path / "of_trunk", against=case.trunk)[0].is_ok
     assert verify(tmp_path / "of_trunk", against=case.trunk, rename=RULE)[0].is_ok
-    with pytest.raises(Usage, match="comparison"):
+    with pytest.raises(Usage, match="no effect without against"):
         verify(tmp_path / "of_own", map=case.table)
 
 
@@ -167,3 +168,21 @@ def test_a_dtype_s_glob_that_is_of_neither_is_refused(to: str, case: Case, tmp_p
     with pytest.raises(Usage, match=r"dtype='blocks\.\*' matches no tensor"):
         convert(case.trunk, tmp_path / "out", to=to, rename=RULE, dtype="blocks.*=bf16")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{"rename": ["a=>b"]}, {"vocab_size": 24}], ids=str)
+@pytest.mark.parametrize("above", [("ema",), ("trainer", "ema")], ids=str)
+def test_a_copy_of_the_weights_does_not_keep_old_names_and_rows(
+    tmp_path: Path, options: Any, above: tuple[str, ...]
+) -> None:
+    """An EMA: the job could not load it beside the model."""
+    model = {f"model.layers.0.self_attn.{name}_proj.weight": counted(8, 8) for name in "qkvo"}
+    model |= {"model.embed_tokens.weight": counted(16, 8), "a": counted(8)}
+    nested: Any = {name: tensor + 1 for name, tensor in model.items()}
+    for key in reversed(above):
+        nested = {key: nested}
+    save_alone({"model": model, **nested}, tmp_path / "in")
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "llama", "vocab_size": 16}')
+    with pytest.raises(Unsupported, match="this copy of the weights would keep the old names and rows"):
+        convert(tmp_path / "in", tmp_path / "out", to="dcp", **options)
+    convert(tmp_path / "in", tmp_path / "out", to="dcp", exclude=["*ema.*"], **options)

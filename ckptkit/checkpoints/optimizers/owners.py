@@ -283,12 +283,15 @@ def find_recorded(
 ) -> tuple[OneModel, Names]:
     """Return the model that has the names that `lister` records, and its name for each index.
 
-    Raises `Mismatch` or `Unsupported` if there is no such model, or several.
+    The names may be those of a module of the model, unless the optimizer has all parameters of the model. Raises
+    `Mismatch` or `Unsupported` if there is no such model, or several.
     """
+    prefixed = [(model, names) for model in models for names in match_with_prefix(recorded, sizes, model.shapes)]
     try:
-        return choose_model(models, lambda model: [match_recorded(recorded, sizes, model.shapes, lister)], optimizer)
+        exact = choose_model(models, lambda model: [match_recorded(recorded, sizes, model.shapes, lister)], optimizer)
+        assignments = [exact] if len(exact[1]) == len(exact[0].shapes) else [exact, *prefixed]
     except Mismatch:
-        assignments = [(model, names) for model in models for names in match_with_prefix(recorded, sizes, model.shapes)]
+        assignments = prefixed
         if not assignments:
             raise
     first, *others = assignments

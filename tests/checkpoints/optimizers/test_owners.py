@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -463,3 +464,19 @@ def test_only_elementwise_states_prove_a_shape(state: dict[str, Any], is_proof: 
     states = {name.split(".state.")[1] for name in ckptkit.open(tmp_path / "dcp") if ".state." in name}
     assert all(name.startswith("fc.weight." if is_proof else "0.") for name in states)
     assert any("allow only one assignment" in note for note in done.notes) is is_proof
+
+
+def test_recorded_names_of_a_module_are_no_names_of_the_model(tmp_path: Path) -> None:
+    """`Adam(model.encoder.named_parameters())` records `fc.weight`, which the model has, too."""
+    model = nn.ModuleDict({"fc": nn.Linear(4, 4), "encoder": nn.ModuleDict({"fc": nn.Linear(4, 4)})})
+    for module in (model["encoder"], model):
+        optimizer = torch.optim.Adam(module.named_parameters())
+        sum(parameter.square().sum() for parameter in module.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        found, notes = named_in({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+        if module is model:
+            assert found == {"optimizer": set(model.state_dict())}
+        else:
+            assert found == {"optimizer": {"0", "1"}}
+            assert any("can mean several parameters: `fc.weight`, `encoder.fc.weight`" in note for note in notes)
+        shutil.rmtree(tmp_path / "dcp")
