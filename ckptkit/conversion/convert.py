@@ -31,12 +31,14 @@ from ckptkit.state.directories import (
     check_free,
     files_taken,
     require_directory_name,
+    require_outside,
     require_separate_destination,
 )
 from ckptkit.state.draft import Conversion, draft_of_model
 from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, spell_out
 from ckptkit.state.pipeline import write
 from ckptkit.state.report import Converted, Written, complete, report
+from ckptkit.state.selection import LIKE
 from ckptkit.words import count, either
 
 if TYPE_CHECKING:
@@ -146,6 +148,9 @@ def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conve
     for checkpoint in checkpoints:
         refuse_partial_file(checkpoint)
         require_separate_destination(checkpoint, dst, writer)
+    named = filter(None, (options.base, *(rule.partition(LIKE)[2] for rule in options.dtype)))
+    for path in filter(Path.exists, map(Path, named)):  # an id of the Hub is no path
+        require_outside(path, dst)
     check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
         conversion = draft_salvage(checkpoints[0], dst, options)

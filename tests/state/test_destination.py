@@ -110,3 +110,14 @@ def test_a_checkpoint_in_directories_takes_none_more(produce: Produce, tmp_path:
     consolidate(source, source / places[0] / "consolidated")
     assert [part.place for part in Checkpoint.open(source).components] == places
     assert sorted(source.iterdir()) == [path for path in before if path.parent == source]
+
+
+@pytest.mark.parametrize("options", [{"base": "out"}, {"dtype": ["like:out"]}, {"dtype": ["a*=like:out"]}], ids=str)
+def test_a_model_that_another_option_names_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_alone({"model": {"a": counted(4)}}, tmp_path / "in")
+    consolidate("in", "out")
+    with pytest.raises(Unsafe, match="the source is the destination, or inside it"):
+        consolidate("in", "out", overwrite=True, **options)
