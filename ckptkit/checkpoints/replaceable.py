@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from ckptkit import trainers
@@ -24,7 +25,8 @@ from ckptkit.io.path import refresh
 from ckptkit.models.companions import FILES, TEMPLATES
 from ckptkit.models.names.weights import names_of_training
 
-_OWN = frozenset((*FILES, TEMPLATES, MANIFEST, ACCOUNT, ".gitattributes"))
+_BESIDE_MANIFEST = frozenset((MANIFEST, ACCOUNT, ".gitattributes"))
+_OWN = _BESIDE_MANIFEST.union((*FILES, TEMPLATES))
 _UNREADABLE = (Corrupt, Mismatch, NotACheckpoint, Unsupported)
 _MOST_NAMED = 5
 
@@ -171,14 +173,18 @@ def unknown_entries(root: Path, made: set[Path], *, by_training: bool) -> Iterat
     """Yield the entries of directory `root`, except those of its checkpoint and the files `made`.
 
     A file with tensors belongs to it if its components read it or its manifest lists it, not by its name: it may be
-    another model. A later save `by_training` replaces such files, too.
+    another model. The same is true of every file beside the manifest of an export. A later save `by_training` replaces
+    them, too.
     """
     parts, files = own_parts(root)
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)
     known = made | files
     above = {folder for path in known for folder in path.parents} | parts
+    is_export = cache(is_made_of_another)
 
     def is_known(path: Path, beside: Iterable[str]) -> bool:
+        if not by_training and is_export(path.parent):  # the manifest lists what ckptkit wrote
+            return path.name in _BESIDE_MANIFEST
         return is_known_name(path.name, beside) and (by_training or path.is_dir() or not is_checkpoint_file(path))
 
     yield from unknown_in(root, known, above, is_known if is_checkpoint else lambda *_: False)

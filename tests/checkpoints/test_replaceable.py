@@ -208,3 +208,18 @@ def test_a_delta_is_replaced_by_a_delta_only(source: Path, tmp_path: Path) -> No
     with pytest.raises(Occupied, match="the destination is no checkpoint, such as a delta"):
         ckptkit.cp(source, tmp_path / "delta", overwrite=True)
     assert (tmp_path / "delta/delta.json").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "trainer_state.json", "latest", "random_states_0.pkl", "common.pt"])
+def test_a_file_that_was_added_to_an_export_stays(source: Path, tmp_path: Path, name: str) -> None:
+    """Whatever its name: the manifest lists what ckptkit wrote. A model without a manifest may have a tokenizer."""
+    for manifest in (True, False):
+        out = tmp_path / f"out-{manifest}"
+        consolidate(source, out)
+        (out / name).write_text("{}")
+        if manifest:
+            with pytest.raises(Occupied, match=f"entries that ckptkit does not know: {name}"):
+                consolidate(source, out, overwrite=True)
+        elif name == "tokenizer.json":
+            (out / "ckptkit.json").unlink()
+            consolidate(source, out, overwrite=True)
