@@ -172,13 +172,14 @@ class ComparedPair:
         return changes, sums.checked_bytes
 
     def compare_configs(self) -> Iterator[str]:
-        """Yield a note if the two models compute different results; a delta does not contain their configs."""
+        """Yield a note on each config and tokenizer that differs: a delta contains neither."""
         before, after = (ModelFacts.of(side.checkpoint) for side in self.sides)
         compared = before.compare(after)
         if compared.differences:
             differences = describe_differences(compared.differences, str(self.sides[1].path))
             files = compared.described_in
             yield f"a delta does not contain {files}, and the new model differs: {differences}; copy it too"
+        yield from before.note_on_inputs(after)
 
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
         """Return the planned delta for these changes."""

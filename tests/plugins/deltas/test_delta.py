@@ -50,6 +50,16 @@ def test_apply_makes_what_consolidate_makes(save_base: Save, save_new: Save, tmp
     assert ckptkit.verify(tmp_path / "out")[0].is_ok
 
 
+def test_another_tokenizer_is_said(tmp_path: Path) -> None:
+    old = policy()
+    base, new = as_hf(tmp_path / "base", old), as_hf(tmp_path / "new", step(old))
+    for place, text in ((base, "{}"), (new, '{"version": "1.0"}')):
+        (place / "tokenizer.json").write_text(text)
+        (place / "config.json").write_text('{"model_type": "own"}')
+    notes = ckptkit.delta(base, new, tmp_path / "delta").notes
+    assert any(note.startswith("tokenizer.json: differs from ") for note in notes)
+
+
 @pytest.mark.parametrize("out", ["out/delta", "out"])
 def test_apply_never_replaces_the_delta_that_it_reads(tmp_path: Path, out: str) -> None:
     old = policy()
