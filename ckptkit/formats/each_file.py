@@ -15,10 +15,7 @@ Value = TypeVar("Value")
 def read_each(
     root: Path, files: Mapping[Key, str], read: Callable[[Key, str], Value], report: Report
 ) -> dict[Key, Value]:
-    """Return the result of `read` for each file, by its key, in the same order. Reports the files that cannot be read.
-
-    `files` are names in directory `root`, by rank or another key.
-    """
+    """Return the result of `read` for each file in `root`, by its key, in order. Reports those that cannot be read."""
     results: dict[Key, Value] = {}
     for key, name in files.items():
         try:

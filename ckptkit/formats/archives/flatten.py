@@ -34,28 +34,22 @@ def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callab
     """
     tree: Tree = {}
     for name in names:
-        place(tree, key(name), name)
+        *above, last = key(name)
+        if len(above) >= DEEPEST:
+            raise Unsupported(f"expected an entry of at most {DEEPEST} levels, found {len(above) + 1}", tensor=name)
+        node = tree
+        for step in above:
+            below = node.setdefault(step, {})
+            if isinstance(below, str):
+                raise clash(below, name)
+            node = below
+        if last in node:
+            raise clash(node[last], name)
+        node[last] = name
     return build(tree, value)
 
 
-def place(tree: Tree, key: KeyPath, name: str) -> None:
-    """Insert a name into the tree at its key path."""
-    if len(key) > DEEPEST:
-        raise Unsupported(f"expected an entry of at most {DEEPEST} levels, found {len(key)}", tensor=name)
-    *above, last = key
-    node = tree
-    for step in above:
-        below = node.setdefault(step, {})
-        if isinstance(below, str):
-            raise clash(below, name)
-        node = below
-    if last in node:
-        raise clash(node[last], name)
-    node[last] = name
-
-
 def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
-    """Return the dict, list or value for a node of the tree."""
     if isinstance(node, str):
         return value(node)
     positions = [step for step in node if isinstance(step, int)]
@@ -79,7 +73,6 @@ def clash(node: Tree | str, name: str) -> Unsupported:
 
 
 def first_name(node: Tree | str) -> str:
-    """Return the first name below a node."""
     while not isinstance(node, str):
         node = next(iter(node.values()))
     return node
@@ -105,18 +98,23 @@ _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "defaul
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """A state dict without nesting: the entries by name, and the key path of each name.
-
-    `spares` are replicas of chunks that other ranks saved.
-    """
+    """A state dict without nesting: entries and key paths by name; `spares` are replicas of chunks on other ranks."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
     spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
 
+    def put(self, key: KeyPath, entry: StoredTensor | Blob) -> None:
+        """Add an entry. Its name is its key path, joined by dots."""
+        name = ".".join(map(str, key))
+        self.keys[name] = key
+        if isinstance(entry, StoredTensor):
+            self.tensors[name] = entry
+        else:
+            self.blobs[name] = entry
+
     def update(self, other: FlatState) -> None:
-        """Add the entries of another state."""
         self.tensors.update(other.tensors)
         self.blobs.update(other.blobs)
         self.keys.update(other.keys)
@@ -124,18 +122,9 @@ class FlatState:
 
 
 def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState:
-    """Return the entries of a state dict in file `path`. `entries` are its pickle and storages, as in an archive.
-
-    Raises `Unsupported` for a tensor that cannot be read, or inside an object that cannot be entered.
-    """
+    """Return the entries of a state dict in file `path`. Raises `Unsupported` for a tensor that cannot be read."""
     flattening = Flattening(entries, path)
-    if pairs_of(state) != []:
-        children = flattening.children(state)
-        if children is None and is_module(state):
-            raise pickled_module_error(state)
-        if children is None:
-            raise Unsupported(f"expected a state dict, found {name_of_type(state)}", hint="save its `state_dict()`")
-        flattening.add_all(children, ())
+    flattening.add_all(flattening.members(state), ())
     return flattening.flat
 
 
@@ -153,7 +142,6 @@ class Flattening:
         self.flat = FlatState()
 
     def add_all(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
-        """Add the entries of a dict or list at `key`."""
         if len(key) >= DEEPEST:
             raise Unsupported(f"expected a state dict of at most {DEEPEST} levels, found a deeper one")
         for step, child in children:
@@ -166,6 +154,15 @@ class Flattening:
             self.add_entry(value, key)
         else:
             self.add_all(children, key)
+
+    def members(self, state: Any) -> list[tuple[str | int, Any]]:
+        """Return the members of a state dict, as `children` does. Raises `Unsupported` for any other object."""
+        children = self.children(state) if pairs_of(state) != [] else []
+        if children is None and is_module(state):
+            raise pickled_module_error(state)
+        if children is None:
+            raise Unsupported(f"expected a state dict, found {name_of_type(state)}", hint="save its `state_dict()`")
+        return children
 
     def children(self, value: Any) -> list[tuple[str | int, Any]] | None:
         """Return the members of a dict or list, each with its step of the key path; None for a single entry."""
@@ -182,12 +179,8 @@ class Flattening:
         self.use_budget(len(name))
         if name in self.flat.keys:
             raise Unsupported("two entries of the state dict have the same name", tensor=name)
-        self.flat.keys[name] = key
         try:
-            if is_tensor(value):
-                self.flat.tensors[name] = self.tensor_of(value)
-            else:
-                self.flat.blobs[name] = self.blob(value)
+            self.flat.put(key, self.tensor_of(value) if is_tensor(value) else self.blob(value))
         except CkptError as error:
             raise error.blame(tensor=name) from None
 
@@ -206,10 +199,8 @@ class Flattening:
         if is_module(value):
             raise pickled_module_error(value)
         if contains_tensor(value):
-            raise Unsupported(
-                f"ckptkit does not read a tensor inside {name_of_type(value)}",
-                hint="save the tensor in a dict, under a name",
-            )
+            hint = "save the tensor in a dict, under a name"
+            raise Unsupported(f"ckptkit does not read a tensor inside {name_of_type(value)}", hint=hint)
         content = dump(value)
         self.use_budget(len(content))
         return Blob(self.path, self.pickle.offset, 0, content)
@@ -261,7 +252,6 @@ def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def name_of_type(value: Any) -> str:
-    """Return a description of a pickled value for messages."""
     if is_tensor(value):
         return "a single tensor"
     if isinstance(value, Record) and isinstance(value.of, Global):

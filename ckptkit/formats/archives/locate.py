@@ -6,8 +6,9 @@ so a template of the earlier archive locates them quickly.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from struct import Struct
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
@@ -24,7 +25,6 @@ _LARGEST_CHECKED = 1 << 26  # bytes of a blob that is checked, which takes as mu
 _crc32 = Struct("<I")
 _MOST_TEMPLATES = 4096  # templates in memory
 _SERIAL = ".data/serialization_id"  # a number that torch computes from all checksums
-Span = tuple[int, int]
 
 
 def locate(layout: Layout, report: Report = refuse, *, left: Collection[str] = ()) -> Layout:
@@ -73,10 +73,7 @@ def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
 def locate_chunk(
     layout: Layout, name: str, chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates, report: Report
 ) -> Chunk:
-    """Return the located chunk: offset, length, order and CRC-32 of its bytes.
-
-    On an error report it, return the chunk.
-    """
+    """Return the chunk with offset, length, order and CRC-32 of its bytes. Reports an error; the chunk then stays."""
     try:
         if chunk.wrapper != ENVELOPE:
             hint = "save the checkpoint again without `_extensions`" if chunk.wrapper else None
@@ -130,10 +127,7 @@ class ArchiveTemplates:
         self._kept: dict[int, ArchiveTemplate] = {}
 
     def locate(self, files: ReadAhead, path: str, offset: int, length: int) -> Located:
-        """Locate the one tensor of the archive of `length` bytes at `offset` of a file.
-
-        Raises `Corrupt`, or `Unsupported` with the name of its contents.
-        """
+        """Locate the one tensor of an archive. Raises `Corrupt`, or `Unsupported` with the name of its contents."""
         known = self._kept.get(length)
         fitting = known.fit(files, path, offset, length) if known is not None else None
         if fitting is not None:
@@ -199,16 +193,6 @@ def make_template(read: ReadAt, length: int, found: Located, entries: Mapping[st
     checksums = [_crc32.pack(entry.crc32) for entry in checksummed for _ in entry.crc_at]
     if min(variable_spans)[0] < 0 or [tail[slice(*span)] for span in variable_spans[: len(checksums)]] != checksums:
         return None
-    same = tuple((start, tail[start:stop]) for start, stop in gaps_between(variable_spans, len(tail)))
+    edges = [0, *chain.from_iterable(sorted(variable_spans)), len(tail)]
+    same = tuple((start, tail[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
     return ArchiveTemplate(read(0, storage.offset), len(tail), same, pairs, found)
-
-
-def gaps_between(spans: Iterable[Span], end: int) -> Iterator[Span]:
-    """Yield the gaps before, between and after the spans in `0:end`."""
-    at = 0
-    for start, stop in sorted(spans):
-        if start > at:
-            yield at, start
-        at = max(at, stop)
-    if end > at:
-        yield at, end

@@ -55,15 +55,11 @@ def is_tar(head: bytes) -> bool:
 
 
 def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
-    """Return the object in a file of `length` bytes, and the location of its pickle and storages.
-
-    The names of the locations are those of an archive's entries.
-    """
+    """Return the object in a file, and the location of its pickle and storages, named as an archive's entries."""
     pickled = _Pickles(read, length)
     if is_tar(pickled.data):
-        raise Unsupported(
-            "this is a tar archive, an early format of torch.save", hint="load the file with torch and save it again"
-        )
+        hint = "load the file with torch and save it again"
+        raise Unsupported("this is a tar archive, an early format of torch.save", hint=hint)
     magic, version, machine = pickled.next(), pickled.next(), pickled.next()
     if magic != _MAGIC or version != _VERSION:
         raise Unsupported(f"expected version {_VERSION} of torch.save's old format, found another version")
@@ -125,7 +121,6 @@ class _Pickles:
         self.at = 0
 
     def next(self) -> Any:
-        """Return the object of the next pickle."""
         while True:
             try:
                 value, self.at = inert_pickle.load(self.data, ANY_NAME, at=self.at)
@@ -162,9 +157,14 @@ def read_state_file(root: Path, name: str) -> StateFile:
     path = root / name
     try:
         with opened(path) as (read, length):
-            return StateFile(name, *read_state(read, length))
+            if is_legacy(read(0, min(length, HEAD))):
+                return StateFile(name, *read_legacy(read, length))
+            entries = entries_of(read, length)
+            check_byte_order(read, entries)
+            state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
     except CkptError as error:
         raise error.blame(path=path) from None
+    return StateFile(name, state, entries)
 
 
 def is_torch_save(path: Path) -> bool:
@@ -173,11 +173,8 @@ def is_torch_save(path: Path) -> bool:
         return False
     with opening(path) as file:
         head = read_at(file, min(file.size, HEAD), 0)
-    return is_legacy(head) or (head.startswith(_ZIP) and first_name(head).endswith("/data.pkl"))
-
-
-def first_name(head: bytes) -> str:
-    return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode("utf-8", "replace")
+    first_name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return is_legacy(head) or (head.startswith(_ZIP) and first_name.endswith(b"/data.pkl"))
 
 
 @contextmanager
@@ -189,10 +186,7 @@ def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
 
 
 def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
-    """Return the location of each entry in a file of `length` bytes, by name.
-
-    Raises `Unsupported` for a TorchScript program, and for the format that DataStates writes under the same file names.
-    """
+    """Return the location of each entry, by name. Raises `Unsupported` for programs, and for files of DataStates."""
     head = read(0, min(length, HEAD))
     if is_legacy(head):
         return read_legacy(read, length)[1]
@@ -201,6 +195,24 @@ def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     if program := program_in(read, length):
         raise program
     return read_directory(read, length)
+
+
+def entries_in(path: Path) -> dict[str, ZipEntry]:
+    """Return the location of each entry in a file, by name, as `entries_of`. Every error names the file."""
+    try:
+        with opened(path) as (read, length):
+            return entries_of(read, length)
+    except CkptError as error:
+        raise error.blame(path=path) from None
+
+
+def check_files(root: Path, names: Iterable[str], report: Report) -> None:
+    """Report each of these files in directory `root` that is truncated."""
+    for name in names:
+        try:
+            entries_in(root / name)
+        except CkptError as error:
+            report(error)
 
 
 def program_in(read: ReadAt, length: int) -> Unsupported | None:
@@ -259,16 +271,6 @@ def places_in(made: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, 
         yield from (((path, entry.offset), at) for entry in entries.values() if entry.length for at in entry.crc_at)
 
 
-def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
-    """Return the pickled object in a file of `length` bytes, and the location of its pickle and storages by name."""
-    if is_legacy(read(0, min(length, HEAD))):
-        return read_legacy(read, length)
-    entries = entries_of(read, length)
-    check_byte_order(read, entries)
-    state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
-    return state, entries
-
-
 def read_pickle(path: Path) -> bytes:
     """Return the unparsed pickle in a file of torch.save, without its storages; empty if the archive has none."""
     with opened(path) as (read, length):
@@ -277,16 +279,14 @@ def read_pickle(path: Path) -> bytes:
 
 
 def extents_of(layout: Layout, paths: Iterable[str], report: Report) -> Iterator[Extent]:
-    """Yield every entry of the files at `paths` in the layout's directory: storages, pickles and torch's other entries.
-
-    An entry gets the name of the tensor that begins at the same offset. Reports each file that cannot be read.
-    """
+    """Yield every entry of the files: storages, pickles and torch's own. Reports each file that cannot be read."""
     places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
     for path in sorted(set(paths)):
         try:
-            with opened(layout.root / path) as (read, length):
-                for entry in entries_of(read, length).values():
-                    name = places.get((path, entry.offset), "")
-                    yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
+            entries = entries_in(layout.root / path).values()
         except CkptError as error:
-            report(error.blame(path=layout.root / path))
+            report(error)
+            continue
+        for entry in entries:
+            name = places.get((path, entry.offset), "")
+            yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)

@@ -45,7 +45,6 @@ def blob_reader(root: Path, blob: Blob) -> tuple[ReadAt, int]:
 
 
 def with_value(blob: Blob, value: Any) -> Blob:
-    """Return the blob with another value."""
     return blob._replace(length=0, content=dump(value), where=None)
 
 

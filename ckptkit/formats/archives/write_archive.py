@@ -7,7 +7,7 @@ Everything is known in advance except the tensors' bytes and their CRC-32, which
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 from typing import Any
 
@@ -143,7 +143,8 @@ def make_envelope(
     making = _ArchiveBuilder()
     making.add("data.pkl", pickle if instead_of is None else instead_of)
     if instead_of is not None:
-        making.unlist()
+        making.directory.clear()
+        making.count = 0
     making.add(".format_version", b"1")
     making.add(".storage_alignment", str(_ALIGNMENT).encode())
     making.add("byteorder", b"little")
@@ -192,28 +193,23 @@ class _ArchiveBuilder:
     def add(self, name: str, content: int | bytes) -> None:
         """Add an entry with its content, or with room for that many bytes."""
         length = content if isinstance(content, int) else len(content)
-        checksum = 0 if isinstance(content, int) else crc32(content)
         path = f"archive/{name}".encode()
-        header = self.at
+        header, checksum = self.at, 0
         self.begin(path, length)
-        offset = self.at
         if isinstance(content, int):
-            self.leave(length)
+            offset = self.at
+            self.parts.append((self.start, bytes(self.known)))
+            self.start, self.known = offset + length, bytearray()
+            # the second offset is relative to the directory
+            crc_at = (self.at + 4, len(self.directory) + 16)
+            self.holes[name.removeprefix("data/")] = StorageSlot(offset, length, crc_at)
         else:
+            checksum = crc32(content)
             self.known += content
-        if isinstance(content, int):
-            self.holes[name] = StorageSlot(
-                offset, length, (self.at + 4, len(self.directory) + 16)
-            )  # the second offset is relative to the directory
         size = Struct("<QQ" if length >= _ALL_ONES else "<II")
         self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
         self.directory += self.describe(path, checksum, length, header)
         self.count += 1
-
-    def unlist(self) -> None:
-        """Remove all entries so far from the directory."""
-        self.directory.clear()
-        self.count = 0
 
     def begin(self, path: bytes, length: int) -> None:
         """Write the header before an entry's content, padded so that the content is aligned."""
@@ -222,15 +218,8 @@ class _ArchiveBuilder:
         extra = large + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
         self.known += _local.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra
 
-    def leave(self, length: int) -> None:
-        """Leave room for `length` bytes."""
-        self.parts.append((self.start, bytes(self.known)))
-        self.start = self.at + length
-        self.known = bytearray()
-
     @staticmethod
     def describe(path: bytes, checksum: int, length: int, header: int) -> bytes:
-        """Return an entry's record in the directory."""
         wide = [value for value in (length, length, header) if value >= _ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
         size, header_offset = min(length, _ALL_ONES), min(header, _ALL_ONES)
@@ -247,8 +236,5 @@ class _ArchiveBuilder:
         few, near = min(count, 0xFFFF), min(at, _ALL_ONES)
         self.known += _end.pack(b"PK\x05\x06", 0, 0, few, few, min(size, _ALL_ONES), near, 0)
         self.parts.append((self.start, bytes(self.known)))
-        holes = {
-            name.removeprefix("data/"): StorageSlot(hole.offset, hole.length, (hole.crc_at[0], at + hole.crc_at[1]))
-            for name, hole in self.holes.items()
-        }
+        holes = {key: replace(hole, crc_at=(hole.crc_at[0], at + hole.crc_at[1])) for key, hole in self.holes.items()}
         return ZipTemplate(self.at, tuple(self.parts), holes)

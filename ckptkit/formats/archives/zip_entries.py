@@ -40,10 +40,7 @@ class Located(NamedTuple):
 
 
 def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry]]:
-    """Return the location of the one tensor of an archive of `length` bytes, and every entry.
-
-    Raises `Corrupt`, or `Unsupported` with the name of its contents.
-    """
+    """Return the location of an archive's one tensor, and every entry. Raises `Corrupt`, or `Unsupported`."""
     read = read_cached_ends(read, length)
     entries = read_directory(read, length)
     check_byte_order(read, entries)
@@ -92,10 +89,7 @@ GLANCE = 2048  # bytes read at each end; torch's own head and directory take abo
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """A file in the archive: `length` bytes of content at `offset`.
-
-    `record` is the offset of its record in the archive's directory. A `crc32` of 0 means that none was computed.
-    """
+    """A file in the archive. `record` is the offset of its record in the directory; a `crc32` of 0 is unknown."""
 
     offset: int
     length: int
@@ -158,9 +152,8 @@ def read_entry_place(
         raise Corrupt("the zip directory is damaged")
     packed, unpacked, header = widen(unpacked, packed, header, extra)
     if method != 0 or packed != unpacked or flags & 1:
-        raise Unsupported(
-            f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch writes neither"
-        )
+        message = f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch writes neither"
+        raise Unsupported(message)
     if header + _local.size > limit:
         raise Corrupt(f"a zip entry starts at {header}, past the {limit} bytes of the archive's entries")
     local = _local.unpack(read(header, _local.size))
@@ -173,9 +166,8 @@ def read_entry_place(
             f"a zip entry of {unpacked} bytes at byte {offset} does not fit the {limit} bytes of the archive's entries"
         )
     if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
-        raise Corrupt(
-            f"damaged near byte {offset}: the zip entry of {unpacked} bytes there has no description behind it"
-        )
+        message = f"damaged near byte {offset}: the zip entry of {unpacked} bytes there has no description behind it"
+        raise Corrupt(message)
     return offset, unpacked
 
 
@@ -232,7 +224,6 @@ def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limi
 
 
 def damaged_entry_error(name: str, entry: ZipEntry, found: int) -> Corrupt:
-    """Return the error for an entry of an archive whose CRC-32 differs from the recorded one."""
     return Corrupt(f"expected CRC-32 {entry.crc32:08x} of entry `{name}`, found {found:08x}: the entry is damaged")
 
 
@@ -259,10 +250,7 @@ def check_archive(read: ReadAt, length: int) -> None:
 
 
 def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:
-    """Yield the entries of an archive of `length` bytes that are too large to verify here.
-
-    Raises `Corrupt` unless every other entry matches its recorded CRC-32.
-    """
+    """Yield the entries that are too large to verify here. Raises `Corrupt` unless the others match their CRC-32."""
     read = read_cached_ends(read, length)
     entries = read_directory(read, length)
     for name, entry in entries.items():

@@ -146,7 +146,6 @@ class PackedStream:
         self.end = item.offset + item.length
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes, or fewer at the end."""
         data = read_at(self.file, min(size, self.end - self.at), self.at)
         self.at += len(data)
         return data

@@ -16,10 +16,9 @@ from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.formats.archives.flatten import flatten, unflatten
 from ckptkit.formats.archives.state_files import (
     HEAD,
-    entries_of,
+    entries_in,
     extents_of,
     is_torch_save,
-    opened,
     places_in,
     read_state_file,
 )
@@ -67,18 +66,10 @@ class Pt(FormatWriter):
 
         An archive is complete if it has its directory, which torch writes last; an old file if it has all its storages.
         """
-        file = choose_file(path)
-        try:
-            with opened(file) as (read, length):
-                entries_of(read, length)
-        except CkptError as error:
-            raise error.blame(path=file) from None
+        entries_in(choose_file(path))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - with one file there is one problem
-        """Return the layout of the file at or in `path`. A non-tensor entry becomes a blob with its own pickle.
-
-        Raises an error for a tensor in the state dict that cannot be read.
-        """
+        """Return the layout of the file. A non-tensor entry becomes a blob with its own pickle."""
         file = choose_file(path)
         state = read_state_file(file.parent, file.name)
         try:
@@ -88,14 +79,10 @@ class Pt(FormatWriter):
         return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Yield every entry of the file: its storages, its pickle and torch's other entries."""
         return extents_of(layout, layout.paths, report)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:  # noqa: ARG002
-        """Return the one file, with room for the data of all tensors. Tensors with the same chunks share their bytes.
-
-        Reads the non-tensor entries, and inserts their values at their key paths.
-        """
+        """Return the one file, with room for the data of all tensors. Tensors with the same chunks share bytes."""
         storages = Storages(wanted)
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
         envelope = make_envelope(dump(state), storages.contents)
@@ -113,7 +100,6 @@ class Pt(FormatWriter):
         yield MAIN, make_envelope(dump(state), storages.contents, instead_of=first).parts[-1]
 
     def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
-        """Return both offsets of each storage's CRC-32."""
         return places_in(made, [MAIN])
 
 
@@ -136,8 +122,5 @@ def choose_file(path: Path) -> Path:
     names = ", ".join(file.name for file in files[:8])
     if len(ranks := find_set(files[0].name, [file.name for file in files]) if files else []) > 1:
         raise not_joined(ranks, path)
-    raise Unsupported(
-        f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}",
-        path=path,
-        hint="pass the file that you want",
-    )
+    hint = "pass the file that you want"
+    raise Unsupported(f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}", path=path, hint=hint)

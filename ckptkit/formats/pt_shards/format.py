@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.formats.archives.flatten import FlatState, Flattening, name_of_type
-from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_state_file
+from ckptkit.formats.archives.flatten import FlatState, Flattening
+from ckptkit.formats.archives.state_files import entries_in, extents_of, read_state_file
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import check_name, is_there, names_in
@@ -41,10 +41,6 @@ class Index:
     def files(self) -> list[str]:
         return [*sorted(set(self.places.values())), *([self.groups] if self.groups else [])]
 
-    def full_name(self, name: str) -> str:
-        """Return the prefix of all entries that the index lists under a name."""
-        return name if self.groups is None else f"{_OPTIMIZER}.state.{name}"
-
 
 class PtShards(FormatReader):
     """The format of a directory with an index of torch.save files."""
@@ -53,7 +49,6 @@ class PtShards(FormatReader):
     known_by = "`*.bin.index.json`"
 
     def owns(self, name: str) -> bool:
-        """Return True for an index, and for the usual names of indexed files."""
         return any(pattern.fullmatch(name) for pattern in (_INDEX, _NUMBERED, _SHARD))
 
     def detect(self, path: Path) -> bool:
@@ -67,16 +62,12 @@ class PtShards(FormatReader):
             try:
                 if not is_there(path / name):
                     raise missing_entry(index, name)
-                with opened(path / name) as (read, length):
-                    entries_of(read, length)
+                entries_in(path / name)
             except CkptError as error:
-                report(error.blame(path=path / name))
+                report(error)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of a model with its own names, or of an optimizer under `optimizer`.
-
-        Reports files that cannot be read, and names that only the index or only its file has.
-        """
+        """Return the layout of a model, or of an optimizer under `optimizer`. Reports files and names amiss."""
         index = find_index(path)
         whole = FlatState()
         unread: list[str] = []
@@ -89,12 +80,11 @@ class PtShards(FormatReader):
                 report(error)
                 unread.append(file)
         described = (index.name, *(file for file in index.files if file not in unread))
-        absent = {index.full_name(name): file for name, file in index.places.items() if file in unread}
-        layout = Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, descriptions=described)
-        return replace(layout, absent=absent)
+        above = "" if index.groups is None else f"{_OPTIMIZER}.state."
+        absent = {f"{above}{name}": file for name, file in index.places.items() if file in unread}
+        return Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, descriptions=described, absent=absent)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Yield every entry of the files: storages, pickles and torch's other entries."""
         return extents_of(layout, layout.descriptions[1:], report)
 
 
@@ -130,9 +120,7 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
     try:
         state = read_state_file(index.root, file)
         flattening = Flattening(state.entries, file)
-        children = flattening.children(state.value)
-        if children is None:
-            raise Unsupported(f"expected a state dict, found {name_of_type(state.value)}")
+        children = flattening.members(state.value)
         if file != index.groups:
             compare_names(index, file, children, report)
         flattening.add_all(children, above)
@@ -141,9 +129,7 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
             raise Corrupt("another file contains the tensor too", tensor=duplicate)
     except CkptError as error:
         raise error.blame(path=index.root / file) from None
-    whole.tensors.update(flattening.flat.tensors)
-    whole.blobs.update(flattening.flat.blobs)
-    whole.keys.update(flattening.flat.keys)
+    whole.update(flattening.flat)
 
 
 def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]], report: Report) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened
+from ckptkit.errors import Corrupt, Report, Unsupported, refuse
+from ckptkit.formats.archives.state_files import check_files, extents_of, is_torch_save
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, Layout
@@ -53,12 +53,7 @@ class DeepSpeed(FormatReader):
     def check_names(self, path: Path, report: Report) -> None:
         """Report each file that is missing or truncated."""
         files = files_at(path)
-        for name in sorted(source_file_names(files)):
-            try:
-                with opened(path / name) as (read, length):
-                    entries_of(read, length)
-            except CkptError as error:
-                report(error.blame(path=path / name))
+        check_files(path, sorted(source_file_names(files)), report)
         for part in files.parts:
             states = read_part(path, files, part)
             if read_experts(path, files, states.models[0]) is not None and not states.partitions:

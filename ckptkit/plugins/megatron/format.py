@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.formats.archives.flatten import FlatState, flatten
-from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_state_file
+from ckptkit.formats.archives.state_files import check_files, extents_of, read_state_file
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
@@ -195,12 +195,7 @@ class Megatron(FormatReader):
         numbers = [found.numbers for found in find_directories(files)]
         if len({len(one) for one in numbers}) == 1 and len(numbers) > 1:
             directory_names_by_rank(root, find_directories(files), None, has_stages=True, report=report)
-        for file in (file for file in files.values() if is_there(root / file)):
-            try:
-                with opened(root / file) as (read, length):
-                    entries_of(read, length)
-            except CkptError as error:
-                report(error.blame(path=root / file))
+        check_files(root, (file for file in files.values() if is_there(root / file)), report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the full model; the optimizer is by name if its parameters are certain.

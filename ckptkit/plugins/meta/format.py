@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.flatten import FlatState, flatten
-from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.archives.state_files import check_files, extents_of, is_torch_save, read_state_file
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
@@ -182,12 +182,7 @@ class Consolidated(FormatReader):
     def check_names(self, path: Path, report: Report) -> None:
         """Report each file that is truncated or missing."""
         root, files = find_consolidated(path, report)
-        for name in filter(lambda name: is_there(root / name), files):
-            try:
-                with opened(root / name) as (read, length):
-                    entries_of(read, length)
-            except CkptError as error:
-                report(error.blame(path=root / name))
+        check_files(root, (name for name in files if is_there(root / name)), report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the full model; report ranks whose files are missing or unreadable.
