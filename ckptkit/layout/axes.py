@@ -7,9 +7,10 @@ All name maps between model families are built from these operations. A fused, g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Chunk, Spec, Splits, StoredTensor
@@ -68,10 +69,7 @@ def cut_split(tensor: StoredTensor, splits: Splits, axis: int, start: int, stop:
 
 
 def folded(apart: StoredTensor, splits: Splits) -> StoredTensor:
-    """Return a tensor with the axes of `apart` merged as `splits` say.
-
-    Keeps `splits` if its chunks are not boxes then.
-    """
+    """Return a tensor with the axes of `apart` merged. Keeps `splits` if its chunks are not boxes then."""
     spec = Spec(apart.spec.dtype, tuple(map(prod, splits)))
     merged, shape = list(apart.chunks), apart.spec.shape
     for axis, extents in enumerate(splits):
@@ -162,18 +160,14 @@ def split(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
     """Return the tensor with one axis split into several, row-major. Raises `Mismatch` if their product differs."""
     tensor, shape = unsplit(tensor), tensor.spec.shape
     if prod(extents) != shape[axis]:
-        raise Mismatch(
-            f"expected axis {axis} of size {prod(extents)} to split in {list(extents)}, found shape {list(shape)}"
-        )
+        message = f"expected axis {axis} of size {prod(extents)} to split in {list(extents)}, found shape {list(shape)}"
+        raise Mismatch(message)
     chunks = (piece for chunk in tensor.chunks for piece in split_chunk(chunk, axis, extents))
     return StoredTensor(Spec(tensor.spec.dtype, replace_at(shape, axis, 1, extents)), tuple(chunks))
 
 
 def merge(tensor: StoredTensor, axis: int, count: int) -> StoredTensor:
-    """Return the tensor with `count` axes, beginning with `axis`, merged into one, row-major.
-
-    If its chunks are not boxes then, they remain boxes of the tensor with split axes, as `splits` says.
-    """
+    """Return the tensor with `count` axes from `axis` on merged into one; see `folded` for chunks that are no boxes."""
     tensor, shape = unsplit(tensor), tensor.spec.shape
     alone = tuple((extent,) for extent in shape)
     return folded(tensor, (*alone[:axis], shape[axis : axis + count], *alone[axis + count :]))
@@ -191,10 +185,7 @@ def resplit(tensor: StoredTensor, splits: Splits) -> StoredTensor:
 
 
 def unsplit(tensor: StoredTensor) -> StoredTensor:
-    """Return the same tensor with chunks that are boxes of its own axes, which may be one chunk per row.
-
-    Raises `Unsupported` for more than a million chunks.
-    """
+    """Return the tensor with boxes of its own axes, perhaps one per row. Raises `Unsupported` for over a million."""
     if tensor.splits is None:
         return tensor
     chunks, shape = list(tensor.chunks), sum(tensor.splits, ())
@@ -239,6 +230,31 @@ def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) 
     (step,) = steps_of(chunk)
     for box, at in boxes_of_range(shape, start, stop):
         yield view_of(chunk, box, (begin + at) * step, tuple(step * inner for inner in row_major(box.size)))
+
+
+class FlatPiece(NamedTuple):
+    """The elements `begin:end` of a flat tensor: the first elements of a chunk with one axis."""
+
+    begin: int
+    end: int
+    chunk: Chunk
+
+
+def pieces_in_turn(chunks: Iterable[tuple[Chunk, int]]) -> Iterator[FlatPiece]:
+    """Yield consecutive pieces: the first elements of each chunk, as many as its count says, without padding."""
+    begin = 0
+    for chunk, numel in chunks:
+        yield FlatPiece(begin, begin + numel, chunk)
+        begin += numel
+
+
+def cut_out(pieces: Iterable[FlatPiece], start: int, shape: Shape) -> Iterator[Chunk]:
+    """Yield the chunks of a tensor of `shape` that begins at element `start` of a flat tensor with these pieces."""
+    stop = start + prod(shape)
+    for begin, end, chunk in pieces:
+        low, high = max(start, begin), min(stop, end)
+        if low < high:
+            yield from boxes_of_run(chunk, low - begin, shape, low - start, high - start)
 
 
 def view_of(chunk: Chunk, box: Box, begin: int, steps: Shape) -> Chunk:

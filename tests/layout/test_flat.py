@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.layout.axes import cut_out, pieces_in_turn
 from ckptkit.layout.box import Box
-from ckptkit.layout.flat import cut_out, pieces_in_turn
 from tests.stored_tensors import INT32, contents
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -19,8 +19,8 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import detect_format, locate
 from ckptkit.io.file import folders
 from ckptkit.layout import KeyPath, Layout, StoredTensor
+from ckptkit.layout.axes import FlatPiece, cut_out
 from ckptkit.layout.box import Shape
-from ckptkit.layout.flat import FlatPiece, cut_out
 from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.companions import find_companions, find_config
 from ckptkit.trainers import is_other_part

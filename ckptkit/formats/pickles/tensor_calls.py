@@ -36,8 +36,8 @@ _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _REBUILDS = (*_TENSORS, *_PARAMETERS)
 _in_torch_utils = cache(partial(Global, "torch._utils"))
 _SIZE = Global("torch", "Size")
-_REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
-_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _PLAIN_TYPES = (
     Global("torch", "Tensor"),
     Global("torch.nn.parameter", "Parameter"),
@@ -141,6 +141,14 @@ def is_tensor(value: object) -> bool:
     )
 
 
+def is_subclass(value: object, name: str, modules: str | tuple[str, ...]) -> bool:
+    """Return True for a pickled tensor of the subclass `name` in a module whose name begins with one of `modules`."""
+    match value:
+        case Record(of=of, args=(_, Global() as kind, *_)) if of == REBUILD_OF_TYPE:
+            return kind.name == name and kind.module.startswith(modules)
+    return False
+
+
 def as_tensor(value: object) -> TensorRecord:
     """Return the tensor of a pickled value. Raises `Unsupported` for any other kind of object."""
     call = plain_tensor_call(value)
@@ -149,7 +157,7 @@ def as_tensor(value: object) -> TensorRecord:
         what = _REFUSED.get(made_by, f"a tensor that is not a plain one ({made_by or type(call).__name__})")
         if made_by.endswith(_MADE_ANEW):
             what = f"a tensor subclass, `{str(call.of).removesuffix(_MADE_ANEW)}`"
-        if isinstance(call, Record) and call.of == _REBUILD_OF_TYPE and len(call.args) > 1:
+        if isinstance(call, Record) and call.of == REBUILD_OF_TYPE and len(call.args) > 1:
             what += f", `{call.args[1]}`"
         raise Unsupported(f"the entry holds {what}", hint="save a plain dense tensor, or drop the entry with --exclude")
     return parse_rebuild(call)
@@ -160,7 +168,7 @@ def plain_tensor_call(value: object) -> Any:
     while isinstance(value, Record) and isinstance(value.args, tuple):
         if any(is_call(value, name) for name in _PARAMETERS) and value.args:
             value = value.args[0]
-        elif value.of == _REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
+        elif value.of == REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
             function, _, arguments, _ = value.args
             value = Record(function, arguments)
         elif (inner := unquantized_tensor(value)) is not None:
@@ -176,7 +184,7 @@ def unquantized_tensor(value: Record) -> Any | None:
         case Record(of=of, args=(function, Global() as kind, (_, _, size, *_), state)):
             attribute = _HOLDERS.get(kind.name) if kind.module.partition(".")[0] in _WRAPPING else None
             attributes = state[0] if isinstance(state, tuple) and state else state
-            if of != _REBUILD_OF_TYPE or function != _REBUILD_WRAPPER or attribute is None:
+            if of != REBUILD_OF_TYPE or function != REBUILD_WRAPPER or attribute is None:
                 return None
             tensor = attributes.get(attribute) if isinstance(attributes, dict) else None
             if tensor is None or as_tensor(tensor).shape != as_shape(size):
@@ -206,10 +214,8 @@ def parse_rebuild(call: Record) -> TensorRecord:
         raise Unsupported("data.pkl describes an unknown kind of tensor") from error
     flags = [bit for bits_of in bits if isinstance(bits_of, dict) for bit, value in bits_of.items() if value]
     if flags:
-        raise Unsupported(
-            f"the tensor is a lazy view ({', '.join(map(str, flags))}): its bytes are not its values",
-            hint="save `tensor.resolve_conj().resolve_neg()`, as storage.Writer does",
-        )
+        message = f"the tensor is a lazy view ({', '.join(map(str, flags))}): its bytes are not its values"
+        raise Unsupported(message, hint="save `tensor.resolve_conj().resolve_neg()`, as storage.Writer does")
     if kind != "storage" or type(key) is not str or type(offset) is not int or offset < 0 or len(shape) != len(strides):
         raise Corrupt("data.pkl describes an impossible tensor")
     return TensorRecord(key, dtype, offset, shape, strides)

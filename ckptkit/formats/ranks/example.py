@@ -29,8 +29,8 @@ ALONE = RankMesh((1,))  # the mesh of a single rank
 class Example:
     """A way to write files of ranks: their names, the mesh, and the placements of each model tensor.
 
-    A replicated tensor has None instead of placements. `calls` are the DTensors of the example, which new ones imitate.
-    `is_told` says that the example shows which tensors are sharded, `was_sharded` that its tensors are ShardedTensors.
+    `spread` is empty if the example does not show which tensors are sharded; a replicated tensor has None there.
+    `calls` are the DTensors of the example, which new ones imitate. `was_sharded`: its tensors are ShardedTensors.
     """
 
     naming: Naming = WITH_WORLD
@@ -38,7 +38,6 @@ class Example:
     grid: RankMesh = ALONE
     spread: Mapping[str, tuple[Placement, ...] | None] = field(default_factory=dict)
     calls: Mapping[str, Record] = field(default_factory=dict)
-    is_told: bool = False
     was_sharded: bool = False
 
     def for_world(self, world: int) -> RankMesh:
@@ -63,11 +62,10 @@ def example_of(wanted: Layout) -> Example:
     model = first_readable_file(wanted, rank_files.files[MODEL])
     meshes = [tensor.spread.mesh for tensor in model.tensors.values() if isinstance(tensor.spread, Placed)]
     if any(len(mesh.ranks) != rank_files.world or mesh != meshes[0] for mesh in meshes):
-        raise Unsupported(
-            "the tensors are on several meshes, or on some of the ranks only", hint="use `convert --to dcp`"
-        )
-    calls = dtensors_in(model)
-    grid = RankMesh((rank_files.world,))
+        hint = "use `convert --to dcp`"
+        raise Unsupported("the tensors are on several meshes, or on some of the ranks only", hint=hint)
+    calls = {f"{MODEL}.{name}": value for name, value in pairs_of(model.value) or () if is_dtensor(value)}
+    grid = RankMesh((rank_files.world,), device=device_of(model.value))
     if meshes:
         like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
         grid = RankMesh(meshes[0].shape, meshes[0].names, meshes[0].device, like)
@@ -75,10 +73,9 @@ def example_of(wanted: Layout) -> Example:
     return Example(
         naming=rank_files.naming,
         label=rank_files.label,
-        grid=grid if meshes else grid._replace(device=device_of(model.value)),
-        spread=spread,
+        grid=grid,
+        spread=spread if any(spread.values()) else {},
         calls=calls,
-        is_told=any(spread.values()),
         was_sharded=any(isinstance(tensor.spread, ShardedTensor) for tensor in model.tensors.values()),
     )
 
@@ -98,10 +95,6 @@ def placements_of(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...
     if isinstance(spread, Placed):
         return spread.placements
     return (_ROWS,) if isinstance(spread, ShardedTensor) else None
-
-
-def dtensors_in(model: RankFile) -> dict[str, Record]:
-    return {f"{MODEL}.{name}": value for name, value in pairs_of(model.value) or () if is_dtensor(value)}
 
 
 def device_of(value: Any) -> str:

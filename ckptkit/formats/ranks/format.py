@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, refuse
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_pickle
+from ckptkit.formats.archives.state_files import check_files, extents_of, read_pickle
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
@@ -21,13 +21,13 @@ from ckptkit.formats.ranks.names import (
     BARE,
     CONFIG,
     MODEL,
+    NAMINGS,
     OPTIMIZER,
     REST,
+    WITH_WORLD,
     RankFiles,
     find_model_files,
-    has_label,
     is_there,
-    rank_in,
 )
 from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.write_files import arrange_files, seal_files
@@ -46,11 +46,10 @@ from ckptkit.layout.wrappers import is_flat_name
 def without_views(files: Sequence[RankFile]) -> list[RankFile]:
     """Return the files of all ranks without the tensors that are views of flat parameters in them."""
     views = {name for file in files for name in views_in(file)}
-    kept = []
-    for file in files:
-        tensors = {name: tensor for name, tensor in file.flat.tensors.items() if name not in views}
-        kept.append(replace(file, flat=replace(file.flat, tensors=tensors)) if views else file)
-    return kept
+    if not views:
+        return list(files)
+    kept = ({name: one for name, one in file.flat.tensors.items() if name not in views} for file in files)
+    return [replace(file, flat=replace(file.flat, tensors=own)) for file, own in zip(files, kept, strict=True)]
 
 
 def views_in(file: RankFile) -> Iterator[str]:
@@ -72,22 +71,23 @@ def views_in(file: RankFile) -> Iterator[str]:
 _OWN = ("rng",)  # keys that are per-rank state even if all ranks have equal values
 
 
-def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> FlatState:
-    """Return the further entries of the files, by their keys.
-
-    Per-rank entries are under `rank_N` below their key. `taken` are the keys of model and optimizer.
-    """
+def join_rest(files: Sequence[RankFile]) -> FlatState:
+    """Return the further entries of the files, by their keys. Per-rank entries are under `rank_N` below their key."""
     joined = FlatState()
     for top in dict.fromkeys(key[0] for file in files for key in file.flat.keys.values()):
-        if top in taken:
-            raise Corrupt(
-                f"an entry is called `{top}`, which is the name of the contents of other files", path=files[0].name
-            )
+        if top in (MODEL, OPTIMIZER):
+            message = f"an entry is called `{top}`, which is the name of the contents of other files"
+            raise Corrupt(message, path=files[0].name)
         shared = top not in _OWN and all(
             comparable_content(file, top) == comparable_content(files[0], top) for file in files
         )
         for file in files[:1] if shared else files:
-            add(joined, file, top, () if shared else (f"rank_{file.rank}",))
+            above = (top,) if shared else (top, f"rank_{file.rank}")
+            for name, key in file.flat.keys.items():
+                if key[0] == top:
+                    tensor = file.flat.tensors.get(name)
+                    entry = file.flat.blobs[name] if tensor is None else StoredTensor(tensor.spec, tensor.chunks)
+                    joined.put((*above, *key[1:]), entry)
     return joined
 
 
@@ -103,21 +103,6 @@ def comparable_content(file: RankFile, top: str | int) -> list[tuple[object, ...
     return content
 
 
-def add(joined: FlatState, file: RankFile, top: str | int, rank: tuple[str, ...]) -> None:
-    """Add a rank's entries below a key, under its rank if one is given."""
-    for old, key in file.flat.keys.items():
-        if key[0] != top:
-            continue
-        new = (top, *rank, *key[1:])
-        name = ".".join(map(str, new))
-        joined.keys[name] = new
-        if old in file.flat.blobs:
-            joined.blobs[name] = file.flat.blobs[old]
-        else:
-            tensor = file.flat.tensors[old]
-            joined.tensors[name] = StoredTensor(tensor.spec, tensor.chunks)
-
-
 _CONFIG_LIMIT = 1 << 16  # bytes
 SHARD_KINDS = (b"torch.distributed._shard.sharded_tensor", b"torch.distributed.tensor", b"torch.distributed._tensor")
 
@@ -129,14 +114,15 @@ class FilePerRank(FormatWriter):
     known_by = "a file of torch.save for each rank"
     needs_shapes = True
     is_sharded = True
+    repeats = True
 
     def owns(self, name: str) -> bool:
         """Return True for the file of a rank, and for the file with the number of ranks."""
-        return name == CONFIG or has_label(name)
+        return name == CONFIG or any(naming.match(name) for naming in NAMINGS)
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank that wrote a file."""
-        return rank_in(name)
+        kind_and_match = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
+        return int(kind_and_match[1]["rank"]) if kind_and_match else None
 
     def is_bound(self, path: Path) -> bool:  # noqa: ARG002
         """Return True: each rank reads its own file, and some names contain the number of ranks."""
@@ -152,18 +138,10 @@ class FilePerRank(FormatWriter):
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
-        for name in find_rank_files(path).names:
-            try:
-                with opened(path / name) as (read, length):
-                    entries_of(read, length)
-            except CkptError as error:
-                report(error.blame(path=path / name))
+        check_files(path, find_rank_files(path).names, report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of the checkpoint in directory `path`, with the keys `model` and `optimizer`.
-
-        Raises an error for a tensor in a file that cannot be read.
-        """
+        """Return the layout with the keys `model` and `optimizer`. Raises an error for a tensor that cannot be read."""
         rank_files = find_rank_files(path, report)
         with collector_paused():
             try:
@@ -171,13 +149,12 @@ class FilePerRank(FormatWriter):
             except CkptError as error:
                 raise error.blame(path=path) from None
             descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(rank_files.names))
-            layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, rank_files.world, descriptions)
-            layout = replace(layout, spares=flat.spares)
+            flats = (flat.tensors, flat.blobs, flat.keys)
+            layout = Layout(path, self.name, *flats, rank_files.world, descriptions, spares=flat.spares)
             check_cover(layout, report)
         return layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Yield every entry of every rank's file: its storages, its pickle and torch's other entries."""
         return extents_of(layout, find_rank_files(layout.root, report).names, report)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
@@ -188,8 +165,6 @@ class FilePerRank(FormatWriter):
         """Yield a sentence that ShardedTensors become DTensors."""
         if example_of(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
-
-    repeats = True
 
     def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the replicas that several ranks store, and the CRC-32 of each storage."""
@@ -208,29 +183,20 @@ def has_shards(path: Path) -> bool:
 
 
 def find_rank_files(path: Path, report: Report = refuse) -> RankFiles:
-    """Return the files of ranks in a directory; report missing files.
-
-    Raises `Corrupt` if they do not belong to one checkpoint.
-    """
+    """Return the files of ranks in a directory; report missing ones. Raises `Corrupt` if they are not of one run."""
     try:
         rank_files = find_model_files(names_in(path), lambda problem: report(problem.blame(path=path)))
         if rank_files is None:
             raise Corrupt("no rank's file contains a model")
-        check_config(path, rank_files)
     except CkptError as error:
         raise error.blame(path=path) from None
+    if rank_files.naming is WITH_WORLD and (path / CONFIG).exists():
+        config = parse_json(read_small(path / CONFIG, _CONFIG_LIMIT), path / CONFIG)
+        recorded = config.get("world_size") if isinstance(config, dict) else None
+        if type(recorded) is int and recorded != rank_files.world:
+            message = f"expected {recorded} ranks, found files of {rank_files.world}"
+            raise Corrupt(message, path=path / CONFIG, hint="check that all files come from one run")
     return rank_files
-
-
-def check_config(path: Path, rank_files: RankFiles) -> None:
-    """Raise `Corrupt` if the config file has another number of ranks."""
-    if "{world}" not in rank_files.naming.templates.get(MODEL, "") or not (path / CONFIG).exists():
-        return
-    config = parse_json(read_small(path / CONFIG, _CONFIG_LIMIT), path / CONFIG)
-    recorded = config.get("world_size") if isinstance(config, dict) else None
-    if type(recorded) is int and recorded != rank_files.world:
-        message = f"expected {recorded} ranks, found files of {rank_files.world}"
-        raise Corrupt(message, path=path / CONFIG, hint="check that all files come from one run")
 
 
 def join_all(path: Path, rank_files: RankFiles, report: Report) -> FlatState:
@@ -238,22 +204,16 @@ def join_all(path: Path, rank_files: RankFiles, report: Report) -> FlatState:
     model = without_views(read_files(path, rank_files, MODEL, () if rank_files.naming is BARE else (MODEL,), report))
     if not model:
         raise Corrupt("no rank's file with a model can be read")
-    flats = [join_files(model, naming_files(path, rank_files, MODEL, report))]
+    whole = join_files(model, naming_files(path, rank_files, MODEL, report))
     try:
-        files = read_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report)
-        report_file = naming_files(path, rank_files, OPTIMIZER, report)
-        flats += (
-            [join_optimizer(files, model, report_file, rank_files.world, is_in_order=rank_files.naming.is_in_order)]
-            if files
-            else []
-        )
+        if files := read_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report):
+            report_file = naming_files(path, rank_files, OPTIMIZER, report)
+            is_in_order = rank_files.naming.is_in_order
+            whole.update(join_optimizer(files, model, report_file, rank_files.world, is_in_order=is_in_order))
     except CkptError as error:
         report(error)
-    files = read_files(path, rank_files, REST, (), report)
-    flats += [join_rest(files, (MODEL, OPTIMIZER))] if files else []
-    whole = FlatState()
-    for flat in flats:
-        whole.update(flat)
+    if files := read_files(path, rank_files, REST, (), report):
+        whole.update(join_rest(files))
     return whole
 
 

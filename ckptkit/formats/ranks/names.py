@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from ckptkit.errors import ELSEWHERE, SALVAGE, Corrupt, Incomplete, Report, Unsupported, refuse
 
@@ -13,7 +12,7 @@ MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 CONFIG = "fsdp_config.json"  # beside files whose names contain the number of ranks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Naming:
     """A way to name the files of ranks: a pattern for each kind of file, with groups `rank`, `set` and `world`.
 
@@ -25,13 +24,9 @@ class Naming:
     templates: dict[str, str] = field(default_factory=dict)
     is_in_order: bool = False
 
-    @cached_property
-    def compiled(self) -> dict[str, re.Pattern[str]]:
-        return {kind: re.compile(pattern) for kind, pattern in self.patterns.items()}
-
     def match(self, name: str) -> tuple[str, re.Match[str]] | None:
         """Return the kind of a file, and the match of its name; None if it does not belong to a rank."""
-        matches = ((kind, pattern.fullmatch(name)) for kind, pattern in self.compiled.items())
+        matches = ((kind, re.fullmatch(pattern, name)) for kind, pattern in self.patterns.items())
         return next(((kind, match) for kind, match in matches if match), None)
 
 
@@ -74,22 +69,11 @@ class RankFiles:
     def name_of(self, kind: str, rank: int) -> str:
         """Return the name of the file of a kind and rank, whether it is there or not."""
         known = next(iter(self.files[kind].values()))
-        match = self.naming.compiled[kind].fullmatch(known)
+        match = re.fullmatch(self.naming.patterns[kind], known)
         assert match is not None
         start, end = match.span("rank")
         width = end - start if known[start] == "0" else 0
         return self.files[kind].get(rank, f"{known[:start]}{rank:0{width}d}{known[end:]}")
-
-
-def rank_in(name: str) -> int | None:
-    """Return the rank in a file name, None for a file that does not belong to a rank."""
-    kind_and_match = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
-    return int(kind_and_match[1]["rank"]) if kind_and_match else None
-
-
-def has_label(name: str) -> bool:
-    """Return whether the name of a rank's file has the kind of its contents."""
-    return any(naming.match(name) for naming in NAMINGS)
 
 
 def find_model_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
@@ -113,7 +97,6 @@ def is_there(names: Iterable[str]) -> bool:
 
 
 def gather(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
-    """Return the matched files as one checkpoint."""
     worlds = sorted({int(match["world"]) for *_, match in matches if "world" in match.re.groupindex})
     if len(worlds) > 1:
         message = f"expected files of one run, found files of runs with {' and '.join(map(str, worlds))} ranks"
@@ -121,10 +104,8 @@ def gather(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report
     labels = sorted({match["set"] for _, kind, match in matches if kind == MODEL})
     if len(labels) > 1:
         names = ", ".join(next(name for name, _, match in matches if match["set"] == label) for label in labels[:4])
-        raise Unsupported(
-            f"expected files of one model, found {len(labels)}: {names}",
-            hint="move each model to a directory of its own",
-        )
+        hint = "move each model to a directory of its own"
+        raise Unsupported(f"expected files of one model, found {len(labels)}: {names}", hint=hint)
     files: dict[str, dict[int, str]] = {}
     for name, kind, match in matches:
         if match["set"] == labels[0]:

@@ -1,23 +1,177 @@
-"""Join the optimizer files of all ranks, and replace parameter indices by names."""
+"""Join the optimizer files of all ranks, and replace parameter indices by names where these are certain.
+
+Source: torch/optim/optimizer.py: indices count through all groups, in the order in which the training script passed the
+parameters. Some trainers pass `model.parameters()`, so their files have the model's order. For any other file, recorded
+names decide, or shapes that allow only one assignment. An uncertain index stays an index.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Mismatch, Report, Unsupported, refuse
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.values import numbers_of, with_value
-from ckptkit.formats.ranks import numbered
-from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment, piece_of
+from ckptkit.formats.archives.values import lists_of, numbers_of, with_value
+from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.sharded_tensors import RankFile
-from ckptkit.layout import KeyPath, StoredTensor
-from ckptkit.layout.flat import cut_out, pieces_in_turn
-from ckptkit.layout.matching import is_counted_through, match_if_certain
-from ckptkit.layout.wrappers import PARAM_NAMES, is_flat_name, unwrapped
+from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor
+from ckptkit.layout import Chunk, KeyPath, StoredTensor
+from ckptkit.layout.axes import cut_out, pieces_in_turn
+from ckptkit.layout.box import Shape
+from ckptkit.layout.matching import is_counted_through, match_by_size_if_certain, match_if_certain
+from ckptkit.layout.wrappers import PARAM_NAMES, is_flat_name, match_recorded, read_recorded, unwrapped
+
+_STEP = "step"  # a state with one element, whatever the parameter's shape
+AT = 2  # position of the parameter in a key path: `("optimizer", "state", "3", "exp_avg")`
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    shape: Shape
+
+
+def parameters_of(model: RankFile) -> list[Parameter]:
+    """Return the model's parameters in order, from one rank's file: the sharded tensors, tied ones once.
+
+    Returns all tensors if none is sharded, as with a single rank: then nothing distinguishes buffers from parameters.
+    """
+    tensors = model.tensors
+    is_spread = any(tensor.spread is not None for tensor in tensors.values())
+    parameters: dict[object, Parameter] = {}
+    for name, tensor in tensors.items():
+        if tensor.spread is not None or not is_spread:
+            first = tensor.chunks[0] if tensor.chunks else None
+            identity = (first.path, first.offset) if first and first.box.numel else name
+            parameters.setdefault(identity, Parameter(str(model.flat.keys[name][-1]), tensor.spec.shape))
+    return list(parameters.values())
+
+
+def match_parameters(
+    groups: Sequence[Sequence[int]],
+    parameters: Sequence[Parameter],
+    shapes: Mapping[int, Shape | int],
+    recorded: Mapping[int, str],
+    *,
+    is_in_order: bool,
+) -> dict[int, Parameter] | None:
+    """Return the parameter of each index, None if that is not certain.
+
+    `shapes` are the shapes of the states, or their numbers of elements if the states were flattened. If there are
+    `recorded` names, only these decide. Otherwise the shapes must distinguish the parameters. With `is_in_order`, the
+    trainer's code lists the parameters of each group in the model's order, and that order decides. Flattened states may
+    belong to FSDP1's flat parameters, which only their sizes show: with several groups, all sizes must be known.
+    """
+    flattened = any(isinstance(shape, int) for shape in shapes.values())
+    sizes = {parameter: prod(parameter.shape) if flattened else parameter.shape for parameter in parameters}
+    if recorded:
+        return match_names(recorded, shapes, sizes)
+    unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
+    if unknown or not is_counted_through(groups):
+        return None
+    return (match_if_certain if is_in_order else match_by_size_if_certain)(groups, shapes, sizes)
+
+
+def match_names(
+    recorded: Mapping[int, str], shapes: Mapping[int, Shape | int], sizes: Mapping[Parameter, Shape | int]
+) -> dict[int, Parameter] | None:
+    """Return the parameter of each index by its recorded name, None where names or shapes disagree."""
+    known = {parameter.name: parameter for parameter in sizes}
+    shown = {number: shape for number, shape in shapes.items() if shape != ()}  # states of several shapes do not count
+    try:
+        matched = match_recorded(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
+    except Mismatch:
+        return None
+    return {number: known[name] for number, name in matched.items()}
+
+
+def read_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
+    """Return the names that an optimizer recorded, {} for none; None for lists that do not fit."""
+    try:
+        return read_recorded(groups, lists_of(value, PARAM_NAMES) or [])
+    except Unsupported:
+        return None
+
+
+def is_moment(key: KeyPath, tensor: RankTensor) -> bool:
+    """Return whether a tensor is an elementwise state of a parameter, such as `exp_avg`."""
+    return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and tensor.spec.shape != ()
+
+
+def moments_of(file: RankFile) -> dict[str, RankTensor]:
+    return {name: tensor for name, tensor in file.tensors.items() if is_moment(file.flat.keys[name], tensor)}
+
+
+def is_flattened(files: Sequence[RankFile], model: RankFile) -> bool:
+    """Return whether the states are flattened shards: plain 1-D tensors while the model's tensors are sharded."""
+    moments = [tensor for file in files for tensor in moments_of(file).values()]
+    is_spread = any(tensor.spread is not None for tensor in model.tensors.values())
+    return is_spread and bool(moments) and all(h.spread is None and len(h.spec.shape) == 1 for h in moments)
+
+
+def has_strays(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bool:
+    """Return whether a file has the state of a parameter that is in no group."""
+    known = {str(number) for group in groups for number in group}
+    keys = (key for file in files for key in file.flat.keys.values() if len(key) > AT and key[1] == "state")
+    return any(key[AT] not in known for key in keys)
+
+
+def moment_shapes(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
+    """Return the shape of each index's states, or the number of elements on all ranks if they are flattened."""
+    shapes: dict[int, Shape | int] = {}
+    of_moment: dict[tuple[int, Any], int] = {}
+    for file in files:
+        for name, tensor in moments_of(file).items():
+            key = file.flat.keys[name]
+            number = int(key[AT])
+            if flattened:
+                of_moment[number, key[-1]] = of_moment.get((number, key[-1]), 0) + tensor.spec.numel
+            elif shapes.setdefault(number, tensor.spec.shape) != tensor.spec.shape:
+                shapes[number] = ()  # states of several shapes: not the parameter's shape
+    for (number, what), count in of_moment.items():
+        if shapes.setdefault(number, count) != count:
+            raise Corrupt(f"expected {shapes[number]} elements in `{what}` of parameter {number}, found {count}")
+    return shapes
+
+
+def ranks_with_full_model(model: Sequence[RankFile]) -> list[int]:
+    """Return the ranks that together have one full model; the other ranks have replicas."""
+    return [
+        file.rank
+        for file in model
+        if not any(isinstance(tensor.spread, Placed) and tensor.spread.is_replica for tensor in file.tensors.values())
+    ]
+
+
+def join_flattened(
+    files: Sequence[RankFile], parameters: Mapping[int, Parameter] | None
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the states from their flattened shards, in the parameters' shapes, or in one dimension if unknown."""
+    for name in dict.fromkeys(name for file in files for name in moments_of(file)):
+        by_file = [(file, file.tensors[name]) for file in files if name in file.tensors]
+        total = sum(tensor.spec.numel for _, tensor in by_file)
+        key = by_file[0][0].flat.keys[name]
+        shape = parameters[int(key[AT])].shape if parameters else (total,)
+        pieces = pieces_in_turn(piece_of(tensor) for _, tensor in by_file)
+        yield name, StoredTensor(replace(by_file[0][1].spec, shape=shape), tuple(cut_out(pieces, 0, shape)))
+
+
+def piece_of(moment: RankTensor) -> tuple[Chunk, int]:
+    """Return a rank's chunk of a flattened state, and its number of elements."""
+    (chunk,) = moment.chunks
+    return chunk, moment.spec.numel
+
+
+def name_key(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
+    """Return a key path with the name of the parameter in place of its index."""
+    if len(key) > AT and key[1] == "state":
+        return (*key[:AT], parameters[int(key[AT])].name, *key[AT + 1 :])
+    return key
+
 
 # FSDP1 with `use_orig_params=False` has one flat parameter per wrapped module (a unit).
 #
@@ -52,10 +206,7 @@ def match_units(
 
 
 def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
-    """Return the unit of each flat parameter by its recorded name; [] if a parameter belongs to no unit.
-
-    A unit has the parameters of its module, except the parameters of wrapped modules inside it.
-    """
+    """Return the unit of each flat parameter by its recorded name; [] if a parameter belongs to no unit."""
     flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
     prefixes = [name[: name.rfind(".") + 1] for name in flat]
     inside: dict[str, list[Parameter]] = {prefix: [] for prefix in prefixes}
@@ -84,7 +235,6 @@ def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]
 
 
 def unit_of(parameters: Sequence[Parameter]) -> Unit:
-    """Return the unit of consecutive parameters."""
     unit: Unit = []
     at = 0
     for parameter in parameters:
@@ -103,17 +253,8 @@ def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping
 def join_units(
     files: Sequence[RankFile], units: Sequence[Unit], rest: FlatState, order: Sequence[Parameter]
 ) -> FlatState:
-    """Return the optimizer by parameter names, in the model's order.
-
-    The states are cut out of the units. A scalar state of a unit, such as its step, goes to each of its parameters.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    keys: dict[str, KeyPath] = {}
-
-    def add(key: KeyPath, tensor: StoredTensor) -> None:
-        name = ".".join(map(str, key))
-        tensors[name], keys[name] = tensor, key
-
+    """Return the optimizer by names. States are cut out of units; a unit's scalar state goes to all its parameters."""
+    joined = FlatState()
     unit_of_name = {parameter.name: (number, at) for number, unit in enumerate(units) for parameter, at in unit}
     for parameter in order:
         number, at = unit_of_name[parameter.name]
@@ -125,26 +266,20 @@ def join_units(
             if is_moment(key, rank_tensor):
                 pieces = pieces_in_turn(piece_of(file.tensors[name]) for file in files)
                 chunks = tuple(cut_out(pieces, at, parameter.shape))
-                add(named, StoredTensor(replace(rank_tensor.spec, shape=parameter.shape), chunks))
+                joined.put(named, StoredTensor(replace(rank_tensor.spec, shape=parameter.shape), chunks))
             else:
-                add(named, rest.tensors[name])
+                joined.put(named, rest.tensors[name])
     for name, key in rest.keys.items():
-        if name in rest.tensors and key[1:2] != ("state",):
-            add(key, rest.tensors[name])
-    blobs = {name: blob for name, blob in rest.blobs.items() if rest.keys[name][1:2] != ("state",)}
-    return FlatState(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
+        if key[1:2] != ("state",):
+            joined.put(key, rest.tensors.get(name) or rest.blobs[name])
+    return joined
 
 
 PARAMS = "params"  # the key of a group's list of parameters
 
 
 def join_optimizer(
-    files: Sequence[RankFile],
-    model: Sequence[RankFile],
-    report: Report = refuse,
-    world: int | None = None,
-    *,
-    is_in_order: bool,
+    files: Sequence[RankFile], model: Sequence[RankFile], report: Report, world: int, *, is_in_order: bool
 ) -> FlatState:
     """Return the joined optimizer of all ranks, with parameter names from the files of the `model`.
 
@@ -153,19 +288,18 @@ def join_optimizer(
     flattened states if a file of one of the `world` ranks is missing: nothing else says where its shards belong.
     """
     groups = numbers_of(files[0].value)
-    recorded = numbered.read_names(files[0].value, groups) if groups is not None else None
-    if groups is None or recorded is None or numbered.has_strays(files, groups):
+    recorded = read_names(files[0].value, groups) if groups is not None else None
+    if groups is None or recorded is None or has_strays(files, groups):
         return join_files(files, report)
-    flattened = numbered.is_flattened(files, model[0])
-    if flattened and world is not None and {len(files), len(model)} != {world}:
-        raise Corrupt(
-            f"its moments are flattened over the files of {world} ranks, and some of these files cannot be read"
-        )
-    holding = numbered.ranks_with_full_model(model)
+    flattened = is_flattened(files, model[0])
+    if flattened and {len(files), len(model)} != {world}:
+        message = f"its moments are flattened over the files of {world} ranks, and some of these files cannot be read"
+        raise Corrupt(message)
+    holding = ranks_with_full_model(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
-    shapes = numbered.moment_shapes(own, flattened=flattened)
-    parameters = numbered.parameters_of(model[0])
-    parameter_of = numbered.match(groups, parameters, shapes, recorded, is_in_order=is_in_order)
+    shapes = moment_shapes(own, flattened=flattened)
+    parameters = parameters_of(model[0])
+    parameter_of = match_parameters(groups, parameters, shapes, recorded, is_in_order=is_in_order)
     if flattened:
         rest = join_files([without_moments(file) for file in files])
         totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
@@ -176,7 +310,7 @@ def join_optimizer(
         )
         if units is not None:
             return with_lists(join_units(own, units, rest, parameters), [parameters])
-        tensors = {**dict(numbered.join_flattened(own, parameter_of)), **rest.tensors}
+        tensors = {**dict(join_flattened(own, parameter_of)), **rest.tensors}
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = FlatState(tensors, rest.blobs, keys)
     else:
@@ -190,15 +324,16 @@ def naming_parameters(files: Sequence[RankFile], parameter_of: Mapping[int, Para
 
     def report_named(problem: CkptError) -> None:
         if problem.tensor in keys:
-            problem.tensor = ".".join(map(str, numbered.name_key(keys[problem.tensor], parameter_of)))
+            problem.tensor = ".".join(map(str, name_key(keys[problem.tensor], parameter_of)))
         report(problem)
 
     return report if report is refuse else report_named
 
 
 def without_moments(file: RankFile) -> RankFile:
-    tensors = {name: tensor for name, tensor in file.tensors.items() if not is_moment(file.flat.keys[name], tensor)}
-    return replace(file, flat=FlatState(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
+    moments = moments_of(file)
+    tensors = {name: tensor for name, tensor in file.flat.tensors.items() if name not in moments}
+    return replace(file, flat=replace(file.flat, tensors=tensors))
 
 
 def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> FlatState:
@@ -216,12 +351,9 @@ def with_parameter_names(
     """Return the optimizer with parameter names in place of indices."""
     named = FlatState()
     for old, key in joined.keys.items():
-        new = numbered.name_key(key, parameter_of)
-        name = ".".join(map(str, new))
+        new = name_key(key, parameter_of)
+        if entry := joined.tensors.get(old) or joined.blobs.get(old):
+            named.put(new, entry)
         if old in joined.spares:
-            named.spares[name] = joined.spares[old]
-        if old in joined.tensors:
-            named.tensors[name], named.keys[name] = joined.tensors[old], new
-        elif old in joined.blobs:
-            named.blobs[name], named.keys[name] = joined.blobs[old], new
+            named.spares[".".join(map(str, new))] = joined.spares[old]
     return with_lists(named, [[parameter_of[number] for number in group] for group in groups])

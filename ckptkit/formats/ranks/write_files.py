@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.flatten import unflatten
-from ckptkit.formats.archives.state_files import entries_of, opened
+from ckptkit.formats.archives.state_files import entries_in
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.archives.write_archive import Storages, describe_tensor, make_envelope
-from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.ranks.example import Example
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD
-from ckptkit.formats.ranks.numbered import AT
+from ckptkit.formats.ranks.optimizer import AT
 from ckptkit.formats.shards.dtensors import unravel
 from ckptkit.formats.shards.sharded_tensors import RankFile
 from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
 from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
-from ckptkit.layout.box import Box
 from ckptkit.layout.placements import Placement, Shard, place
 from ckptkit.layout.wrappers import PARAM_NAMES, is_record_of
 
@@ -57,20 +56,16 @@ def arrange_files(wanted: Layout, example: Example, world: int) -> Iterator[NewF
 
 @dataclass(frozen=True)
 class Writing:
-    """A checkpoint to write for the ranks of a mesh.
-
-    `numbers` are the indices of the optimizer's parameters by name.
-    """
+    """A checkpoint to write for the ranks of a mesh."""
 
     wanted: Layout
     example: Example
     grid: RankMesh
-    numbers: Mapping[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Number the parameters if the naming implies indices."""
-        if self.example.naming is WITH_WORLD:
-            object.__setattr__(self, "numbers", number_parameters(self.wanted))
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """Return the indices of the optimizer's parameters by name, {} if the files store names."""
+        return number_parameters(self.wanted) if self.example.naming is WITH_WORLD else {}
 
     def kinds(self) -> dict[str, list[str]]:
         """Return the names of entries by the kind of file that stores them."""
@@ -85,9 +80,8 @@ class Writing:
             message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
             raise Unsupported(message, tensor=unknown, hint="drop the optimizer with --exclude 'optimizer.*'")
         if MODEL not in kinds:
-            raise Unsupported(
-                f"there is no model under `{MODEL}`", hint=f"pass --under {MODEL} to put all tensors there"
-            )
+            hint = f"pass --under {MODEL} to put all tensors there"
+            raise Unsupported(f"there is no model under `{MODEL}`", hint=hint)
         return kinds
 
     def has_unknown_parameter(self, name: str) -> bool:
@@ -124,7 +118,7 @@ class Writing:
             return self.placements(parameter) if parameter is not None and is_moment else None
         if key[0] != MODEL or not spec.shape:
             return None
-        if self.example.is_told and name in self.example.spread:
+        if name in self.example.spread:
             return self.example.spread[name]
         rows = (Shard(0), *(None for _ in self.grid.shape[1:]))
         return rows if self.is_parameter(name) else None
@@ -139,14 +133,14 @@ class Writing:
         some_are = bool(self.optimized_names) or any(len(tensor.chunks) > 1 for tensor in self.wanted.tensors.values())
         return not some_are and self.wanted.tensors[name].spec.dtype.kind == "float"
 
-    @property
+    @cached_property
     def optimized_names(self) -> frozenset[str]:
         """Return the names of the model's tensors that the optimizer has."""
         return frozenset(f"{MODEL}.{name}" for name in self.numbers or number_parameters(self.wanted))
 
     def parameter(self, step: str) -> str | None:
-        """Return the model's tensor of an optimizer state, None if it is unknown."""
-        return next((n for n in (f"{MODEL}.{step}",) if n in self.wanted.tensors), None)
+        name = f"{MODEL}.{step}"
+        return name if name in self.wanted.tensors else None
 
 
 class RankStorages(Storages):
@@ -157,7 +151,6 @@ class RankStorages(Storages):
         self.writing = writing
         self.rank = rank
         self.where = unravel(rank, writing.grid.shape)
-        self._mesh: Record | None = None
         self._local: dict[object, str] = {}
 
     def value(self, name: str) -> Any:
@@ -191,20 +184,16 @@ class RankStorages(Storages):
         if place_of not in self._local:
             self._local[place_of] = self.add(local.nbytes)
         record = describe_tensor(local, self._local[place_of])
-        like = self.writing.example.calls.get(name) or self.parameter_dtensor(name)
-        return describe_dtensor(stored.spec, placements, self.mesh(), record, "cpu", like)
+        key, calls = self.wanted.key(name), self.writing.example.calls
+        # a state that the example lacks is written like its parameter
+        like = calls.get(name) or (calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None)
+        return describe_dtensor(stored.spec, placements, self.mesh, record, "cpu", like)
 
-    def parameter_dtensor(self, name: str) -> Record | None:
-        """Return the DTensor of a state's parameter in the example."""
-        key = self.wanted.key(name)
-        return self.writing.example.calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None
-
+    @cached_property
     def mesh(self) -> Record:
         """Return the mesh, which all tensors of the file share."""
-        if self._mesh is None:
-            spec, content = rank_map(self.writing.grid)
-            self._mesh = describe_mesh(self.writing.grid, self.rank, describe_tensor(spec, self.add(content)))
-        return self._mesh
+        spec, content = rank_map(self.writing.grid)
+        return describe_mesh(self.writing.grid, self.rank, describe_tensor(spec, self.add(content)))
 
 
 def rank_of_entry(key: KeyPath) -> int | None:
@@ -223,7 +212,6 @@ def number_parameters(wanted: Layout) -> dict[str, int]:
 
 
 def names_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
-    """Return the list of parameters of the group at a key path."""
     name = next(name for name in wanted.blobs if wanted.key(name) == (*group, _PARAMS))
     return list(load_value(wanted.root, wanted.blobs[name]))
 
@@ -231,27 +219,19 @@ def names_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
 def seal_files(
     root: Path, files: list[list[RankFile]], checksums: Mapping[FileOffset, int]
 ) -> Iterator[tuple[str, Patch]]:
-    """Yield the bytes to write, by file: replicas, and the CRC-32 of each storage at both of its offsets.
-
-    `files` are the files of all ranks by kind, as read back now.
-    """
+    """Yield the replicas and CRC-32s to write, by file. `files` are those of all ranks by kind, as read back now."""
     with OpenFiles(root) as sources:
         for of_kind in files:
-            written = filled_chunks(of_kind, checksums)
+            chunks = [(name, chunk) for file in of_kind for name, chunk in chunks_in(file)]
+            written = {(name, one.box): one for name, one in chunks if (one.path, one.offset) in checksums}
             for file in of_kind:
-                entries = entries_in(root, file.name)
+                entries = {entry.offset: entry for entry in entries_in(root / file.name).values() if entry.length}
                 for name, chunk in chunks_in(file):
-                    yield from finalize_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
-
-
-def filled_chunks(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> dict[tuple[str, Box], Chunk]:
-    """Return the chunks that were filled with data, by name and box."""
-    return {
-        (name, chunk.box): chunk
-        for file in files
-        for name, chunk in chunks_in(file)
-        if (chunk.path, chunk.offset) in checksums
-    }
+                    source = written[name, chunk.box]
+                    if (chunk.path, chunk.offset) != (source.path, source.offset):
+                        yield from copies_of(source, chunk, sources)
+                    crc = checksums[source.path, source.offset].to_bytes(4, "little")
+                    yield from ((chunk.path, (at, crc)) for at in entries[chunk.offset].crc_at)
 
 
 def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
@@ -262,22 +242,8 @@ def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
                 yield name, chunk
 
 
-def entries_in(root: Path, name: str) -> dict[int, ZipEntry]:
-    with opened(root / name) as (read, length):
-        return {entry.offset: entry for entry in entries_of(read, length).values() if entry.length}
-
-
-def finalize_chunk(
-    chunk: Chunk,
-    source: Chunk,
-    checksums: Mapping[FileOffset, int],
-    entries: Mapping[int, ZipEntry],
-    sources: OpenFiles,
-) -> Iterator[tuple[str, Patch]]:
-    """Yield the bytes of a chunk, if it is a replica, and its CRC-32."""
-    if chunk is not source and (chunk.path, chunk.offset) != (source.path, source.offset):
-        for at in range(0, chunk.length, _PIECE):
-            size = min(_PIECE, chunk.length - at)
-            yield chunk.path, (chunk.offset + at, read_at(sources[source.path], size, source.offset + at))
-    content = checksums[source.path, source.offset].to_bytes(4, "little")
-    yield from ((chunk.path, (at, content)) for at in entries[chunk.offset].crc_at)
+def copies_of(source: Chunk, chunk: Chunk, sources: OpenFiles) -> Iterator[tuple[str, Patch]]:
+    """Yield the bytes of a chunk that is a replica of `source`."""
+    for at in range(0, chunk.length, _PIECE):
+        size = min(_PIECE, chunk.length - at)
+        yield chunk.path, (chunk.offset + at, read_at(sources[source.path], size, source.offset + at))

@@ -8,14 +8,14 @@ shard order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.zip_entries import ZipEntry, place_tensor
 from ckptkit.formats.pickles.inert_pickle import Global, Record
-from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor
+from ckptkit.formats.pickles.tensor_calls import REBUILD_WRAPPER, TensorRecord, as_shape, as_tensor, is_subclass
 from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.placements import PlacedBox, Placement, Shard, place
@@ -29,10 +29,7 @@ ReadIntegers = Callable[[Any], list[int]]  # returns the numbers in a pickled te
 
 
 class Mesh(NamedTuple):
-    """A grid of ranks as one of them sees it: `ranks` row by row, and the `coordinate` of this rank.
-
-    `names` are the names of the axes.
-    """
+    """A grid of ranks as one of them, at `coordinate`, sees it: `ranks` row by row; `names` are those of its axes."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -42,10 +39,7 @@ class Mesh(NamedTuple):
 
 
 def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
-    """Return the mesh of a pickled value, as `rank` sees it.
-
-    Raises `Corrupt` if that rank is not in it, `Unsupported` for an unknown kind of mesh.
-    """
+    """Return a pickled mesh as `rank`, which must be in it, sees it. Raises `Unsupported` for an unknown kind."""
     if not (isinstance(value, Record) and value.of == DEVICE_MESH):
         raise Unsupported("a tensor is on an unknown kind of mesh")
     try:
@@ -62,16 +56,13 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("the pickle describes a mesh in an unknown way") from error
     if not all(type(one) is int for one in ranks) or len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
-        raise Corrupt(
-            f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {few_ranks(ranks)}"
-        )
+        message = f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {few_ranks(ranks)}"
+        raise Corrupt(message)
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
         found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {few_ranks(ranks)}"
-        raise Corrupt(
-            f"expected the mesh of rank {rank} (file name), found {found_text}",
-            hint="check whether the file was renamed",
-        )
+        hint = "check whether the file was renamed"
+        raise Corrupt(f"expected the mesh of rank {rank} (file name), found {found_text}", hint=hint)
     where = unravel(ranks.index(rank), shape)
     return Mesh(shape, ranks, where, tuple(map(str, names)) if names else None, device)
 
@@ -96,18 +87,16 @@ def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tu
 
 
 def axes_of(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    """Return sizes and strides of each axis of a layout; torch 2.9 stores all shapes in one tuple, all strides too."""
+    """Return sizes and strides of each axis of a layout: several of a flattened axis, none of an axis of size 1.
+
+    torch 2.9 stores all shapes in one tuple, all strides too.
+    """
     if "axes" in state:
-        return [axis_of(axis) for axis in state["axes"]]
-    shape, stride = (one if isinstance(one, tuple) else (one,) for one in (state["shape"], state["stride"]))
-    nested = [(n, step) if isinstance(n, tuple) else ((n,), (step,)) for n, step in zip(shape, stride, strict=True)]
+        nested = [(axis.attributes()["shape"], axis.attributes()["stride"]) for axis in state["axes"]]
+    else:
+        shape, stride = (one if isinstance(one, tuple) else (one,) for one in (state["shape"], state["stride"]))
+        nested = [(n, step) if isinstance(n, tuple) else ((n,), (step,)) for n, step in zip(shape, stride, strict=True)]
     return [list(zip(as_shape(n), as_shape(step), strict=True)) for n, step in nested]
-
-
-def axis_of(axis: Any) -> list[tuple[int, int]]:
-    """Return sizes and strides of an axis: several for a flattened axis, none for an axis of size 1."""
-    state = axis.attributes()
-    return list(zip(as_shape(state["shape"]), as_shape(state["stride"]), strict=True))
 
 
 def unravel(index: int, shape: Shape) -> Shape:
@@ -123,8 +112,6 @@ def few_ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-_REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
-_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _ROOMS = ("torch.distributed.tensor", "torch.distributed._tensor")
 _MOST_PIECES = 4096  # boxes of one tensor on one rank
 
@@ -165,11 +152,7 @@ class Placed(NamedTuple):
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return True for a pickled DTensor, of old or new torch."""
-    match value:
-        case Record(of=of, args=(_, Global() as kind, *_)) if of == _REBUILD:
-            return kind.name == "DTensor" and kind.module.startswith(_ROOMS)
-    return False
+    return is_subclass(value, "DTensor", _ROOMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +161,14 @@ class Specs:
 
     rank: int
     read_integers: ReadIntegers
-    meshes: dict[int, Mesh]
-    placements: dict[int, tuple[Placement, ...]]
+    meshes: dict[int, Mesh] = field(default_factory=dict)
+    placements: dict[int, tuple[Placement, ...]] = field(default_factory=dict)
 
     def open(self, value: Record) -> Placed:
         """Return the tensor of a pickled DTensor. Raises `Unsupported` for a partial sum."""
         try:
             function, _, (_, _, size, *_), state = value.args
-            if function != _WRAPPER:
+            if function != REBUILD_WRAPPER:
                 raise Unsupported("the pickle builds the DTensor in an unknown way")
             attributes = state[-1] if isinstance(state, tuple) else state
             local = as_tensor(attributes["_local_tensor"])
@@ -193,7 +176,9 @@ class Specs:
             mesh = self.mesh(spec["mesh"])
             placements = self.placed(spec["placements"], mesh)
             shape = as_shape(size)
-            check_meta(spec.get("tensor_meta"), shape)
+            meta = spec.get("tensor_meta")
+            if meta is not None and as_shape(meta.args[0]) != shape:
+                raise Corrupt(f"expected shape {list(as_shape(meta.args[0]))} (spec), found {list(shape)}")
             strided = any(shard is not None and shard.stride > 1 for shard in placements)
             order = None if strided else read_order(spec.get("shard_order"), placements)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -203,7 +188,6 @@ class Specs:
         return Placed(Spec(local.dtype, shape), mesh, placements, order, local)
 
     def mesh(self, value: Any) -> Mesh:
-        """Return a mesh, which many tensors share."""
         known = self.meshes.get(id(value))
         if known is None:
             known = self.meshes[id(value)] = read_mesh(value, self.rank, self.read_integers)
@@ -248,10 +232,7 @@ def attributes_of(value: Record) -> Mapping[str, Any]:
 
 
 def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
-    """Return the order of the mesh axes that shard a tensor, None for the mesh's own order.
-
-    It is recorded per dimension: the axes that shard it, in turn.
-    """
+    """Return the order of the mesh axes that shard a tensor, None for the mesh's. It is recorded per dimension."""
     if not value:
         return None
     order = [axis for entry in value for axis in entry.args[1]]
@@ -261,17 +242,6 @@ def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...]
     ):
         raise ValueError("shard_order")
     return tuple(order)
-
-
-def check_meta(value: Any, shape: Shape) -> None:
-    """Raise `Corrupt` if a spec has another shape than its tensor."""
-    if value is not None and as_shape(value.args[0]) != shape:
-        raise Corrupt(f"expected shape {list(as_shape(value.args[0]))} (spec), found {list(shape)}")
-
-
-def chunks_of(placed: Placed, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:
-    """Return the location of each box of a rank, in file `path` with these entries."""
-    return [chunk_of(placed.held, piece.box, piece.at, entries, path) for piece in placed.pieces]
 
 
 def chunk_of(local: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str) -> Chunk:

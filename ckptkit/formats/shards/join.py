@@ -8,7 +8,7 @@ from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, 
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, ShardedTensor
-from ckptkit.layout import OWN, Blob, Chunk, KeyPath, StoredTensor
+from ckptkit.layout import OWN, Chunk, StoredTensor
 from ckptkit.layout.box import Box
 
 # buffers that differ between ranks: statistics of the data that a rank has seen
@@ -16,23 +16,27 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def join_files(files: Sequence[RankFile], report: Report = refuse) -> FlatState:
-    """Return the entries in the files of all ranks, with full tensors; their replicas are spares."""
+    """Return the joined entries of all ranks. Replicas are spares; entries that differ become one per rank."""
     tensors = join_tensors(files, report)
-    blobs, keys = join_blobs(files)
     every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
-    return FlatState(tensors, blobs, {name: every[name] for name in tensors} | keys, spares_of(files, tensors))
+    joined = FlatState(tensors, {}, {name: every[name] for name in tensors}, spares_of(files, tensors))
+    for name in dict.fromkeys(name for file in files for name in file.flat.blobs):
+        by_rank = {file.rank: file.flat.blobs[name] for file in files if name in file.flat.blobs}
+        if len({blob.content for blob in by_rank.values()}) == 1:
+            joined.put(every[name], next(iter(by_rank.values())))
+        else:
+            for rank, blob in by_rank.items():
+                joined.put((OWN, f"rank_{rank}", *every[name]), blob)
+    return joined
 
 
 def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str, StoredTensor]:
-    """Return every tensor with the chunks of all ranks, in the order of the first rank that has it.
-
-    Reports missing ranks, and tensors whose shards do not fit together, which are skipped.
-    """
+    """Return every tensor with the chunks of all ranks. Reports missing ranks, and tensors that do not fit together."""
     names = dict.fromkeys(name for file in files for name in file.flat.tensors)
-    by_rank = [(file.rank, file.name, file.tensors) for file in files]
+    by_rank = {file.rank: file.tensors for file in files}
     joined = {}
     for name in names:
-        parts = {rank: tensors[name] for rank, _, tensors in by_rank if name in tensors}
+        parts = {rank: tensors[name] for rank, tensors in by_rank.items() if name in tensors}
         try:
             joined[name] = join_ranks(parts, naming(name, report), may_differ=name.endswith(STATISTICS))
         except CkptError as error:
@@ -85,10 +89,7 @@ def describe_part(tensor: RankTensor) -> str:
 
 
 def join_placed(parts: Mapping[int, RankTensor], of_first: Placed, report: Report) -> Iterable[Chunk]:
-    """Yield the chunks of a DTensor that are not replicas, in the order of the mesh.
-
-    The mesh may be a slice of a larger one: then ranks outside it have replicas.
-    """
+    """Yield a DTensor's chunks without replicas, in the order of the mesh. Ranks outside the mesh have replicas."""
     for rank, other in parts.items():
         spread = other.spread
         assert isinstance(spread, Placed)
@@ -119,17 +120,13 @@ def join_placed(parts: Mapping[int, RankTensor], of_first: Placed, report: Repor
 
 
 def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> None:
-    """Raise `Unsupported` if checksums show that two ranks have different values in place of replicas.
-
-    The checksum of a storage with other tensors in it does not count.
-    """
+    """Raise `Unsupported` if checksums show that replicas differ. Those of storages with other tensors do not count."""
     for chunk, replica in zip(held.chunks, other_held.chunks, strict=True):
         is_comparable = None not in (chunk.crc32, replica.crc32) and chunk.run is None
         if is_comparable and chunk.crc32 != replica.crc32:
-            raise Unsupported(
-                f"the values differ between ranks {one} and {other}, and no file says how to join them",
-                hint="check whether the tensor is local to each rank, like experts or pipeline stages",
-            )
+            message = f"the values differ between ranks {one} and {other}, and no file says how to join them"
+            hint = "check whether the tensor is local to each rank, like experts or pipeline stages"
+            raise Unsupported(message, hint=hint)
 
 
 def check_same_shards(parts: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report) -> None:
@@ -157,19 +154,3 @@ def unique_chunks(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     for chunk in chunks:
         by_box.setdefault(chunk.box if chunk.box.numel else None, chunk)
     return tuple(by_box.values())
-
-
-def join_blobs(files: Sequence[RankFile]) -> tuple[dict[str, Blob], dict[str, KeyPath]]:
-    """Return the non-tensor entries, and their key paths: one for all ranks if equal, else one per rank."""
-    blobs: dict[str, Blob] = {}
-    keys: dict[str, KeyPath] = {}
-    for name in dict.fromkeys(name for file in files for name in file.flat.blobs):
-        by_file = [(file, file.flat.blobs[name]) for file in files if name in file.flat.blobs]
-        key = by_file[0][0].flat.keys[name]
-        if len({blob.content for _, blob in by_file}) == 1:
-            blobs[name], keys[name] = by_file[0][1], key
-            continue
-        for file, blob in by_file:
-            own = (OWN, f"rank_{file.rank}", *key)
-            blobs[".".join(map(str, own))], keys[".".join(map(str, own))] = blob, own
-    return blobs, keys

@@ -48,10 +48,7 @@ def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
 
 
 def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
-    """Return the tensor from the shards of the ranks in order.
-
-    Raises `Corrupt` where the shards do not fit together.
-    """
+    """Return the tensor from the ranks' shards, in order. Raises `Corrupt` where they do not fit together."""
     if rule.axis is None:
         return join_copies(parts)
     first = parts[0].spec

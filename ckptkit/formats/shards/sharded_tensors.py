@@ -6,22 +6,24 @@ the local shards, the metadata of all shards, the process group's state, the sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.flatten import FlatState, Flattening, name_of_type, pairs_of
+from ckptkit.formats.archives.flatten import FlatState, Flattening, pairs_of
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, place_tensor
-from ckptkit.formats.pickles.inert_pickle import Global, Record
-from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor
-from ckptkit.formats.shards.dtensors import Placed, Specs, attributes_of, chunk_of, chunks_of, is_dtensor
+from ckptkit.formats.pickles.inert_pickle import Record
+from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor, is_subclass
+from ckptkit.formats.shards.dtensors import Placed, Specs, attributes_of, chunk_of, is_dtensor
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.dtypes import DTYPES
 
 _MOST_INTEGERS = 1 << 20  # bytes of a mesh's tensor of ranks
 
@@ -33,7 +35,7 @@ class RankTensor(StoredTensor):
     spread: Placed | ShardedTensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankFile:
     """The state dict in the file of one rank: flattened, and as it was pickled."""
 
@@ -42,7 +44,7 @@ class RankFile:
     flat: FlatState
     value: Any
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, RankTensor]:
         return {name: tensor for name, tensor in self.flat.tensors.items() if isinstance(tensor, RankTensor)}
 
@@ -53,18 +55,24 @@ class _RankFlattening(Flattening):
     def __init__(self, root: Path, rank: int, entries: Mapping[str, ZipEntry], path: str) -> None:
         super().__init__(entries, path)
         self.root = root
-        self.specs = Specs(rank, self.read_integers, {}, {})
+        self.specs = Specs(rank, self.read_integers)
 
     def tensor_of(self, value: Any) -> StoredTensor:
-        """Return a tensor with the chunks of this rank."""
         if is_dtensor(value):
             placed = self.specs.open(value)
-            return RankTensor(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), spread=placed)
-        if is_sharded_tensor(value):
+            parts = ((placed.held, piece.box, piece.at) for piece in placed.pieces)
+            return RankTensor(placed.spec, self.chunks_of(parts), spread=placed)
+        if is_subclass(value, "ShardedTensor", "torch.distributed._shard"):
             sharded = open_sharded(value)
-            return RankTensor(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), spread=sharded)
+            zeros = (0,) * len(sharded.spec.shape)
+            parts = ((tensor, box, zeros) for box, tensor in sharded.held)
+            return RankTensor(sharded.spec, self.chunks_of(parts), spread=sharded)
         plain = super().tensor_of(value)
         return RankTensor(plain.spec, plain.chunks)
+
+    def chunks_of(self, parts: Iterable[tuple[TensorRecord, Box, Shape]]) -> tuple[Chunk, ...]:
+        """Return the location of each part: a box that begins at an index of a local tensor."""
+        return tuple(chunk_of(local, box, at, self.entries, self.path) for local, box, at in parts)
 
     def read_integers(self, value: Any) -> list[int]:
         """Return the numbers in a small tensor of integers, row by row."""
@@ -85,14 +93,10 @@ def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict:
     state = read_state_file(root, name)
     try:
         holding = _RankFlattening(root, rank, state.entries, name)
-        if pairs_of(state.value) != []:
-            children = holding.children(state.value)
-            if children is None and is_dict:
-                raise Unsupported(f"expected a state dict, found {name_of_type(state.value)}")
-            if children is None:
-                holding.add_entry(state.value, above)
-            else:
-                holding.add_all(children, above)
+        if is_dict or pairs_of(state.value) == []:
+            holding.add_all(holding.members(state.value), above)
+        else:
+            holding.add(state.value, above)
     except CkptError as error:
         raise error.blame(path=root / name) from None
     return RankFile(rank, name, holding.flat, state.value)
@@ -109,10 +113,6 @@ def lost_file(like: RankFile, rank: int, name: str) -> RankFile:
     return RankFile(rank, name, FlatState(tensors, {}, like.flat.keys), None)
 
 
-_REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
-_ROOM = "torch.distributed._shard"
-
-
 class ShardedTensor(NamedTuple):
     """A tensor sharded over ranks: this rank's shards, and the box of each rank's shard, in the order of `ranks`."""
 
@@ -122,23 +122,15 @@ class ShardedTensor(NamedTuple):
     ranks: tuple[int | None, ...]
 
 
-def is_sharded_tensor(value: Any) -> bool:
-    """Return True for a pickled ShardedTensor."""
-    match value:
-        case Record(of=of, args=(_, Global() as kind, *_)) if of == _REBUILD:
-            return kind.name == "ShardedTensor" and kind.module.startswith(_ROOM)
-    return False
-
-
 def open_sharded(value: Record) -> ShardedTensor:
-    """Return the tensor of a pickled ShardedTensor."""
     try:
         shards, metadata, *_ = value.args[3]
         described = attributes_of(metadata)
         shape = as_shape(described["size"])
         every = [box_and_rank(one) for one in described["shards_metadata"]]
         own_shards = tuple(open_shard(attributes_of(shard)) for shard in shards)
-        dtype = own_shards[0][1].dtype if own_shards else as_tensor_dtype(value)
+        # a rank may have no shard
+        dtype = own_shards[0][1].dtype if own_shards else DTYPES[value.args[2][1].name]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("the pickle describes a ShardedTensor in an unknown way") from error
     return ShardedTensor(
@@ -146,20 +138,13 @@ def open_sharded(value: Record) -> ShardedTensor:
     )
 
 
-def as_tensor_dtype(value: Record) -> Any:
-    """Return the dtype of a ShardedTensor without a shard on this rank."""
-    from ckptkit.layout.dtypes import DTYPES
-
-    return DTYPES[value.args[2][1].name]
-
-
 def open_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
-    """Return the box of a shard, and its tensor."""
     box, _ = box_and_rank(shard["metadata"])
     tensor = as_tensor(shard["tensor"])
     if prod(tensor.shape) != box.numel or (tensor.shape != box.size and box.numel):
         raise Corrupt(f"expected a shard of shape {list(box.size)}, found {list(tensor.shape)}")
-    return box, tensor
+    # torch may have given an empty tensor another shape than its box
+    return box, tensor if tensor.shape == box.size else replace(tensor, shape=box.size, strides=(1,) * len(box.size))
 
 
 def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
@@ -171,18 +156,3 @@ def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
     placement = state.get("placement")
     rank = attributes_of(placement).get("_rank") if isinstance(placement, Record) else None
     return box, rank if type(rank) is int else None
-
-
-def chunks_of_shards(sharded: ShardedTensor, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:
-    """Return the location of each shard of a rank, in file `path` with these entries."""
-    return [shard_chunk(box, tensor, entries, path) for box, tensor in sharded.held]
-
-
-def shard_chunk(box: Box, tensor: TensorRecord, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
-    zeros: Shape = (0,) * len(box.size)
-    return chunk_of(tensor if tensor.shape == box.size else empty_like(tensor, box), box, zeros, entries, path)
-
-
-def empty_like(tensor: TensorRecord, box: Box) -> TensorRecord:
-    """Return an empty tensor in the shape of its box: torch may have given it another shape."""
-    return TensorRecord(tensor.key, tensor.dtype, tensor.offset, box.size, (1,) * len(box.size))

@@ -7,9 +7,11 @@ processes. Source: torch/distributed/device_mesh.py, torch/distributed/tensor/{_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit.formats.pickles.inert_pickle import Global, Record
+from ckptkit.formats.pickles.tensor_calls import REBUILD_OF_TYPE, REBUILD_WRAPPER
 from ckptkit.formats.shards.dtensors import DEVICE_MESH, unravel
 from ckptkit.layout import Spec
 from ckptkit.layout.box import Shape, row_major
@@ -46,7 +48,7 @@ def new_object(of: Global, state: dict[str, Any]) -> Record:
 
 def describe_mesh(grid: RankMesh, rank: int, ranks: Record) -> Record:
     """Return the mesh as `rank` sees it. `ranks` is the tensor of all ranks, in the shape of `rank_map`."""
-    world = ranks_of(grid)
+    world = tuple(range(prod(grid.shape)))
     where = unravel(rank, grid.shape)
     old = grid.like.attributes() if grid.like is not None else None
     if old is not None and "_layout" not in old:
@@ -71,20 +73,12 @@ def describe_mesh(grid: RankMesh, rank: int, ranks: Record) -> Record:
     return new_object(DEVICE_MESH, changes)
 
 
-def ranks_of(grid: RankMesh) -> tuple[int, ...]:
-    """Return all ranks in order."""
-    count = 1
-    for extent in grid.shape:
-        count *= extent
-    return tuple(range(count))
-
-
 def rank_map(grid: RankMesh) -> tuple[Spec, bytes]:
     """Return spec and bytes of a mesh's tensor of ranks: in one dimension, or until torch 2.8 in the mesh's shape."""
-    world = ranks_of(grid)
+    world = prod(grid.shape)
     is_old = grid.like is not None and "_layout" not in grid.like.attributes()
-    shape = grid.shape if is_old else (len(world),)
-    return Spec(DTYPES["int32"], shape), b"".join(rank.to_bytes(4, "little") for rank in world)
+    shape = grid.shape if is_old else (world,)
+    return Spec(DTYPES["int32"], shape), b"".join(rank.to_bytes(4, "little") for rank in range(world))
 
 
 def describe_layout(grid: RankMesh, like: Record | None) -> Record:
@@ -110,8 +104,7 @@ def describe_dtensor(
     call = (of, dtype, spec.shape, strides, 0, layout, where, False)
     described = describe_spec(spec, placements, mesh, None if like is None else like.args[3][-1]["_spec"])
     state = (None, {"_local_tensor": local, "_spec": described})
-    function = Global("torch._utils", "_rebuild_wrapper_subclass")
-    return Record(Global("torch._tensor", "_rebuild_from_type_v2"), (function, of, call, state))
+    return Record(REBUILD_OF_TYPE, (REBUILD_WRAPPER, of, call, state))
 
 
 def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, like: Record | None) -> Record:
@@ -135,17 +128,13 @@ def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, lik
         _SPEC,
         {
             "mesh": mesh,
-            "placements": tuple(describe_placement(placement) for placement in placements),
+            "placements": tuple(
+                new_object(Global(_PLACEMENTS, "Shard" if p else "Replicate"), {"dim": p.dim} if p else {})
+                for p in placements
+            ),
             "tensor_meta": Record(_META, (size, row_major(spec.shape), dtype), is_new=True),
             "shard_order": tuple(order),
             "use_strided_shard_as_shard_order": False,
             "_hash": None,
         },
     )
-
-
-def describe_placement(placement: Placement) -> Record:
-    """Return a placement without a stride."""
-    if placement is None:
-        return new_object(Global(_PLACEMENTS, "Replicate"), {})
-    return new_object(Global(_PLACEMENTS, "Shard"), {"dim": placement.dim})

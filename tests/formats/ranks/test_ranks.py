@@ -11,8 +11,7 @@ import torch
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import locate
-from ckptkit.formats.ranks.numbered import Parameter
-from ckptkit.formats.ranks.optimizer import match_units
+from ckptkit.formats.ranks.optimizer import Parameter, match_units
 from ckptkit.layout import Layout
 from ckptkit.layout.wrappers import unwrapped
 from tests.conftest import Produce
