@@ -27,17 +27,9 @@ from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
-from ckptkit.formats.dcp.write_metadata import (
-    METADATA,
-    ShardItem,
-    describe_files,
-    end_of,
-    entries_file,
-    lay_out,
-    parts_around,
-    sum_items,
-    tensors_file,
-)
+from ckptkit.formats.dcp.read_metadata import METADATA, entries_file, tensors_file
+from ckptkit.formats.dcp.shards import ShardItem, end_of, lay_out, parts_around, sum_items
+from ckptkit.formats.dcp.write_metadata import describe_files
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination, FileStream, open_destination, require_shared, to_destination
 from ckptkit.io.file import destination_exists

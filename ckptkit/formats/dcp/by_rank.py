@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Report
 from ckptkit.formats.archives.locate import ENVELOPE, locate
 from ckptkit.formats.dcp.read_metadata import Entry, Reading, read_metadata
+from ckptkit.formats.each_file import read_each
 from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, read_at
@@ -27,10 +28,18 @@ _Content = tuple[object, ...]  # equal for entries with equal values
 
 def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Reading:
     """Return the entries of all ranks, joined. Reports files that cannot be read, and shards that disagree."""
-    ranks = read_each_rank(path, files, report)
+
+    def read_rank(_: int, name: str) -> Reading:
+        reading = Reading(path, report)
+        reading.add(read_metadata(path / name), path / name)
+        return reading
+
+    ranks = read_each(path, {rank: file.name for rank, file in files.items()}, read_rank, report)
     joined = Reading(path, report)
-    names = dict.fromkeys(name for reading in ranks.values() for name in reading.names)
-    by_name = {name: {rank: one.entry(name) for rank, one in ranks.items() if name in one.names} for name in names}
+    by_name: dict[str, dict[int, Entry]] = {}
+    for rank, reading in ranks.items():
+        for name in reading.names:
+            by_name.setdefault(name, {})[rank] = reading.entry(name)
     contents = read_content_ids(path, [by_rank for by_rank in by_name.values() if are_unsharded(by_rank)], report)
     keys = {name: next(ranks[rank].key(name) for rank in by_rank) for name, by_rank in by_name.items()}
     sharded = {first_step(keys[name]) for name, by_rank in by_name.items() if any(map(is_sharded, by_rank.values()))}
@@ -43,29 +52,21 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
         )
         try:
             if is_equal or (is_float and first_step(keys[name]) in sharded and not name.endswith(STATISTICS)):
-                check_kinds(by_rank)
+                kinds = {str(one.spec) if isinstance(one, StoredTensor) else "no tensor" for one in by_rank.values()}
+                if len(kinds) > 1:
+                    first, second = sorted(kinds)[:2]
+                    raise Corrupt(f"the ranks disagree: one rank has {first}, another {second}")
                 put_entry(joined, name, keys[name], list(by_rank.values()))
                 continue
         except CkptError as error:
             report(error.blame(path=path, tensor=name))
             continue
-        put_per_rank(joined, keys[name], by_rank)
+        for rank, entry in by_rank.items():
+            way = (OWN, f"rank_{rank}", *keys[name])
+            put_entry(joined, ".".join(map(str, way)), way, [entry])
         if name.endswith(STATISTICS):
             put_entry(joined, name, keys[name], [next(iter(by_rank.values()))])
     return joined
-
-
-def read_each_rank(path: Path, files: Mapping[int, Path], report: Report) -> dict[int, Reading]:
-    """Return the entries in each rank's metadata. Reports the files that cannot be read."""
-    ranks = {}
-    for rank, file in files.items():
-        reading = Reading(path, report)
-        try:
-            reading.add(read_metadata(file), file)
-            ranks[rank] = reading
-        except CkptError as error:
-            report(error.blame(path=file))
-    return ranks
 
 
 def are_unsharded(by_rank: _EntryByRank) -> bool:
@@ -83,14 +84,6 @@ def first_step(key: KeyPath) -> KeyPath:
     return key[: len(key) > 1]
 
 
-def check_kinds(by_rank: _EntryByRank) -> None:
-    """Raise `Corrupt` unless all ranks have shards of the same tensor, or all have a non-tensor entry."""
-    kinds = {str(entry.spec) if isinstance(entry, StoredTensor) else "no tensor" for entry in by_rank.values()}
-    if len(kinds) > 1:
-        one, other = sorted(kinds)[:2]
-        raise Corrupt(f"the ranks disagree: one rank has {one}, another {other}")
-
-
 def put_entry(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> None:
     """Add an entry that ranks have in shards or as replicas. Further copies of a chunk become spares."""
     for entry in entries:
@@ -106,13 +99,6 @@ def put_entry(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]
         joined.keys[name] = key
 
 
-def put_per_rank(joined: Reading, key: KeyPath, by_rank: _EntryByRank) -> None:
-    """Add a separate entry for each rank, since their values differ."""
-    for rank, entry in by_rank.items():
-        way = (OWN, f"rank_{rank}", *key)
-        put_entry(joined, ".".join(map(str, way)), way, [entry])
-
-
 def read_content_ids(
     path: Path, entries_by_rank: Sequence[_EntryByRank], report: Report
 ) -> dict[tuple[str, int, int], _Content]:
@@ -125,16 +111,12 @@ def read_content_ids(
                 chunks[str(len(chunks))] = entry.chunks[0]
             else:
                 contents[byte_range_of(entry)] = (sum_bytes(files, *byte_range_of(entry)),)
-        for old, new in zip(chunks.values(), locate_all(path, chunks, report), strict=True):
+        tensors = {name: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for name, chunk in chunks.items()}
+        located = locate(Layout(path, "dcp", tensors), report).tensors
+        for old, (new,) in zip(chunks.values(), (tensor.chunks for tensor in located.values()), strict=True):
             crc = new.crc32 if new.crc32 is not None else sum_bytes(files, new.path, new.offset, new.length)
             contents[old.path, old.offset, old.length] = (old.dtype, old.size, new.strides, crc)
     return contents
-
-
-def locate_all(path: Path, chunks: Mapping[str, Chunk], report: Report) -> list[Chunk]:
-    """Return chunks of full tensors with their bytes located."""
-    tensors = {name: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for name, chunk in chunks.items()}
-    return [tensor.chunks[0] for tensor in locate(Layout(path, "dcp", tensors), report).tensors.values()]
 
 
 def sum_bytes(files: OpenFiles, path: str, offset: int, length: int) -> int:

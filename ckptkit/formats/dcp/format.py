@@ -7,7 +7,7 @@ metadata alone. The name of a file only says which rank wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,11 +17,12 @@ from ckptkit.formats.archives.locate import ends_of
 from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
 from ckptkit.formats.dcp.read_metadata import (
+    METADATA,
     Reading,
+    entries_file,
     has_strides,
     is_metadata,
     metadata_by_rank,
-    name_data,
     rank_of,
     read_metadata,
 )
@@ -31,11 +32,11 @@ from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import (
     Extent,
     FileOffset,
-    KeyPath,
     Layout,
     NewFile,
     NumberKey,
     Patch,
+    Spec,
     TuplePlace,
     WriterOptions,
     check_cover,
@@ -53,14 +54,18 @@ class Dcp(FormatWriter):
     is_sharded = True
 
     def owns(self, name: str) -> bool:
-        """Return True for metadata, and for a data file of any rank."""
         return is_metadata(name) or rank_of(name) is not None
 
     def remarks(self, wanted: Layout) -> Iterator[str]:
         """Yield a sentence for each type of key that DCP cannot keep: it has string keys and list positions only."""
         ways = {name: wanted.key(name) for name in wanted.names}
         optimizers = {(*way[: way.index(GROUPS)], "state") for way in ways.values() if GROUPS in way}
-        numbers = [name for name, way in ways.items() if has_number_key(way, optimizers)]
+        # the keys of optimizer states become integers again on every read
+        numbers = [
+            name
+            for name, way in ways.items()
+            if any(isinstance(step, NumberKey) and way[:i] not in optimizers for i, step in enumerate(way))
+        ]
         if numbers:
             yield f"integer keys become text in DCP, as torch writes them: `{numbers[0]}`{and_more(len(numbers) - 1)}"
         tuples = [name for name, way in ways.items() if any(isinstance(step, TuplePlace) for step in way)]
@@ -68,7 +73,6 @@ class Dcp(FormatWriter):
             yield f"tuples with tensors become lists in DCP: `{tuples[0]}`{and_more(len(tuples) - 1)}"
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank that wrote a data file."""
         return rank_of(name)
 
     def detect(self, path: Path) -> bool:
@@ -86,10 +90,7 @@ class Dcp(FormatWriter):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`. Its chunks are not located yet."""
         with collector_paused():
-            layout = self.read_items(path, report)
-            check_files(layout, report)
-            check_cover(layout, report)
-            return unfold(replace(layout, world_size=count_ranks(layout)), report)
+            return checked(self.read_items(path, report), report)
 
     def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:
         """Return the layout by another checkpoint's metadata if all entries match; None if `path` has its own."""
@@ -100,16 +101,10 @@ class Dcp(FormatWriter):
         with collector_paused():
             plan = self.read_items(other)
             match_items(path, plan)
-            layout = replace(plan, root=path, descriptions=())
-            check_files(layout, report)
-            check_cover(layout, report)
-            return unfold(replace(layout, world_size=count_ranks(layout)), report)
+            return checked(replace(plan, root=path, descriptions=()), report)
 
     def read_items(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout as the metadata describes it, without a comparison with the files.
-
-        If there are several metadata files, reports each file that cannot be read.
-        """
+        """Return the layout as the metadata describes it. If there are several, reports each that is unreadable."""
         described_by = metadata_by_rank(path)
         if len(described_by) > 1:
             from ckptkit.formats.dcp.by_rank import read_by_rank  # rare
@@ -126,10 +121,7 @@ class Dcp(FormatWriter):
         return "2.15" if any(map(has_strides, map(read_metadata, metadata_by_rank(path).values()))) else None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Yield the large entries of every archive, and whole items that are not archives.
-
-        Verifies the small entries.
-        """
+        """Yield the large entries of every archive, and items that are not archives. Verifies the small entries."""
         with OpenFiles(layout.root, in_order=False) as opened:
             files = ReadAhead(opened)
             items = sorted(items_of(self.with_items(layout)).items())
@@ -154,24 +146,40 @@ class Dcp(FormatWriter):
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
-        from ckptkit.formats.dcp import write_files  # reading needs none of it
+        from ckptkit.formats.dcp.shards import KnownBytes, end_of, items_by_file  # reading needs none of it
+        from ckptkit.formats.dcp.write_metadata import pickled_metadata
 
-        return write_files.arrange(wanted, options)
+        files = items_by_file(wanted, options.world_size)
+        metadata = pickled_metadata(wanted, files)
+        data = (NewFile(name, end_of(items), KnownBytes(items)) for name, items in files.items())
+        return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
 
     def entries_file(self, rank: int) -> str:
-        return name_data(rank, 1)
+        return entries_file(rank)
 
     def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
-        """Return the new metadata, which is longer now."""
-        from ckptkit.formats.dcp import write_files  # reading needs none of it
+        """Yield the metadata with the non-tensor entries too, which are stored in further files."""
+        from ckptkit.formats.dcp.shards import items_by_file
+        from ckptkit.formats.dcp.write_metadata import describe_files
 
-        return write_files.embed(wanted, options)
+        tensors = items_by_file(replace(wanted, blobs={}), options.world_size)
+        yield METADATA, (0, describe_files(wanted, tensors, wanted.blobs))
 
     def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
-        """Return both offsets of each item's CRC-32."""
-        from ckptkit.formats.dcp import write_files  # reading needs none of it
+        from ckptkit.formats.dcp.shards import crc_at
 
-        return write_files.checksum_places(made)
+        for tensor in made.tensors.values():
+            for chunk in tensor.chunks:
+                if chunk.length:
+                    places = crc_at(Spec(chunk.dtype, chunk.size), chunk.offset)
+                    yield from (((chunk.path, chunk.offset), at) for at in places)
+
+
+def checked(layout: Layout, report: Report) -> Layout:
+    """Return a layout that the metadata describes, after a comparison with the files. Reports what does not fit."""
+    check_files(layout, report)
+    check_cover(layout, report)
+    return unfold(replace(layout, world_size=count_ranks(layout)), report)
 
 
 def count_ranks(layout: Layout) -> int | None:
@@ -183,10 +191,7 @@ def count_ranks(layout: Layout) -> int | None:
 
 
 def check_files(layout: Layout, report: Report) -> None:
-    """Report every file that the metadata names and that is missing, or too short for its items.
-
-    Also reports items that overlap partly.
-    """
+    """Report each file that is missing or too short for the items in the metadata, and items that overlap partly."""
     items: dict[str, list[tuple[int, int, str]]] = {}
     for name, item in chain(layout.stored, layout.copies):
         if item.length:
@@ -209,10 +214,7 @@ def check_files(layout: Layout, report: Report) -> None:
 
 
 def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
-    """Raise `Corrupt` if the file is shorter than its items, given as offset, length and name, or if two overlap.
-
-    The items are in order. One item may have several names.
-    """
+    """Raise `Corrupt` if the file is shorter than its items, (offset, length, name) in order, or if two overlap."""
     size = file_size(path)
     start, end, before = 0, 0, ""
     for offset, length, name in items:
@@ -227,14 +229,6 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
             raise truncated(max(sum(item[:2]) for item in items), size, path=path, tensor=name, by="metadata")
 
 
-def has_number_key(way: KeyPath, optimizers: Container[KeyPath]) -> bool:
-    """Return whether a key path contains an integer key, except below the states of `optimizers`.
-
-    The keys of optimizer states become integers again on every read.
-    """
-    return any(isinstance(step, NumberKey) and way[:i] not in optimizers for i, step in enumerate(way))
-
-
 def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
     """Return file, offset and length of every item that has bytes, each with the first name that uses it."""
     items: dict[tuple[str, int, int], str] = {}
@@ -245,10 +239,7 @@ def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
 
 
 def extents_of(files: ReadAhead, item: Extent) -> Iterator[Extent]:
-    """Yield the large entries of an item's archive, after verifying the small ones.
-
-    Yields the item itself if it is not an archive.
-    """
+    """Yield the large entries of an item's archive, after verifying the small ones; or the item if it is no archive."""
     read = files.inside(item.path, item.offset, item.length)
     if read(0, min(2, item.length)) != b"PK":
         yield item

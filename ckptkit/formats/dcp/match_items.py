@@ -48,7 +48,6 @@ def match_items(root: Path, plan: Layout) -> None:
 
 
 def items_by_file(plan: Layout) -> dict[str, Items]:
-    """Return the items of each file."""
     by_file: dict[str, Items] = {}
     for name, item in plan.stored:
         if item.wrapper not in (None, ENVELOPE):

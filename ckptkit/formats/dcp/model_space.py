@@ -60,9 +60,8 @@ def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
         *grid, start = chunk.start
         *ones, length = chunk.size
         if set(ones) - {1} or chunk.strides is not None:
-            message = (
-                f"a chunk at {list(chunk.start)} of size {list(chunk.size)} is not one contiguous run of a parameter"
-            )
+            what = f"a chunk at {list(chunk.start)} of size {list(chunk.size)}"
+            message = f"{what} is not one contiguous run of a parameter"
             raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
         corner = [i * n for i, n in zip(grid, block, strict=True)]
         row = chunk._replace(box=Box((start,), (length,)))

@@ -81,13 +81,15 @@ _NAMES = frozenset(
 _OPTIMIZER = re.compile(r"(?:(chained_[0-9]+)\.)?(optimizer)\.(.+)", re.DOTALL)
 _MOMENT = re.compile(r"(state)\.([^.]+)\.(.+)", re.DOTALL)
 
+Attributes = Mapping[str, Any]
+
 
 def read_metadata(path: Path) -> Attributes:
     """Return the attributes of the pickled `Metadata` object in file `path`."""
     data = read_small(path, _METADATA_LIMIT)
     try:
         value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
-        metadata = attributes_of(value)
+        metadata = value.attributes() if isinstance(value, FlatInstance) else {}
     except CkptError as error:
         raise wrong_kind_error(data[:512], path) or error.blame(path=path) from None
     except (TypeError, ValueError):
@@ -97,19 +99,13 @@ def read_metadata(path: Path) -> Attributes:
     return metadata
 
 
-Attributes = Mapping[str, Any]
-
-
 Entry = StoredTensor | Blob
 Columns = Sequence[Sequence[Any]]
 Place = tuple[Any, Any, Any, Any]  # file, offset, length and transforms of an item, unchecked from the pickle
 
 
 class Reading:
-    """Collects a layout from the `Metadata` object of the checkpoint, or of all ranks. The chunks are not located.
-
-    With a `report` that does not raise, malformed entries are skipped.
-    """
+    """Collects a layout from the `Metadata` of a checkpoint, or of all ranks. Skips malformed entries it reports."""
 
     def __init__(self, root: Path, report: Report = refuse) -> None:
         self.root = root
@@ -122,7 +118,6 @@ class Reading:
         self._files: set[str] = set()
 
     def add(self, metadata: Attributes, file: Path) -> None:
-        """Add the entries of the metadata that was read from `file`."""
         places, report = self._locations(metadata, file), self.report
         for name, entry in metadata["state_dict_metadata"].items():
             if type(name) is not str:
@@ -186,23 +181,20 @@ class Reading:
 
     @property
     def names(self) -> Iterable[str]:
-        """Return the name of every entry."""
         return (*self.specs, *self.blobs)
 
     def entry(self, name: str) -> Entry:
-        return (
-            self.blobs[name]
-            if name in self.blobs
-            else StoredTensor(self.specs[name], tuple(self.chunks[name].values()))
-        )
+        return self.blobs[name] if name in self.blobs else self.tensor(name)
+
+    def tensor(self, name: str) -> StoredTensor:
+        return StoredTensor(self.specs[name], tuple(self.chunks[name].values()))
 
     def key(self, name: str) -> KeyPath:
-        """Return the key path of an entry in the nested dict."""
         return self.keys.get(name, (name,))
 
     def layout(self, name: str) -> Layout:
         """Return the collected entries as a layout of the format `name`."""
-        tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
+        tensors = {name: self.tensor(name) for name in self.specs}
         keys = self.keys
         if all(len(path) == 1 for path in keys.values()):  # Megatron-Core 0.9 records each name as its own path
             inferred = infer_keys((*tensors, *self.blobs), tensors)
@@ -235,13 +227,6 @@ def boxes_of(chunks: list[Any]) -> list[Box]:
         for starts, sizes in pairs:
             boxes += map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
     return boxes
-
-
-def attributes_of(value: Any) -> Attributes:
-    """Return the attributes of a pickled object. Raises `TypeError` for any other value."""
-    if not isinstance(value, FlatInstance):
-        raise TypeError("object")
-    return value.attributes()
 
 
 def as_name(value: Any) -> str:
@@ -308,8 +293,14 @@ def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyP
     return keys
 
 
-def name_data(rank: int, number: int) -> str:
-    return f"__{rank}_{number}.distcp"
+def tensors_file(rank: int) -> str:
+    """Return the name of the file with a rank's shards, whose size is known in advance."""
+    return f"__{rank}_0.distcp"
+
+
+def entries_file(rank: int) -> str:
+    """Return the name of the file with a rank's non-tensor entries."""
+    return f"__{rank}_1.distcp"
 
 
 def rank_of(name: str) -> int | None:
@@ -324,10 +315,7 @@ def is_metadata(name: str) -> bool:
 
 
 def metadata_by_rank(path: Path) -> dict[int, Path]:
-    """Return the metadata files by rank, in order: `.metadata` as rank 0, or else the file of every rank.
-
-    Raises `Incomplete` if there is neither; in a store, the error of an upload in progress if there is one.
-    """
+    """Return the metadata files by rank: `.metadata` as rank 0, or else each rank's. Raises `Incomplete` if none is."""
     if (path / METADATA).exists():
         return {0: path / METADATA}
     ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}

@@ -1,19 +1,22 @@
 """Assign the shards of a checkpoint to ranks as FSDP2 shards a model, item by item and file by file.
 
-Source: torch.chunk (FSDP2 uses it to split dim 0), and torch/distributed/checkpoint/filesystem.py.
+Source: torch.chunk (FSDP2 uses it to split dim 0), and torch/distributed/checkpoint/filesystem.py: each rank writes its
+own files. An item is an archive of torch.save, whose CRC-32 follows the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.write_archive import ZipTemplate, describe_tensor, make_envelope
+from ckptkit.formats.dcp.read_metadata import tensors_file
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
+from ckptkit.io.crc32 import combine, crc32
+from ckptkit.layout import Layout, Patch, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape, whole
 
 _ONLY = "0"  # the key of an item's only storage
@@ -34,6 +37,10 @@ class ShardItem:
     envelope: ZipTemplate | None
 
 
+def items_by_file(wanted: Layout, ranks: int) -> dict[str, list[ShardItem]]:
+    return {tensors_file(rank): items for rank, items in enumerate(items_per_rank(wanted, ranks))}
+
+
 def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     """Return the items of each rank's file in file order: non-tensor entries first, as in torch.
 
@@ -42,7 +49,11 @@ def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     """
     files: list[list[ShardItem]] = [[] for _ in range(ranks)]
     for name, blob in wanted.blobs.items():
-        append(files[0], name, None, blob.length, wrap_blob(name, blob))
+        if blob.wrapper is not None:
+            hint = "save the checkpoint again without `_extensions`, or drop the entry with --exclude"
+            raise Unsupported(f"stored through the transform `{blob.wrapper}`", tensor=name, hint=hint)
+        envelope = None if blob.content is None else make_envelope(blob.content, {})
+        append(files[0], name, None, blob.length if envelope is None else envelope.nbytes, envelope)
     is_sharded = any(len(tensor.chunks) > 1 for tensor in wanted.tensors.values())
     loads = [(0, rank) for rank in range(ranks)]  # a heap of (bytes of unsharded tensors, rank)
     for name, tensor in wanted.tensors.items():
@@ -59,9 +70,17 @@ def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     return files
 
 
+def lay_out(shards: Iterable[tuple[str, Spec, Box]]) -> list[ShardItem]:
+    """Return the items of a file with these boxes of tensors. Raises `Unsupported` for a quantized dtype."""
+    items: list[ShardItem] = []
+    for name, spec, box in shards:
+        envelope = wrap_chunk(name, StoredTensor(spec, ()), box)
+        append(items, name, box, envelope.nbytes, envelope)
+    return items
+
+
 def append(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: ZipTemplate | None) -> None:
-    offset = file[-1].offset + file[-1].nbytes if file else 0
-    file.append(ShardItem(name, box, offset, nbytes if envelope is None else envelope.nbytes, envelope))
+    file.append(ShardItem(name, box, end_of(file), nbytes, envelope))
 
 
 def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
@@ -80,17 +99,6 @@ def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
         if not box.size[0]:
             break
     return shards
-
-
-def wrap_blob(name: str, blob: Blob) -> ZipTemplate | None:
-    """Return the archive of a non-tensor entry that has only a value.
-
-    Raises `Unsupported` if it was stored compressed.
-    """
-    if blob.wrapper is not None:
-        hint = "save the checkpoint again without `_extensions`, or drop the entry with --exclude"
-        raise Unsupported(f"stored through the transform `{blob.wrapper}`", tensor=name, hint=hint)
-    return None if blob.content is None else make_envelope(blob.content, {})
 
 
 def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> ZipTemplate:
@@ -128,3 +136,26 @@ def crc_at(spec: Spec, offset: int) -> list[int]:
     """Return the offsets in the file of the CRC-32 of a chunk whose data is at `offset`."""
     hole = wrap(spec).holes[_ONLY]
     return [offset - hole.offset + at for at in hole.crc_at]
+
+
+def parts_around(envelope: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:
+    """Return the bytes before and after a tensor's data. Only those after it depend on its CRC-32, `checksum`."""
+    (_, head), (start, known) = envelope.parts
+    (hole,) = envelope.holes.values()
+    tail = bytearray(known)
+    for at in hole.crc_at:
+        tail[at - start : at - start + 4] = checksum.to_bytes(4, "little")
+    return head, bytes(tail)
+
+
+def sum_items(items: Iterable[ShardItem], checksums: Mapping[int, int]) -> int:
+    """Return the CRC-32 of a file of items. `checksums` has the CRC-32 of each tensor's data, by its item's offset."""
+    total = 0
+    for item in items:
+        assert item.envelope is not None
+        checksum = checksums[item.offset]
+        head, tail = parts_around(item.envelope, checksum)
+        total = crc32(head, total)
+        total = combine(total, checksum, item.nbytes - len(head) - len(tail))
+        total = crc32(tail, total)
+    return total

@@ -1,4 +1,4 @@
-"""Lay out the files of each rank as torch does, and write the `.metadata` with the position of each item.
+"""Write the `.metadata` with the position of each item.
 
 Source: torch/distributed/checkpoint/metadata.py. The pickle has only fields that torch has read since 2.0. A checkpoint
 may have a million chunks, so recurring values are pickled once and then fetched from the memo, and bytes are written
@@ -10,89 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from ckptkit.errors import CkptError
-from ckptkit.formats.archives.write_archive import ZipTemplate
-from ckptkit.formats.dcp.read_metadata import METADATA, name_data
-from ckptkit.formats.dcp.shards import ShardItem, append, end_of, wrap
+from ckptkit.formats.dcp.shards import ShardItem
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import Pickler
-from ckptkit.io.crc32 import combine, crc32
 from ckptkit.layout import Blob, Layout, Spec
-from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DType
-
-# Each rank writes its own files, item by item, as torch's FileSystemWriter does.
-#
-# Source: torch/distributed/checkpoint/filesystem.py. An item is an archive of torch.save, whose CRC-32 follows the
-# data.
-__all__ = [
-    "METADATA",
-    "ShardItem",
-    "describe_files",
-    "end_of",
-    "entries_file",
-    "lay_out",
-    "parts_around",
-    "sum_items",
-    "tensors_file",
-]
-
-
-def tensors_file(rank: int) -> str:
-    """Return the name of the file with a rank's shards, whose size is known in advance."""
-    return name_data(rank, 0)
-
-
-def entries_file(rank: int) -> str:
-    """Return the name of the file with a rank's non-tensor entries."""
-    return name_data(rank, 1)
-
-
-def lay_out(shards: Iterable[tuple[str, Spec, Box]]) -> list[ShardItem]:
-    """Return the items of a file with these boxes of tensors. Raises `Unsupported` for a quantized dtype."""
-    items: list[ShardItem] = []
-    for name, spec, box in shards:
-        try:
-            envelope = wrap(Spec(spec.dtype, box.size))
-        except CkptError as error:
-            raise error.blame(tensor=name) from None
-        append(items, name, box, envelope.nbytes, envelope)
-    return items
-
-
-def parts_around(envelope: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the data of a tensor whose CRC-32 is `checksum`.
-
-    Only the latter depend on it.
-    """
-    (_, head), (start, known) = envelope.parts
-    (hole,) = envelope.holes.values()
-    tail = bytearray(known)
-    for at in hole.crc_at:
-        tail[at - start : at - start + 4] = checksum.to_bytes(4, "little")
-    return head, bytes(tail)
-
-
-def sum_items(items: Iterable[ShardItem], checksums: Mapping[int, int]) -> int:
-    """Return the CRC-32 of a file of items. `checksums` has the CRC-32 of each tensor's data, by its item's offset."""
-    total = 0
-    for item in items:
-        assert item.envelope is not None
-        checksum = checksums[item.offset]
-        head, tail = parts_around(item.envelope, checksum)
-        total = crc32(head, total)
-        total = combine(total, checksum, item.nbytes - len(head) - len(tail))
-        total = crc32(tail, total)
-    return total
-
-
-def describe_files(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: Mapping[str, Blob]) -> bytes:
-    """Return the metadata of a checkpoint with these items in `files`, and non-tensor entries in further files."""
-    placed = {name: list(items) for name, items in files.items()}
-    for name, blob in blobs.items():
-        placed.setdefault(blob.path, []).append(ShardItem(name, None, blob.offset, blob.length, None))
-    return pickled_metadata(replace(wanted, blobs=blobs), placed)
-
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
@@ -130,6 +53,14 @@ def pickled_metadata(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> by
     return _MetadataPickle(wanted, files).write(placed)
 
 
+def describe_files(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: Mapping[str, Blob]) -> bytes:
+    """Return the metadata of a checkpoint with these items in `files`, and non-tensor entries in further files."""
+    placed = {name: list(items) for name, items in files.items()}
+    for name, blob in blobs.items():
+        placed.setdefault(blob.path, []).append(ShardItem(name, None, blob.offset, blob.length, None))
+    return pickled_metadata(replace(wanted, blobs=blobs), placed)
+
+
 class _MetadataPickle:
     """A pickle in progress: first the strings and globals that it needs, then the object, which recalls them."""
 
@@ -160,7 +91,6 @@ class _MetadataPickle:
         return self.sizes[shape]
 
     def write(self, placed: dict[str, list[Placed]]) -> bytes:
-        """Write the object; return the complete pickle."""
         keys = {name: self.wanted.key(name) for name in placed}
         parts: tuple[Iterable[bytes], ...] = (
             dictionary(self.entries(placed)),
