@@ -101,7 +101,6 @@ class Record:
         self.items.append((key, value))
 
     def extend(self, members: list[Any]) -> None:
-        """Add elements of a list."""
         if self.members is None:
             self.members = []
         self.members.extend(members)
@@ -183,26 +182,17 @@ class NotTabular(Exception):
 class InstanceTable:
     """Consecutive instances, or pairs of a key and a value instance: their attributes by name, as columns."""
 
-    __slots__ = ("_sides",)
+    __slots__ = ("_sides", "has_pairs")
 
     def __init__(self, sides: Sequence[Mapping[str, Sequence[Any]]]) -> None:
         self._sides = sides
+        self.has_pairs = len(sides) > 1
 
     def columns(self, names: Sequence[str], side: int = 0) -> list[Sequence[Any]]:
         """Return the attributes with these names, None for a missing one. `side` is 0 for keys, 1 for values."""
         attributes = self._sides[side]
         none = [None] * len(next(iter(attributes.values())))
         return [attributes.get(name, none) for name in names]
-
-    @property
-    def has_pairs(self) -> bool:
-        return len(self._sides) > 1
-
-
-def require_pairs(key: object, value: object) -> None:
-    """Raise `NotTabular` unless a dict entry is a table of keys and values, with None as its value."""
-    if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
-        raise NotTabular
 
 
 class Dict(dict[Any, Any]):
@@ -212,7 +202,9 @@ class Dict(dict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if InstanceTable in (type(key), type(value)):
-            require_pairs(key, value)
+            # a table of keys and values has the value None
+            if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
+                raise NotTabular
         elif not isinstance(key, (str, FlatInstance)):
             check_key(key)
         super().__setitem__(key, value)
@@ -231,9 +223,8 @@ class _AnyName:
 
 
 Names = Container[tuple[str, str]]
-ANY_NAME: Final = (
-    _AnyName()
-)  # for the pickle of a user's own state: names are harmless, because they are never imported
+# for the pickle of a user's own state: names are harmless, because they are never imported
+ANY_NAME: Final = _AnyName()
 _SET = Global("builtins", "set")
 _SIZE = ("torch", "Size")
 _GETATTR = (("builtins", "getattr"), ("__builtin__", "getattr"))
@@ -294,10 +285,8 @@ class _Unpickler(pickle.Unpickler):
         global_ = self._known.get((module, name))
         if global_ is None:
             if (module, name) not in self._names:
-                raise Unsupported(
-                    f"ckptkit does not expect `{module}.{name}` in the pickle of a checkpoint",
-                    hint="report the name if you trust the producer: ckptkit never runs code from a checkpoint",
-                )
+                hint = "report the name if you trust the producer: ckptkit never runs code from a checkpoint"
+                raise Unsupported(f"ckptkit does not expect `{module}.{name}` in the pickle of a checkpoint", hint=hint)
             is_getattr = (module, name) in _GETATTR
             global_ = _Attribute(module, name, self.name_it) if is_getattr else self.name_it(module, name)
             self._known[module, name] = global_

@@ -24,17 +24,8 @@ _STOP, _FRAME, _LONG_BINPUT = b".", b"\x95", b"r"
 _APPENDS = b"e"  # replaces SETITEMS and BUILD of a flat instance, which has no EMPTY_DICT
 _SHORTER = 2  # bytes by which a flat instance is shorter
 _AT_ONCE = 64  # pieces that are joined per read
-_COUNTED = {
-    0x8C: 1,
-    0x58: 4,
-    0x55: 1,
-    0x54: 4,
-    0x43: 1,
-    0x42: 4,
-    0x8A: 1,
-    0x8D: 8,
-    0x8E: 8,
-}  # opcode: width of its length in bytes
+# opcode: width of its length in bytes
+_COUNTED = {0x8C: 1, 0x58: 4, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4, 0x8A: 1, 0x8D: 8, 0x8E: 8}
 _FIXED = b"KhqMJjGc\x80"  # opcodes with operands of fixed size
 _ALWAYS = rb"()NRt\x81\x85-\x89\x93\x94"  # opcodes of one byte, as a pattern
 _NOT_IN_STATES = rb"01abesu\]\x90\x92"  # opcodes that change values below the top of the stack, or create a list
@@ -56,14 +47,12 @@ _OPERANDS = b"|".join(
         counted_pattern(b"\x8a", 1, 8),
     )
 )
-WITH_OPERANDS = b"%b|%b" % (
-    _OPERANDS,
-    counted_pattern(b"X", 4, SHORT),
-)  # pattern of the allowed opcodes with operands, except BINPUTs
+# pattern of the allowed opcodes with operands, except BINPUTs
+WITH_OPERANDS = b"%b|%b" % (_OPERANDS, counted_pattern(b"X", 4, SHORT))
 
 
 class TableReader(Protocol):
-    """Reads consecutive instances of one class into tables while a pickle is rewritten."""
+    """Reads consecutive instances of one class into tables while a pickle is rewritten: `tables.Tables`."""
 
     def pass_on(self, start: int, end: int) -> None:
         """Note that the opcodes between two offsets are passed on unchanged."""
@@ -168,7 +157,6 @@ def past_end(data: bytes, start: int, length: int) -> int:
 
 @cache
 def allowed_run() -> re.Pattern[bytes]:
-    """Return the pattern of a sequence of allowed opcodes."""
     return re.compile(b"%b*+" % allowed_opcodes(_ALWAYS + _NOT_IN_STATES, WITH_OPERANDS), re.DOTALL)
 
 

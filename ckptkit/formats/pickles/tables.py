@@ -38,9 +38,8 @@ _KINDS = {  # patterns of values; a fetch of torch.Size comes before a size
     "text": b"(%b\x94|%b)" % (_TEXT, _GET),
 }
 _ONE_ATTRIBUTE = b"(%b)(?:(%b)%b|%b|%b)" % (_GET, _GET, _KINDS["size"], _KINDS["number"], _KINDS["text"])
-_OF = (
-    rb"(?:%b|[^()]+\x93\x94)\)\x81\x94" % _GET
-)  # creates an instance of a class, which is fetched from the memo or named
+# creates an instance of a class, which is fetched from the memo or named
+_OF = rb"(?:%b|[^()]+\x93\x94)\)\x81\x94" % _GET
 
 # groups: the name, the fetch of torch.Size, and the value of each kind
 _ATTRIBUTE = re.compile(_ONE_ATTRIBUTE, re.DOTALL)
@@ -75,10 +74,7 @@ class InstanceShape(NamedTuple):
 
     @property
     def class_opcodes(self) -> Iterator[bytes]:
-        """Yield the opcodes that fetch the class, and for each attribute its name and a second object.
-
-        The second object is torch.Size, or else the class again.
-        """
+        """Yield the opcodes that fetch the class, then each attribute's name and torch.Size, or the class again."""
         yield self.of
         for attribute in self.attributes:
             yield from (attribute.name, attribute.size or self.of)
@@ -103,10 +99,7 @@ class Tables:
         self._made: list[tuple[Sequence[InstanceShape], list[Sequence[Any]]]] = []
 
     def follow(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
-        """Yield replacements for the instances at an offset. Returns the offset after them.
-
-        `heads` are the opcodes before the state of each instance that was passed on since `start`.
-        """
+        """Yield replacements for the instances at an offset, and return the offset after them; `heads` came before."""
         self.pass_on(start, at)
         self._track_keys(heads)
         while taken := self._replace_instances(at):
@@ -120,9 +113,8 @@ class Tables:
             return
         piece = self._data[start:end]
         bare = _OPERANDS.sub(b"", piece)
-        self._is_off = (
-            b"q" in bare or b"r" in bare + self._data[end : end + 1]
-        )  # they name the memo index that they fill
+        # they name the memo index that they fill
+        self._is_off = b"q" in bare or b"r" in bare + self._data[end : end + 1]
         before, self._memo_size = self._memo_size, self._memo_size + bare.count(b"\x94")
         wanted = set(self._fetched_in(before, self._memo_size))
         if wanted:
@@ -137,9 +129,8 @@ class Tables:
                 self._is_key_next = None
             elif match["mark"]:
                 self._is_key_next = False
-            elif (
-                not match["tail"] and self._is_key_next is not None
-            ):  # a tail means that there were two instances, so nothing changes
+            # a tail means that there were two instances, so nothing changes
+            elif not match["tail"] and self._is_key_next is not None:
                 self._is_key_next = not self._is_key_next
 
     def _replace_instances(self, at: int) -> tuple[bytes, int] | None:
@@ -216,10 +207,7 @@ class Tables:
 
 
 class _Values(dict[bytes, Any]):
-    """The values of opcodes: an integer, a tuple of integers, a string, None.
-
-    Raises `KeyError` for an unknown memo index.
-    """
+    """The values of opcodes: an integer or several, a string, None. Raises `KeyError` for an unknown memo index."""
 
     def __init__(self, texts: Mapping[int, str]) -> None:
         super().__init__()
@@ -312,10 +300,7 @@ def fillers(start: int, end: int, texts: Iterable[tuple[int, bytes]]) -> Iterato
 
 
 def fetched_places(data: bytes, at: int) -> list[int]:
-    """Return the memo indices that a pickle fetches with four bytes, in order. May contain more indices.
-
-    Most fetches are of a few names and classes, which are skipped once they are known.
-    """
+    """Return the memo indices fetched with four bytes, and maybe more. Skips the few frequent ones once known."""
     fetched: set[bytes] = set()
     highest = min(len(data) >> 24, 255)  # byte of a place
     fetch = memo_get_pattern((), highest)
@@ -328,18 +313,12 @@ def fetched_places(data: bytes, at: int) -> list[int]:
 
 
 def memo_get_pattern(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]:
-    """Return the pattern of LONG_BINGET with a group for the memo index, whose last byte is at most `highest`.
-
-    The pattern skips the indices in `places`.
-    """
+    """Return the pattern of LONG_BINGET of an index not in `places`, whose last byte is at most `highest`."""
     not_known = b"(?!%b)" % b"|".join(map(re.escape, places)) if places else b""
     return re.compile(rb"j%b(?=(...[\0-%b]))" % (not_known, re.escape(bytes([highest]))), re.DOTALL)
 
 
 @lru_cache(maxsize=8)
 def _rows(shapes: tuple[InstanceShape, ...]) -> re.Pattern[bytes]:
-    """Return the pattern of instances of these shapes in turn.
-
-    Its groups are the values, and last the remaining bytes.
-    """
+    """Return the pattern of instances of these shapes in turn. Its groups are the values, then the remaining bytes."""
     return re.compile(b"%b|(.+)" % b"".join(shape.pattern for shape in shapes), re.DOTALL)

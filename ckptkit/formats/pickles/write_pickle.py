@@ -21,10 +21,7 @@ _GETATTR = Global("__builtin__", "getattr")
 
 
 def dump(value: Any) -> bytes:
-    """Return the pickle of a value as `inert_pickle.load` gives it.
-
-    Raises `Unsupported` for any other type, or too deep nesting.
-    """
+    """Return the pickle of a value from `inert_pickle.load`. Raises `Unsupported` for other types or deep nesting."""
     pickler = Pickler()
     try:
         pickler.save(value)
