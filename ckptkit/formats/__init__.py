@@ -14,31 +14,11 @@ from typing import NamedTuple, cast
 
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, Usage, refuse, translate_os_errors
-from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
+from ckptkit.formats.protocols import EntryWriter as EntryWriter
+from ckptkit.formats.protocols import FormatReader as FormatReader
+from ckptkit.formats.protocols import FormatWriter as FormatWriter
 from ckptkit.io.file import missing_path_error, names_in
 from ckptkit.layout import Layout
-
-__all__ = [
-    "FORMATS",
-    "EntryWriter",
-    "FormatReader",
-    "FormatWriter",
-    "describe_formats",
-    "describe_writable",
-    "detect_format",
-    "find_format",
-    "get_format",
-    "get_writer",
-    "is_known_file",
-    "is_known_inside",
-    "is_main_file",
-    "is_stray",
-    "locate",
-    "one_of_dcp",
-    "title_of",
-    "unpack",
-    "writable_formats",
-]
 
 
 class KnownFormat(NamedTuple):
@@ -135,7 +115,6 @@ UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd:unpack", "zarr": "c
 
 @cache
 def get_format(name: str) -> FormatReader:
-    """Return the format that users call `name`."""
     return cast(FormatReader, load(FORMATS[name].where)())
 
 
@@ -150,7 +129,6 @@ def get_writer(name: str) -> FormatWriter:
 
 
 def writable_formats() -> tuple[str, ...]:
-    """Return the names of all formats that can be written."""
     return tuple(name for name, known in FORMATS.items() if known.is_written)
 
 
@@ -226,10 +204,7 @@ def is_known_inside(path: Path) -> bool:
 
 
 def likely_formats(names: Collection[str], *, perhaps: bool = False) -> Iterator[FormatReader]:
-    """Yield the formats that use a file with one of these names. Each is imported when it is yielded.
-
-    With `perhaps` also yields the formats that only may use one of them.
-    """
+    """Yield, and import, the formats that use a file with one of these names; with `perhaps`, that may use one."""
     for name, known in FORMATS.items():
         if has_name(names, known.files) or (perhaps and has_name(names, known.perhaps)):
             yield get_format(name)

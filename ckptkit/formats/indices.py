@@ -37,9 +37,4 @@ def make_index(specs: Mapping[str, Spec], places: Mapping[str, str]) -> bytes:
         "total_parameters": sum(spec.numel for spec in specs.values()),
         "total_size": sum(spec.nbytes for spec in specs.values()),
     }
-    return dump_index(metadata, places)
-
-
-def dump_index(metadata: Mapping[str, Any], places: Mapping[str, str]) -> bytes:
-    """Return an index with the file of each tensor, and any metadata."""
     return (json.dumps({_METADATA: metadata, _PLACES: dict(places)}, indent=2, sort_keys=True) + "\n").encode()

@@ -22,7 +22,6 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 
 def not_json(error: Exception, data: bytes, path: Path) -> Corrupt:
-    """Return the error for `data` of file `path` that is not valid JSON."""
     return wrong_kind_error(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
 
 

@@ -90,10 +90,7 @@ class FormatReader(Protocol):
         return None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Yield the byte ranges of the layout from `read`, each with its recorded CRC-32.
-
-        May verify small ranges right away instead of yielding them. Reports a small range that differs.
-        """
+        """Yield the byte ranges of the layout from `read`, with their CRC-32. May verify small ones at once instead."""
 
 
 @runtime_checkable

@@ -65,10 +65,7 @@ def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
 
 
 def read_with_metadata(path: Path, *, is_shard: bool = False) -> tuple[dict[str, Chunk], dict[str, str]]:
-    """Return the chunk of each tensor in a file, as `read_header` does, and the model's part of its `__metadata__`.
-
-    Drops the name of the framework, torch's positions of shards, and keys that name a tensor.
-    """
+    """Return the chunk of each tensor, as `read_header`, and `__metadata__` without torch's keys and tensors' names."""
     header, data_start, size = load_header(path)
     metadata = header.pop("__metadata__", None)
     starts = read_starts(metadata, path)
@@ -134,9 +131,8 @@ def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path,
         raise Unsupported(f"dtype `{entry['dtype']!a}`", path=path, tensor=name)
     spec = Spec(dtype, unpack_shape(dtype, shape, path, name))
     if spec.nbytes != end - begin:
-        raise Corrupt(
-            f"expected {spec.nbytes} bytes for {spec}, found {end - begin} in the header", path=path, tensor=name
-        )
+        message = f"expected {spec.nbytes} bytes for {spec}, found {end - begin} in the header"
+        raise Corrupt(message, path=path, tensor=name)
     return Chunk(Box(start, spec.shape), path.name, data_start + begin, end - begin, dtype)
 
 
@@ -145,9 +141,8 @@ def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
     if dtype.name != _PACKED:
         return shape
     if not shape or shape[-1] % 2:
-        raise Unsupported(
-            f"expected an even number of 4-bit numbers, found shape {list(shape)}", path=path, tensor=name
-        )
+        message = f"expected an even number of 4-bit numbers, found shape {list(shape)}"
+        raise Unsupported(message, path=path, tensor=name)
     return (*shape[:-1], shape[-1] // 2)
 
 
@@ -244,8 +239,6 @@ def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = 
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > _LIMIT:
-        raise Unsupported(
-            f"{len(specs)} tensors need a header of {len(text)} bytes, more than loaders accept",
-            hint="pass a smaller --max-shard-size: more files have smaller headers",
-        )
+        message = f"{len(specs)} tensors need a header of {len(text)} bytes, more than loaders accept"
+        raise Unsupported(message, hint="pass a smaller --max-shard-size: more files have smaller headers")
     return len(text).to_bytes(8, "little") + text

@@ -44,7 +44,6 @@ class HuggingFace(FormatWriter):
     is_model_only = True
 
     def owns(self, name: str) -> bool:
-        """Return True for safetensors files and their index."""
         return name.endswith((_SUFFIX, _INDEX))
 
     def rank_of(self, name: str) -> int | None:
@@ -53,7 +52,6 @@ class HuggingFace(FormatWriter):
         return int(match[1]) - 1 if match else None
 
     def detect(self, path: Path) -> bool:
-        """Return True for a safetensors file, or a directory with such a file or an index."""
         if path.is_dir():
             return any(map(self.owns, names_in(path)))
         return path.suffix == _SUFFIX
@@ -90,7 +88,10 @@ class HuggingFace(FormatWriter):
         ranks = indexed.world_size
         layout = Layout(indexed.root, self.name, tensors, world_size=ranks, descriptions=described_by, texts=texts)
         if unread:
-            return replace(layout, absent=find_absent(indexed, unread, layout))
+            if indexed.index is None:  # if ranks wrote shards, any tensor may be affected
+                return replace(layout, absent=dict.fromkeys(tensors, "") if ranks is not None else {})
+            absent = {name: file for name, file in indexed.index.items() if file in unread and name not in tensors}
+            return replace(layout, absent=absent)
         gaps: list[CkptError] = []
         check_cover(layout, gaps.append)
         for gap in [indexed.lost] if gaps and indexed.lost else gaps:
@@ -98,16 +99,12 @@ class HuggingFace(FormatWriter):
         return replace(layout, absent=dict.fromkeys(tensors, "")) if gaps and indexed.lost else layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
-        """Yield the tensors of every file; none has a checksum."""
         for name, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
                 yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
-        """Return the files for the tensors of `wanted`: headers, index, room for data.
-
-        Non-tensor entries are not written.
-        """
+        """Return the files for the tensors of `wanted`: headers, index, room for data. Writes no other entries."""
         specs = wanted.specs
         for name, spec in specs.items():
             check_writable(name, spec)
@@ -164,9 +161,8 @@ def find_safetensors(path: Path, report: Report) -> IndexedFiles:
         is_indexed = _NUMBERED.fullmatch(path.name) and is_there(path.parent / INDEX)
         check_is_model(path.parent, read_index(path.parent / INDEX)[1] if is_indexed else {})
         if _SHARD.fullmatch(path.name):
-            raise Unsupported(
-                "this file is the shard of one rank", path=path, hint="pass the directory that has all shards"
-            )
+            hint = "pass the directory that has all shards"
+            raise Unsupported("this file is the shard of one rank", path=path, hint=hint)
         return IndexedFiles(path.parent, [path.name])
     present = set(names_in(path))
     if JOURNAL in present:
@@ -195,11 +191,8 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
     ranks, parts = ({int(match[i]) for match in shards} for i in (1, 2))
     other = min((name for name in present.difference(names) if name.endswith((_SUFFIX, _INDEX))), default=None)
     if other is not None:
-        raise Corrupt(
-            f"both the shards of {len(ranks)} ranks and `{other}` are here",
-            path=path,
-            hint="move one of them elsewhere: they may be of different saves, or one was made from the other",
-        )
+        hint = "move one of them elsewhere: they may be of different saves, or one was made from the other"
+        raise Corrupt(f"both the shards of {len(ranks)} ranks and `{other}` are here", path=path, hint=hint)
     lost = find_missing_number("shard-*-model-{:05d}-*", parts, count_of(path, shards, 3), path)
     if lost is not None:
         raise lost
@@ -282,10 +275,7 @@ def find_index(path: Path, present: set[str]) -> str | None:
 
 
 def find_indexed(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
-    """Return the files that the index names, and report missing ones.
-
-    Refuses a single file beside them: it is ambiguous.
-    """
+    """Return the files that the index names; report missing ones. Refuses a single file beside them as ambiguous."""
     index, metadata = read_index(path / described_by)
     check_is_model(path, metadata)
     single = described_by.removesuffix(".index.json")
@@ -304,21 +294,15 @@ def find_only_file(path: Path, present: set[str]) -> str:
     """Return the only safetensors file of a directory without an index."""
     names = sorted(name for name in present if name.endswith(_SUFFIX))
     if len(names) != 1:
-        raise Unsupported(
-            f"expected an index of the {len(names)} safetensors files, found none",
-            path=path,
-            hint=f"pass one of them: {', '.join(names[:4])}",
-        )
+        hint = f"pass one of them: {', '.join(names[:4])}"
+        raise Unsupported(f"expected an index of the {len(names)} safetensors files, found none", path=path, hint=hint)
     return names[0]
 
 
 def check_index(
     path: Path, places: Mapping[str, str], chunks: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
 ) -> None:
-    """Report where the index and the headers of its files do not name the same tensors in the same files.
-
-    Skips files that are `unread`.
-    """
+    """Report where the index and the headers of the files, except `unread` ones, do not name the same tensors."""
     for name, file in places.items():
         files = [chunk.path for chunk in chunks.get(name, ())]
         if files != [file] and file not in unread:
@@ -328,13 +312,6 @@ def check_index(
         if name not in places:
             message = f"`{chunks[name][0].path}` contains a tensor that the index does not list"
             report(Corrupt(message, path=path, tensor=name))
-
-
-def find_absent(found: IndexedFiles, unread: Container[str], layout: Layout) -> dict[str, str]:
-    """Return the tensors in unread files, each with its file. If ranks wrote shards, any tensor may be affected."""
-    if found.index is not None:
-        return {name: file for name, file in found.index.items() if file in unread and name not in layout.tensors}
-    return dict.fromkeys(layout.tensors, "") if found.world_size is not None else {}
 
 
 def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
@@ -364,17 +341,12 @@ def split_names(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
 
 def split_into_files(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, list[str]]:
     """Return the names of the tensors in each file: as `options.places` says, or by size."""
-    if options.places is None:
-        shards = split_names(specs, options.max_shard_size)
-        return dict(zip(shard_names(len(shards), options.stem), shards, strict=True))
-    shares: dict[str, list[str]] = {}
-    for name in specs:
-        shares.setdefault(options.places[name], []).append(name)
-    return dict(sorted(shares.items()))
-
-
-def shard_names(count: int, stem: str) -> list[str]:
-    """Return the file names of a model in `count` files."""
-    if count == 1:
-        return [f"{stem}{_SUFFIX}"]
-    return [f"{stem}-{i:05d}-of-{count:05d}{_SUFFIX}" for i in range(1, count + 1)]
+    if options.places is not None:
+        shares: dict[str, list[str]] = {}
+        for name in specs:
+            shares.setdefault(options.places[name], []).append(name)
+        return dict(sorted(shares.items()))
+    shards, stem = split_names(specs, options.max_shard_size), options.stem
+    if len(shards) == 1:
+        return {f"{stem}{_SUFFIX}": shards[0]}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}{_SUFFIX}": names for i, names in enumerate(shards, start=1)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.formats.safetensors_headers import check_contiguous, load_header, read_entry, read_starts
 from ckptkit.io.file import names_in
-from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout import Layout, Spec, StoredTensor
 
 _SUFFIX = ".safetensors"
 _SERIES = re.compile(r"(.*?)[-_.]?([0-9]+)-of-([0-9]+)(.*)")
@@ -18,10 +18,7 @@ _SERIES = re.compile(r"(.*?)[-_.]?([0-9]+)-of-([0-9]+)(.*)")
 
 @dataclass(frozen=True, slots=True)
 class HeaderFiles:
-    """The tensors in the headers of a directory, by name, and the entries without dtype and elements.
-
-    `is_series` says that the files are numbered and complete.
-    """
+    """The tensors in the headers of a directory, and entries without elements. `is_series`: numbered and complete."""
 
     layout: Layout
     empty: Mapping[str, str]  # the file of each entry
@@ -45,14 +42,11 @@ def layout_of_headers(root: Path, format_name: str) -> HeaderFiles | None:
         check_contiguous(chunks, root / file, start, size)
         if chunks.keys() & tensors.keys():
             return None
-        tensors |= {key: stored(chunk) for key, chunk in sorted(chunks.items())}
+        for key, chunk in sorted(chunks.items()):
+            tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,))
         empty |= dict.fromkeys(dropped, file)
         files |= {file} if chunks else set()
     return HeaderFiles(Layout(root, format_name, tensors), empty, is_series(files))
-
-
-def stored(chunk: Chunk) -> StoredTensor:
-    return StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,))
 
 
 def is_empty(entry: Any) -> bool:
