@@ -50,7 +50,6 @@ class Spec:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return prod(self.shape)
 
     @property
@@ -136,7 +135,6 @@ class Chunk(NamedTuple):
 
     @property
     def wrapper(self) -> str | None:
-        """Return the name of the wrapper around the bytes, None without one."""
         return self.where.name if isinstance(self.where, Wrapped) else None
 
     @property
@@ -168,10 +166,7 @@ class Chunk(NamedTuple):
 
 
 class ReadRun(NamedTuple):
-    """A contiguous byte range of a chunk that was read: `length` bytes from byte `start` of the chunk.
-
-    `crc` is their CRC-32, None if it was not needed.
-    """
+    """`length` bytes from byte `start` of a chunk that were read at once. `crc` is their CRC-32, None if not needed."""
 
     chunk: Chunk
     start: int
@@ -223,7 +218,6 @@ class Blob(NamedTuple):
 
     @property
     def wrapper(self) -> str | None:
-        """Return the name of the wrapper around the archive, None without one."""
         return self.where.name if isinstance(self.where, Wrapped) else None
 
     @property
@@ -249,10 +243,7 @@ Patch = tuple[int, bytes]  # offset in a file, and the bytes there
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file to write: its size, and the bytes that are known in advance.
-
-    The other byte ranges are for the data of tensors and blobs.
-    """
+    """A file to write: its size, and the bytes that are known in advance. The rest is data of tensors and blobs."""
 
     name: str
     nbytes: int
@@ -315,12 +306,10 @@ class Layout:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Return the dtype and shape of each tensor."""
         return {name: tensor.spec for name, tensor in self.tensors.items()}
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Return the shape of each tensor."""
         return {name: tensor.spec.shape for name, tensor in self.tensors.items()}
 
     @property

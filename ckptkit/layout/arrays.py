@@ -43,10 +43,7 @@ def _widened(data: bytearray, name: str) -> Array:
 
 
 def to_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
-    """Return the elements in `data` as a CPU tensor, which shares its memory.
-
-    Raises `Unsupported` for quantized dtypes, whose scales are not available.
-    """
+    """Return `data` as a CPU tensor, which shares its memory. Raises `Unsupported` if quantized: scales are missing."""
     import torch
 
     if dtype.kind == "quantized":

@@ -53,10 +53,7 @@ def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
 
 def halve(box: Box, strides: Shape) -> tuple[Box, Box]:
     """Cut a box in two across the axis with the largest stride."""
-    axis = max(
-        (d for d in range(len(box.size)) if box.size[d] > 1),
-        key=lambda d: strides[d],
-    )
+    axis = max((d for d in range(len(box.size)) if box.size[d] > 1), key=lambda d: strides[d])
     half = box.size[axis] // 2
     return _slice_axis(box, axis, 0, half), _slice_axis(box, axis, half, box.size[axis])
 
@@ -82,7 +79,6 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return prod(self.size)
 
     def relative_to(self, outer: Box) -> Box:

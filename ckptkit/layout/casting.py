@@ -42,10 +42,7 @@ def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
 
 
 def are_small(values: Array, dst: DType) -> bool:
-    """Return True if `dst` represents all `values` as finite numbers. Return False if unknown, or not needed.
-
-    Raises `Unsupported` if a finite value is too large for `dst`.
-    """
+    """Return True if all `values` are finite in `dst`, False if unknown. Raises `Unsupported` if one is too large."""
     limit = _OVERFLOW.get(dst.name)
     if limit is None or values.dtype == _NUMPY.get(dst.name):
         return False
@@ -54,9 +51,8 @@ def are_small(values: Array, dst: DType) -> bool:
     too_large = np.isfinite(values) & (np.abs(values) >= limit)
     if too_large.any():
         worst = np.abs(values[too_large]).max()
-        raise Unsupported(
-            f"{dst} cannot hold {worst:.6g}: it would become infinite", hint="keep the dtype, or use bfloat16"
-        )
+        hint = "keep the dtype, or use bfloat16"
+        raise Unsupported(f"{dst} cannot hold {worst:.6g}: it would become infinite", hint=hint)
     return False
 
 
@@ -79,10 +75,7 @@ def widen_into(numbers: Array, stored: Array, src: DType) -> Array:
 
 
 def _narrower(dst: DType, count: int) -> Callable[[Array, Array, bool], None]:
-    """Return a function that stores up to `count` float32 or float64 values as `dst`.
-
-    Its flag says that all are small.
-    """
+    """Return a function that stores up to `count` floats as `dst`. Its flag says that all are small."""
     if dst.name == "bfloat16":
         scratch = np.empty(count, np.uint32)
         return lambda wide, out, small: _to_bfloat16(_to_float32(wide), out.view(np.uint16), small, scratch)

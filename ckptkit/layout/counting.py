@@ -56,7 +56,6 @@ class Count:
         return self.zero / self.numbers if self.numbers else 0.0
 
     def merge(self, other: Count) -> Count:
-        """Return the counts of both together."""
         return Count(
             self.numbers + other.numbers,
             self.nan + other.nan,
@@ -97,11 +96,7 @@ _INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int
 def _count_integers(values: Array) -> Count:
     zero = len(values) - int(np.count_nonzero(values))
     low, high = values.min().item(), values.max().item()
-    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, _identity))
-
-
-def _identity(values: Array) -> Array:
-    return values
+    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, lambda stored: stored))
 
 
 # Floats of 16 bits and more, by their bits
@@ -121,11 +116,9 @@ class _Float:
 
     @property
     def sign(self) -> int:
-        """Return the sign bit."""
         return 1 << (8 * self.nbytes - 1)
 
     def decode(self, bits: int) -> float:
-        """Return the number with these bits."""
         raw = bits.to_bytes(self.nbytes, "little").rjust(self.numpy_nbytes, b"\0")
         return float(np.frombuffer(raw, f"<f{self.numpy_nbytes}")[0])
 
@@ -170,11 +163,7 @@ class _Extremes:
 
     @classmethod
     def of(cls, bits: Array, kind: _Float) -> Self:
-        """Return the extremes of one or more floats.
-
-        Read as unsigned integers, negative floats come after the others; as signed, before them. Within a sign, bits
-        grow with the magnitude.
-        """
+        """Return the extremes. Unsigned, negative floats come last; signed, first. Bits grow with the magnitude."""
         signed = bits.view(f"i{kind.nbytes}")
         first, last = int(bits.min()), int(bits.max())
         first_signed, last_signed = (int(at) % (2 * kind.sign) for at in (signed.min(), signed.max()))

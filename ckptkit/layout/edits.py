@@ -16,19 +16,8 @@ _Entry = TypeVar("_Entry")
 
 
 def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
-    """Return the tensors and blobs whose names `keep` accepts."""
-
-    def kept(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-        return {name: entry for name, entry in entries.items() if keep(name)}
-
-    return replace(
-        layout,
-        tensors=kept(layout.tensors),
-        blobs=kept(layout.blobs),
-        twins=kept(layout.twins),
-        spares=kept(layout.spares),
-        absent=kept(layout.absent),
-    )
+    named = chain(layout.tensors, layout.blobs, layout.twins, layout.spares, layout.absent)
+    return with_names(layout, {name: name for name in named if keep(name)}, layout.keys)
 
 
 def in_folder(layout: Layout, folder: str) -> Layout:
@@ -60,10 +49,7 @@ def in_folder(layout: Layout, folder: str) -> Layout:
 
 
 def join(root: Path, layouts: Sequence[Layout]) -> Layout:
-    """Join layouts that share no name, in the format of the first and with its texts.
-
-    Their file names must be relative to `root`.
-    """
+    """Join layouts that share no name, in the first one's format, with its texts. Paths must be relative to `root`."""
 
     def joined(parts: Iterable[Mapping[str, _Entry]]) -> dict[str, _Entry]:
         return dict(chain.from_iterable(mapping.items() for mapping in parts))
@@ -104,10 +90,7 @@ def with_names(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyP
 
 
 def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
-    """Return the same tensors with other names, without blobs and copies of tensors.
-
-    Raises `Mismatch` if two would get the same name.
-    """
+    """Return the same tensors with new names, without blobs and copies. Raises `Mismatch` if two become equal."""
     old_names: dict[str, str] = {}
     for name in layout.tensors:
         new = new_name(name)
@@ -119,10 +102,7 @@ def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
 
 
 def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
-    """Return the same tensors and blobs with new key paths in the nested dict.
-
-    Raises `Mismatch` if two names become equal, or an entry is where another needs a dict.
-    """
+    """Return the same entries with new key paths. Raises `Mismatch` if names clash, or one is where a dict must be."""
     old_names: dict[str, str] = {}
     keys: dict[str, KeyPath] = {}
     for name in layout.names:

@@ -191,10 +191,7 @@ class Way(NamedTuple):
 def assign_uniquely(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold
 ) -> list[int]:
-    """Return the index of each parameter, by the only way to distribute them to the groups in order.
-
-    Raises `Unsupported` if there is none, or another one.
-    """
+    """Return the index of each parameter, in order. Raises `Unsupported` unless there is exactly one assignment."""
     # a key counts the parameters that each group got so far
     reached: dict[tuple[int, ...], Way | None] = {(0,) * len(groups): None}
     for key, size in parameters.items():
@@ -215,10 +212,6 @@ def assign_uniquely(
     (way,) = reached.values()  # all parameters are assigned
     if way is not None and way.ambiguous_at is not None:
         raise ambiguous(way.ambiguous_at)
-    return trace_back(way)
-
-
-def trace_back(way: Way | None) -> list[int]:
     numbers: list[int] = []
     while way is not None:
         numbers.append(way.number)

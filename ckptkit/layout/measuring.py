@@ -110,10 +110,7 @@ def index_in(box: Box, at: int) -> Index:
 
 
 def _numbers(elements: Elements, memory: Array) -> Array:
-    """Return the values, in a numpy dtype that represents each exactly; two per row where an element has two.
-
-    `memory` is float32, for values of dtypes that numpy does not have.
-    """
+    """Return the values, exactly; two per row where an element has two. `memory` is for what numpy does not have."""
     data, dtype = elements
     stored: Array = np.frombuffer(data, _NUMPY.get(dtype.name, dtype.name))
     if dtype.name == "bfloat16":

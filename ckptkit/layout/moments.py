@@ -40,7 +40,6 @@ class Moments:
         return sqrt(self.spread + self.finite * self.mean * self.mean)
 
     def merge(self, other: Moments) -> Moments:
-        """Return the moments of both together."""
         if not self.finite or not other.finite:
             return self if self.finite else other
         finite = self.finite + other.finite

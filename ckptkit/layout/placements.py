@@ -96,15 +96,12 @@ def cut_strided(runs: Sequence[Run], parts: int, index: int, stride: int) -> lis
     size = -(-total // stride)
     shard: list[Run] = []
     for start in range(0, total, size or 1):
-        for run in take_part(narrow_runs(runs, start, start + size), parts, index):
+        piece = narrow_runs(runs, start, start + size)
+        # the last non-empty shard may have fewer elements, later ones none
+        each = -(-sum(count for _, count in piece) // parts)
+        for run in narrow_runs(piece, index * each, (index + 1) * each):
             append(shard, run)
     return shard
-
-
-def take_part(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
-    """Return shard `index` of `parts` equal ones; the last non-empty shard may have fewer elements, later ones none."""
-    size = -(-sum(count for _, count in runs) // parts)
-    return narrow_runs(runs, index * size, (index + 1) * size)
 
 
 def narrow_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:

@@ -53,10 +53,7 @@ class Recipe(Protocol):
 
 @runtime_checkable
 class ByRows(Recipe, Protocol):
-    """A recipe that computes `rows` rows of a tensor at once, or fewer at its end.
-
-    Its operands must be small enough.
-    """
+    """A recipe that computes `rows` rows of a tensor at once, or fewer at its end. Its operands must be small."""
 
     rows: int
 
@@ -118,7 +115,6 @@ class Plan:
 
     @property
     def sources(self) -> tuple[Layout, ...]:
-        """Return every layout that is read."""
         return (self.src, *self.others)
 
     @property
@@ -160,9 +156,7 @@ def make_plan(
         recipe = (recipes or {}).get(name)
         if recipe is None:
             check_source(name, wanted.spec, src)
-            targets.extend(targets_for(name, wanted, [src]))
-        else:
-            targets.extend(targets_for(name, wanted, sources, recipe))
+        targets.extend(targets_for(name, wanted, [src] if recipe is None else sources, recipe))
     targets += [target for name, blob in dst.blobs.items() if (target := join_blob(name, blob, src)) is not None]
     return Plan(src, dst, in_order(targets), tuple(others))
 
@@ -189,15 +183,11 @@ def needed(src: Layout, dst: Layout, also: Container[str] = ()) -> Layout:
 
 
 def restrict_to(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
+    """Return a tensor with only those of its chunks that intersect any of the wanted ones."""
     cut = wanted if tensor.splits is None else resplit(wanted, tensor.splits)
-    return replace(tensor, chunks=meeting(tensor, cut.chunks))
-
-
-def meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Return the chunks of a tensor that intersect any of the wanted ones."""
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    indices = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
-    return tuple(tensor.chunks[i] for i in sorted(indices))
+    indices = {i for chunk in cut.chunks for i, _ in index.meeting(chunk.box)}
+    return replace(tensor, chunks=tuple(tensor.chunks[i] for i in sorted(indices)))
 
 
 def plan_in_place(layout: Layout) -> Plan:
@@ -218,10 +208,7 @@ def check_source(name: str, wanted: Spec, layout: Layout) -> None:
 def targets_for(
     name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None
 ) -> Iterator[Target]:
-    """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it needs.
-
-    Without a recipe these belong to the tensor of the same name in each source.
-    """
+    """Yield the targets of a tensor, with the parts of every source, of the recipe's operands or of the same name."""
     numbers = range(len(sources))
     operands = recipe.operands if recipe else [Operand(number, name, wanted.spec.dtype) for number in numbers]
     if recipe is not None:
@@ -261,10 +248,7 @@ def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[
 def split_alike(
     wanted: StoredTensor, tensors: Sequence[StoredTensor], operands: Sequence[Operand]
 ) -> list[StoredTensor]:
-    """Return a tensor and its operands with the same axes split.
-
-    No axes are split if an operand is needed in other boxes than the tensor.
-    """
+    """Return a tensor and its operands with the same axes split; with none split if an operand has other boxes."""
     if any(operand.region is not same for operand in operands):
         return [unsplit(tensor) for tensor in (wanted, *tensors)]
     splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
@@ -292,10 +276,7 @@ def itself(name: str, chunk: Chunk, source: int = 0) -> Target:
 
 
 def plan_bytes(root: Path, runs: Iterable[tuple[str, int, int]]) -> Plan:
-    """Return the plan that reads byte ranges of files in directory `root`, in this order.
-
-    A byte range is a file name, an offset and a length.
-    """
+    """Return the plan that reads byte ranges of files in turn, each a file name in `root`, an offset and a length."""
     nothing, uint8 = Layout(root, "", {}), DTYPES["uint8"]
     chunks = (Chunk(whole((length,)), path, offset, length, uint8) for path, offset, length in runs)
     return Plan(nothing, nothing, tuple(itself("", chunk) for chunk in chunks))
@@ -310,5 +291,4 @@ def as_bytes(stored: Blob | Chunk) -> Chunk:
 
 
 def in_order(targets: Iterable[Target]) -> tuple[Target, ...]:
-    """Return targets in the order of their files and offsets."""
     return tuple(sorted(targets, key=lambda target: (target.chunk.path, target.chunk.offset)))

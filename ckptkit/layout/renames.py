@@ -194,10 +194,7 @@ def parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
 
 
 def rules_for(pairs: Mapping[str, str], names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the rules that rename each old name in `pairs`, and leave all other `names` unchanged.
-
-    Returns None if more rules are needed than a user would read.
-    """
+    """Return the rules that rename `pairs` and no other of the `names`; None if a user would not read so many."""
     rules = Counter(changes_of(old, new) for old, new in pairs.items())
     if len(rules) > _MOST_RULES:
         return None
@@ -207,7 +204,6 @@ def rules_for(pairs: Mapping[str, str], names: Collection[str]) -> tuple[str, ..
 
 
 def spell_rule(change: WordChange) -> str:
-    """Return a change of words as a rule `REGEX=>TEXT`."""
     old, new = re.escape(".".join(change.old)), ".".join(change.new).replace("\\", r"\\")
     if not old:
         return f"^=>{new}."
@@ -225,10 +221,7 @@ def few_globs(names: Iterable[str], others: Collection[str], most: int) -> tuple
 
 
 def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
-    """Yield globs that together match all of the names and none of the others.
-
-    Each matches as many names as it can: all tensors of a module, or the same tensor in all layers.
-    """
+    """Yield globs that match all names and no others: of whole modules, or of one tensor in all layers, if possible."""
     remaining = dict.fromkeys(names)
     while remaining:
         matches = {

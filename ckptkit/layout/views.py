@@ -53,7 +53,6 @@ class View:
         return View(Box(tuple(start), tuple(size)), tuple(kept))
 
     def _spread(self, index: Index | tuple[Index, ...]) -> list[int | slice]:
-        """Return one index for each axis."""
         given = index if isinstance(index, tuple) else (index,)
         for item in given:
             if isinstance(item, bool) or not (isinstance(item, slice | EllipsisType) or hasattr(item, "__index__")):
