@@ -85,8 +85,7 @@ def copy_differs(layout: Layout, name: str, entry: str, compared: Comparison, di
 def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
     """Return whether a tensor contains only the remainders of masters that its copy lacks, saved as floats."""
     from ckptkit.engine.compare_computed import ComparedTensor, compare_computed
-    from ckptkit.engine.masters import Master
-    from ckptkit.engine.recipes import FLOAT32, Taken
+    from ckptkit.engine.recipes import FLOAT32, Master, Taken
     from ckptkit.layout.plan import Operand
 
     copy: StoredTensor = layout.twins[name]

@@ -62,10 +62,7 @@ def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
 
 
 def compute_chunk(chunk: Chunk, change: Arithmetic, files: OpenFiles, out: BinaryIO, path: str) -> Chunk:
-    """Append the changed elements of a chunk to `out`; return the new chunk.
-
-    A chunk that is in no file stays unchanged.
-    """
+    """Append the changed elements of a chunk to `out`, if a file has them or they are zeros; return the new chunk."""
     offset, written = out.tell(), 0
     if chunk.is_zeros:
         written = append(bytes(chunk.box.numel * chunk.dtype.itemsize), chunk, change, out)

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.io.crc32 import Checksums, crc32
+from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, ReadRun
@@ -43,11 +43,7 @@ class Gatherer:
         return memoryview(bytearray(BLOCK_BYTES))
 
     def fill(self, parts: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview) -> list[ReadRun]:
-        """Write the elements of `box` into `out`: row-major, as `dtype`.
-
-        `parts` are pairs of a chunk and a box of it; together the boxes tile `box`. Returns the byte ranges that were
-        read contiguously.
-        """
+        """Write `box` into `out`, row-major, as `dtype`, from `parts` that tile it. Returns the contiguous reads."""
         pieces: list[ReadRun] = []
         for chunk, part_box in parts:
             target_span = span_of(part_box, box, None)
@@ -82,14 +78,12 @@ class Gatherer:
         self.files[path].read_into(target, offset)
 
     def checksum(self, path: str, offset: int, length: int) -> int:
-        """Return the CRC-32 of `length` bytes at `offset` of a file."""
-        whole: Checksums[str] = Checksums()
+        crc = 0
         for start in range(0, length, BLOCK_BYTES):
             target = self.scratch[: min(BLOCK_BYTES, length - start)]
             self.load(path, offset + start, target)
-            whole.add(path, start, len(target), crc32(target))
-        # an empty range has no checksum entry
-        return whole.whole(path, length) or 0
+            crc = crc32(target, crc)
+        return crc
 
 
 Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box that it shares with an input
@@ -104,10 +98,7 @@ class Input(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A contiguous byte range of a target's chunk that is written at once: its box, and the inputs it is computed from.
-
-    The block begins at byte `start` of the chunk.
-    """
+    """A byte range of a target's chunk, from byte `start`, that is written at once: its box, and the inputs for it."""
 
     target: Target
     box: Box
@@ -116,7 +107,6 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the block in the destination, in bytes."""
         return self.box.numel * self.target.chunk.dtype.itemsize
 
 

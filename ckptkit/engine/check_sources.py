@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
@@ -40,7 +40,11 @@ class Sources:
         }
         # the ledger may have reads of an earlier call, which count too
         self._read = ledger.read
-        self._requested = count_requested(nbytes, runs)
+        # all of a chunk's own range, but only the bytes read of a shared one
+        self._requested = {
+            place: chunk.bytes[1] if chunk.run is None else min(chunk.bytes[1], nbytes[place])
+            for place, (_, chunk) in runs.items()
+        }
         self._sum_arguments: set[SourcePlace] = set()
         self.checked_bytes = 0
         # a resumed ledger may have complete ranges already
@@ -71,10 +75,7 @@ class Sources:
         return chunk.path in self._plan.sources[number].file_sums or self.compares(number, chunk)
 
     def note(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
-        """Record the reads from each source, and verify each byte range that is now complete.
-
-        Raises `Corrupt` for a range whose CRC-32 differs.
-        """
+        """Record the reads from each source. Raises `Corrupt` if a range is complete now and its CRC-32 differs."""
         for number, of_source in enumerate(pieces):
             for piece in of_source:
                 path, offset, start = place_in_run(piece.chunk, piece.start)
@@ -85,10 +86,7 @@ class Sources:
                     self._compare_if_whole(place)
 
     def hand_over(self, shared: Ledger) -> None:
-        """Hand the incomplete byte ranges that several chunks share to the ledger of several reads.
-
-        Verifies the ranges that are complete there. Raises `Corrupt` for a range whose CRC-32 differs.
-        """
+        """Hand reads of incomplete shared ranges to a ledger of several reads. Raises `Corrupt` if a CRC-32 differs."""
         unfinished = [place for place, (_, chunk) in self._waiting.items() if chunk.run is not None]
         for place, *piece in self._read:
             if place in unfinished:
@@ -115,10 +113,7 @@ class Sources:
         del self._waiting[place]
 
     def unfinished(self) -> Plan:
-        """Return the plan that completes the byte ranges that have a CRC-32 and were not read completely in order.
-
-        Skips a range that several chunks share if much of it was not requested.
-        """
+        """Return the plan that completes ranges with a CRC-32, except shared ones of which little was requested."""
         targets = (target for place, run in self._waiting.items() for target in self._rest(place, *run))
         return replace(self._plan, targets=in_order(targets))
 
@@ -139,14 +134,6 @@ def count_read(copies: Iterable[Copy]) -> Counter[SourcePlace]:
         if copy.src.where is None:
             nbytes[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
     return nbytes
-
-
-def count_requested(
-    nbytes: Counter[SourcePlace], runs: Mapping[SourcePlace, tuple[str, Chunk]]
-) -> Mapping[SourcePlace, int]:
-    """Return the requested bytes of each byte range: all of a chunk's own range, the bytes read of a shared one."""
-    lengths = ((place, chunk, chunk.bytes[1]) for place, (_, chunk) in runs.items())
-    return {place: length if chunk.run is None else min(length, nbytes[place]) for place, chunk, length in lengths}
 
 
 def target_name(target: Target, copy: Copy) -> str:

@@ -5,14 +5,14 @@ Equal blocks cost only the reads: numpy is imported when two blocks differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.visit import Pieces, Worker, visit
+from ckptkit.engine.visit import Pieces, Progress, Worker, visit
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.axes import index_in
@@ -20,22 +20,16 @@ from ckptkit.layout.box import whole
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.plan import Plan, in_order, make_plan, targets_for
 
-Progress = Callable[[int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The distance of each measured tensor, and how many bytes were verified with a CRC-32.
-
-    Tensors that differ are measured; with `measure_all`, all tensors are.
-    """
+    """The distance of each tensor that differs, or of all with `measure_all`; and how many bytes were verified."""
 
     distances: Mapping[str, Distance]
     checked_bytes: int
 
     @property
     def different(self) -> list[str]:
-        """Return the sorted names of the tensors that differ."""
         return sorted(name for name, distance in self.distances.items() if distance.different)
 
 
@@ -54,7 +48,8 @@ def compare(
     Verifies every chunk that has a recorded CRC-32: `Corrupt` names one that differs. Raises `Usage` for a layout that
     has not been located. `progress` receives the bytes read, from one thread at a time.
     """
-    plan = plan_comparison(a, b)
+    targets = (one for name, tensor in b.tensors.items() for one in targets_for(name, with_places(tensor), (a, b)))
+    plan = Plan(a, b, in_order(targets), (b,))
     sources = Sources(plan, Ledger())
     found: dict[str, Distance] = {}
 
@@ -77,7 +72,10 @@ def compare(
         if progress:
             progress(nbytes)
 
-    visit(plan, measure_block, record, jobs, sums=sources.compares, among=blocks_to_compare(plan))
+    # a block fits the buffers in the dtypes of both layouts
+    itemsizes = {name: max(layout.tensors[name].spec.dtype.itemsize for layout in (a, b)) for name in b.tensors}
+    blocks = (block for target in plan.targets for block in blocks_of(plan, target, itemsizes[target.name]))
+    visit(plan, measure_block, record, jobs, sums=sources.compares, among=blocks)
     scrub(sources, jobs)
     found = {name: with_tensor_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
     return Comparison(with_sizes(a, found, jobs), sources.checked_bytes)
@@ -98,13 +96,6 @@ def are_equal(a: memoryview, b: memoryview) -> bool:
     return whole_buffer.startswith(b)
 
 
-def plan_comparison(a: Layout, b: Layout) -> Plan:
-    targets = [
-        target for name, tensor in b.tensors.items() for target in targets_for(name, with_places(tensor), (a, b))
-    ]
-    return Plan(a, b, in_order(targets), (b,))
-
-
 def with_places(tensor: StoredTensor) -> StoredTensor:
     """Return a tensor whose chunks of zeros can be targets: targets need a file location."""
     return replace(
@@ -112,18 +103,8 @@ def with_places(tensor: StoredTensor) -> StoredTensor:
     )
 
 
-def blocks_to_compare(plan: Plan) -> Iterator[Block]:
-    """Yield blocks that fit the buffers in the dtypes of both layouts."""
-    for target in plan.targets:
-        dtypes = (layout.tensors[target.name].spec.dtype for layout in plan.sources)
-        yield from blocks_of(plan, target, max(dtype.itemsize for dtype in dtypes))
-
-
 def with_sizes(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> dict[str, Distance]:
-    """Return the distances with the norm of all of `a`.
-
-    Equal blocks of a tensor that differs were not measured before.
-    """
+    """Return the distances with the norm of all of `a`: equal blocks of a tensor were not measured before."""
     lacking = {
         name: a.tensors[name]
         for name, distance in distances.items()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.visit import Pieces, Worker, visit
+from ckptkit.engine.visit import Pieces, Progress, Worker, visit
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape, whole
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.measuring import Elements, measure
 from ckptkit.layout.plan import Plan, Recipe, Target, targets_for
-
-Progress = Callable[[int], None]
 
 _FLOAT32 = DTYPES["float32"]
 
@@ -30,10 +28,7 @@ class ComparedTensor(NamedTuple):
 
 
 class Both:
-    """The recipe of a pair of tensors of one shape.
-
-    Its operands are those of the first tensor, then those of the second.
-    """
+    """The recipe of two tensors of one shape. Its operands are those of the first, then those of the second."""
 
     def __init__(self, first: ComparedTensor, second: ComparedTensor) -> None:
         self._first, self._second = first, second
@@ -67,7 +62,12 @@ def compare_computed(
     bytes read, from one thread at a time.
     """
     recipes = {name: Both(*pair) for name, pair in sides.items()}
-    plan = Plan(a, b, tuple(targets_to_compare(a, b, shapes, recipes)), (b,))
+    targets: list[Target] = []  # as if each tensor were to be written
+    for name, shape in shapes.items():
+        spec = Spec(_FLOAT32, shape)
+        chunk = Chunk(whole(shape), name, 0, spec.nbytes, _FLOAT32)
+        targets += targets_for(name, StoredTensor(spec, (chunk,)), (a, b), recipes[name])
+    plan = Plan(a, b, tuple(targets), (b,))
     sources = Sources(plan, Ledger())
     distances = dict.fromkeys(shapes, Distance())
 
@@ -85,13 +85,3 @@ def compare_computed(
     visit(plan, measure_block, record, jobs, sums=sources.compares)
     scrub(sources, jobs)
     return distances
-
-
-def targets_to_compare(
-    a: Layout, b: Layout, shapes: Mapping[str, Shape], recipes: Mapping[str, Both]
-) -> Iterator[Target]:
-    """Yield a target for each tensor to compare, as if it were to be written."""
-    for name, shape in shapes.items():
-        spec = Spec(_FLOAT32, shape)
-        chunk = Chunk(whole(shape), name, 0, spec.nbytes, _FLOAT32)
-        yield from targets_for(name, StoredTensor(spec, (chunk,)), (a, b), recipes[name])

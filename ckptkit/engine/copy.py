@@ -17,7 +17,7 @@ from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
 from ckptkit.engine.check_sources import Sources, bytes_at
 from ckptkit.engine.ledger import Journal, Ledger, place_in_run
 from ckptkit.engine.shares import WHOLE, Share, units_of
-from ckptkit.engine.visit import Pieces, Step, Worker, visit, work
+from ckptkit.engine.visit import Pieces, Progress, Step, Worker, visit, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import combine, crc32
@@ -26,7 +26,6 @@ from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.box import span_of
 from ckptkit.layout.plan import Plan, Recipe
 
-Progress = Callable[[int], None]
 ByteRun = tuple[int, Chunk, int, int]  # (offset in the block, chunk, offset in the chunk, length), in bytes
 
 
@@ -245,17 +244,12 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
         if crc is None:
             raise Corrupt("not all bytes were written", path=plan.dst.root / target.chunk.path, tensor=target.name)
         checksums[bytes_at(target.chunk)] = crc
-    checked, uncompared = compare_files(plan, ledger, sources.unchecked)
+    checked, uncompared = 0, list[Path]()
+    if unchecked := sources.unchecked:
+        from ckptkit.engine.whole_files import compare_read  # only where a manifest has files alone
+
+        checked, uncompared = compare_read(plan.sources, ledger.read, unchecked)
     return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, uncompared)
-
-
-def compare_files(plan: Plan, ledger: Ledger, unchecked: Mapping[tuple[int, str], int]) -> tuple[int, Sequence[Path]]:
-    """Verify source files that have one CRC-32 for the whole file; see `whole_files.compare_read`."""
-    if not unchecked:
-        return 0, ()
-    from ckptkit.engine.whole_files import compare_read  # only where a manifest has files alone
-
-    return compare_read(plan.sources, ledger.read, unchecked)
 
 
 def scrub(sources: Sources, jobs: int | None) -> None:

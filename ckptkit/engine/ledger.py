@@ -55,7 +55,6 @@ class Journal:
             self._nbytes += len(line)
 
     def note(self, unit: int, ledger: Ledger) -> None:
-        """Record that a unit is finished, with the reads and writes for it."""
         self.units[unit] = ledger
         self._append(json.dumps({"unit": unit, **ledger.to_json()}).encode() + b"\n")
 
@@ -97,7 +96,6 @@ class Ledger:
     resumed_bytes: int = 0
 
     def add(self, other: Ledger) -> None:
-        """Add the entries of another ledger."""
         for place, *piece in other.read:
             self.read.add(place, *piece)
         for target, *piece in other.written:
@@ -124,10 +122,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Ledger:
-        """Return the ledger from the result of `to_json`.
-
-        Raises KeyError, TypeError or ValueError for any other value.
-        """
+        """Return the ledger from `to_json`. Raises KeyError, TypeError or ValueError for any other value."""
         ledger = cls()
         for source, path, *numbers in value["read"]:
             offset, start, length, crc = map(int, numbers)

@@ -26,10 +26,7 @@ class SharedRuns:
         self._lock = Lock()
 
     def add(self, sources: Sources) -> None:
-        """Add the reads of incomplete ranges.
-
-        Raises `Corrupt` for a range that is now complete and whose CRC-32 differs.
-        """
+        """Add the reads of incomplete ranges. Raises `Corrupt` if one is complete now and its CRC-32 differs."""
         with self._lock:
             sources.hand_over(self._ledger)
 

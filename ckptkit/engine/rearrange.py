@@ -31,10 +31,7 @@ class Rearrangement:
     dtype: DType
 
     def read_into(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
-        """Write the elements of `part` of the chunk to their positions in `out`, the row-major elements of `box`.
-
-        Yields the byte ranges that were read contiguously.
-        """
+        """Write the elements of `part` to their places in `out`, of `box`. Yields the ranges read contiguously."""
         whole = np.frombuffer(out, _RAW[self.dtype.itemsize], box.numel).reshape(box.size)
         yield from self._fill(part, view_of(whole, part, box))
 

@@ -7,15 +7,16 @@ few large ones.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block, Gatherer
-from ckptkit.engine.visit import Pieces, Step, Worker, visit, work
+from ckptkit.engine.visit import Pieces, Progress, Step, Worker, visit, work
 from ckptkit.errors import CkptError, Corrupt, Report, ignore
 from ckptkit.io.crc32 import Checksums, combine, crc32
 from ckptkit.io.file import OpenFiles, read_at
@@ -24,6 +25,47 @@ from ckptkit.layout import Extent, FileOffset
 from ckptkit.layout.plan import plan_bytes
 
 JOBS = 8  # threads, each with a buffer of one piece
+_PAGE = 4096  # bytes
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """The CRC-32 of every extent and of every file that could be read completely."""
+
+    extents: Mapping[FileOffset, int]
+    files: Mapping[str, int]
+
+
+class RegionSums:
+    """The regions of files, given with their sizes in bytes, and their CRC-32. Reports extents that overlap."""
+
+    def __init__(self, root: Path, sizes: Mapping[str, int], extents: Iterable[Extent], report: Report) -> None:
+        self._sizes = sizes
+        self._regions = {
+            path: cut_regions(root, path, sizes[path], in_file, report)
+            for path, in_file in by_file(sizes, extents).items()
+        }
+        self._extents: Checksums[FileOffset] = Checksums()
+        self._files: Checksums[str] = Checksums()
+
+    def inside(self, path: str, start: int, length: int) -> list[tuple[Extent, int, int]]:
+        """Return the regions in `length` bytes from `start` of a file, as `regions_between`."""
+        return list(regions_between(self._regions[path], start, start + length))
+
+    def add(self, region: Extent, start: int, stop: int, crc: int) -> None:
+        """Add the CRC-32 of bytes `start:stop` of the file, which are in a region."""
+        self._extents.add((region.path, region.offset), start - region.offset, stop - start, crc)
+        self._files.add(region.path, start, stop - start, crc)
+
+    def result(self) -> Scanned:
+        places = {(one.path, one.offset): one.length for one in chain(*self._regions.values())}
+        return Scanned(wholes_of(self._extents, places), wholes_of(self._files, self._sizes))
+
+
+def wholes_of(sums: Checksums[Key], lengths: Mapping[Key, int]) -> dict[Key, int]:
+    """Return the CRC-32 of each range that was read completely."""
+    return {key: crc for key, length in lengths.items() if (crc := sums.whole(key, length)) is not None}
 
 
 def copy_files(
@@ -41,23 +83,16 @@ def copy_files(
     Returns the CRC-32 of each extent and of each file. Reports extents that overlap; verifies nothing. `progress`
     receives the bytes copied.
     """
-    extent_sums: Checksums[FileOffset] = Checksums()
-    file_sums: Checksums[str] = Checksums()
-    regions = {
-        path: cut_regions(root, path, sizes[path], extent_crcs, report)
-        for path, extent_crcs in by_file(sizes, extents).items()
-    }
+    sums = RegionSums(root, sizes, extents, report)
     lock = Lock()
 
     def sum_up(piece: FilePiece, data: memoryview) -> int:
         total = 0
-        for region, start, stop in list(regions_between(regions[piece.name], piece.start, piece.start + piece.length)):
+        for region, start, stop in sums.inside(piece.name, piece.start, piece.length):
             crc = crc32(data[start - piece.start : stop - piece.start])
             total = combine(total, crc, stop - start)
             with lock:
-                extent_sums.add((region.path, region.offset), start - region.offset, stop - start, crc)
-        with lock:
-            file_sums.add(piece.name, piece.start, piece.length, total)
+                sums.add(region, start, stop, crc)
         return total
 
     @contextmanager
@@ -83,26 +118,7 @@ def copy_files(
                 raise
 
     work((piece for name, size in sizes.items() for piece in cut_file(name, size)), copying, jobs or JOBS)
-    extent_crcs = {
-        (region.path, region.offset): crc
-        for path in regions
-        for region in regions[path]
-        if (crc := extent_sums.whole((region.path, region.offset), region.length)) is not None
-    }
-    files = {path: crc for path, size in sizes.items() if (crc := file_sums.whole(path, size)) is not None}
-    return Scanned(extent_crcs, files)
-
-
-Progress = Callable[[int], None]
-_PAGE = 4096  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Scanned:
-    """The CRC-32 of every extent and of every file that could be read completely."""
-
-    extents: Mapping[FileOffset, int]
-    files: Mapping[str, int]
+    return sums.result()
 
 
 def scan(
@@ -114,20 +130,12 @@ def scan(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Scanned:
-    """Read files of directory `root`, given with their sizes in bytes, from end to end.
-
-    Reports files that cannot be read, and extents that overlap; verifies nothing. `progress` receives the bytes read.
-    """
-    extent_sums: Checksums[FileOffset] = Checksums()
-    file_sums: Checksums[str] = Checksums()
+    """Read files from end to end. Reports unreadable files and extents that overlap; verifies nothing."""
+    sums = RegionSums(root, sizes, extents, report)
     reporting = Lock()
-    regions = {
-        path: cut_regions(root, path, sizes[path], extent_crcs, report)
-        for path, extent_crcs in by_file(sizes, extents).items()
-    }
 
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
-        return list(regions_between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
+        return sums.inside(block.target.chunk.path, block.start, block.nbytes)
 
     def sum_block(worker: Worker, block: Block) -> list[int]:
         data, path = worker.buffer(block.nbytes), block.target.chunk.path
@@ -139,24 +147,16 @@ def scan(
             return []
         return [crc32(data[start - block.start : stop - block.start]) for _, start, stop in inside(block)]
 
-    def record(block: Block, sums: list[int], _pieces: Pieces) -> None:
-        if not sums:
+    def record(block: Block, crcs: list[int], _pieces: Pieces) -> None:
+        if not crcs:
             return  # it could not be read
-        for (region, start, stop), crc in zip(inside(block), sums, strict=True):
-            extent_sums.add((region.path, region.offset), start - region.offset, stop - start, crc)
-            file_sums.add(region.path, start, stop - start, crc)
+        for (region, start, stop), crc in zip(inside(block), crcs, strict=True):
+            sums.add(region, start, stop, crc)
         if progress:
             progress(block.nbytes)
 
-    plan = plan_bytes(root, ((path, 0, size) for path, size in sizes.items()))
-    visit(plan, sum_block, record, jobs)
-    extent_crcs = {
-        (region.path, region.offset): crc
-        for region in chain(*regions.values())
-        if (crc := extent_sums.whole((region.path, region.offset), region.length)) is not None
-    }
-    files = {path: crc for path, size in sizes.items() if (crc := file_sums.whole(path, size)) is not None}
-    return Scanned(extent_crcs, files)
+    visit(plan_bytes(root, ((path, 0, size) for path, size in sizes.items())), sum_block, record, jobs)
+    return sums.result()
 
 
 def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int:
@@ -183,7 +183,6 @@ def find_zeros(root: Path, extent: Extent) -> int | None:
 
 
 def by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[Extent]]:
-    """Return the extents in each of the files."""
     by_path: dict[str, list[Extent]] = {path: [] for path in paths}
     for extent in extents:
         if extent.path in by_path:

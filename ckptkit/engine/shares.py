@@ -15,10 +15,7 @@ UNIT_BYTES = 1 << 28  # the most that is done again after an interruption
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The consecutive units of a plan that worker `number` of `count` does.
-
-    Each worker gets an equal number, or one more.
-    """
+    """The consecutive units of a plan that worker `number` of `count` does; each gets equally many, or one more."""
 
     number: int = 0
     count: int = 1
@@ -49,10 +46,7 @@ def units_of(plan: Plan, nbytes: int) -> Iterator[tuple[int, Iterator[Block]]]:
 
 
 def narrow(dst: Layout, src: Layout, share: Share) -> tuple[Layout, int, int]:
-    """Return the part of a destination that a share of the plan from `src` fills.
-
-    Also returns how many bytes come before and after it. A chunk that two shares fill is in the result of both.
-    """
+    """Return the part of a destination that a share fills, and the bytes before and after. Shares may share a chunk."""
     data = data_of(dst, src)
     total = sum(nbytes for _, nbytes, _, _ in data)
     units, unit = share.units(total), share.unit_bytes(total)

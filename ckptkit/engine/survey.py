@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.visit import Pieces, Worker, visit
+from ckptkit.engine.visit import Pieces, Progress, Worker, visit
 from ckptkit.layout import Layout
 from ckptkit.layout.counting import Count, count
 from ckptkit.layout.plan import plan_in_place
@@ -24,7 +24,6 @@ class Tally:
         self._early: dict[int, Count] = {}  # by id() of the block
 
     def track_order(self, blocks_in_order: Iterable[Block]) -> Iterator[Block]:
-        """Yield the blocks, and expect their counts in this order."""
         for block in blocks_in_order:
             self._expected.append(block)
             yield block
@@ -38,9 +37,7 @@ class Tally:
             self.counts[name] = self.counts[name].merge(self._early.pop(id(first)))
 
 
-def survey(
-    layout: Layout, *, jobs: int | None = None, progress: Callable[[int], None] | None = None
-) -> dict[str, Count]:
+def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> dict[str, Count]:
     """Return the counts of each tensor of a layout, computed with `jobs` threads.
 
     Verifies every chunk that has a recorded CRC-32. `progress` receives the bytes read, from one thread at a time.

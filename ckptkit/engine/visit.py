@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block, Gatherer, blocks
 from ckptkit.errors import CkptError, Corrupt, IOFailure
+from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import Checksums, crc32, tell_damage
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import REMOTE_JOBS, is_remote
@@ -27,6 +28,7 @@ from ckptkit.layout.plan import Plan, plan_bytes
 
 Unit = TypeVar("Unit")
 Step = Callable[[Unit], None]
+Progress = Callable[[int], None]  # receives numbers of bytes, from one thread at a time
 
 
 def work(
@@ -72,10 +74,7 @@ def work(
 
 
 def default_jobs(*sources: Path) -> int:
-    """Return the default number of threads: enough to keep a disk busy, but no more than there are cores.
-
-    A remote source gets more threads, because most of them wait for the network.
-    """
+    """Return enough threads to keep a disk busy, at most one per core; more for a remote source, as most just wait."""
     if any(map(is_remote, sources)):
         return REMOTE_JOBS
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -91,13 +90,8 @@ def run_of(chunk: Chunk) -> Run:
     return (chunk.path, *chunk.bytes)
 
 
-def find_damage(
-    layout: Layout, *, jobs: int | None = None, progress: Callable[[int], None] | None = None
-) -> dict[Run, CkptError]:
-    """Return the byte ranges that cannot be read, or whose CRC-32 differs from the recorded one, each with the error.
-
-    The layout must be located. `progress` receives the bytes read, from one thread at a time.
-    """
+def find_damage(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> dict[Run, CkptError]:
+    """Return the byte ranges of a located layout that cannot be read, or whose CRC-32 differs, each with the error."""
     runs = dict(runs_in(layout))
     sums: Checksums[Run] = Checksums()
     damage: dict[Run, CkptError] = {}
@@ -145,25 +139,6 @@ Pieces = Sequence[Sequence[ReadRun]]  # the byte ranges read from each source
 Sums = Callable[[int, Chunk], bool]  # (source index, chunk) -> whether to compute the CRC-32 of its reads
 
 
-class WritableFile(Protocol):
-    """A file to which blocks are written."""
-
-    def write_at(self, buffer: memoryview, offset: int) -> None:
-        """Write all of `buffer` at byte `offset`."""
-
-
-class WritableFiles(Protocol):
-    """The files to which blocks are written, by name."""
-
-    def __getitem__(self, name: str) -> WritableFile:
-        """Return a file."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        """Close the open files. A thread calls this when it ends, possibly with an error."""
-
-
 def no_sums(_number: int, _chunk: Chunk) -> bool:
     return False
 
@@ -171,7 +146,7 @@ def no_sums(_number: int, _chunk: Chunk) -> bool:
 class Worker:
     """The open files of one thread, and a buffer for each input of a block. The buffers are reused for every block."""
 
-    def __init__(self, plan: Plan, sums: Sums, output: WritableFiles | None = None) -> None:
+    def __init__(self, plan: Plan, sums: Sums, output: AssembledFiles | None = None) -> None:
         self.sources = [Gatherer(layout.root, partial(sums, i)) for i, layout in enumerate(plan.sources)]
         self.pieces: list[list[ReadRun]] = [[] for _ in self.sources]  # read for the current block
         self._buffers: dict[int, memoryview] = {}
@@ -209,10 +184,7 @@ class Worker:
         return out
 
     def operand(self, block: Block, number: int, dtype: DType) -> memoryview:
-        """Return an input of a block as `dtype`.
-
-        Not read again if the previous block of this target had the same input.
-        """
+        """Return an input of a block as `dtype`. Not read again if the target's previous block had the same input."""
         wanted = block.inputs[number]
         if self._buffered.get(number) == (block.target.name, wanted.box):
             return self.buffer(wanted.box.numel * dtype.itemsize, number)
@@ -224,7 +196,6 @@ class Worker:
         return data
 
     def write(self, block: Block, data: memoryview) -> None:
-        """Write a block to its offset in the destination."""
         chunk = block.target.chunk
         self.files[chunk.path].write_at(data, chunk.offset + block.start)
 
@@ -237,7 +208,7 @@ def visit(
     *,
     sums: Sums = no_sums,
     among: Iterable[Block] | None = None,
-    output: WritableFiles | None = None,
+    output: AssembledFiles | None = None,
 ) -> None:
     """Call `look` for every block of a plan, or of `among`, with `jobs` threads, and `note` with each result.
 

@@ -42,20 +42,14 @@ def compare_read(
 
 
 def compare_headers(layout: Layout) -> None:
-    """Verify each file with its CRC-32 where chunks that have a CRC-32 cover nearly all of it.
-
-    Reads the remaining bytes. Raises `Corrupt` for a file that differs.
-    """
+    """Verify each file with its CRC-32 where the CRC-32 of chunks cover nearly all of it. Reads the other bytes."""
     for path, ranges in ranges_with_sums(layout).items():
         if ranges:
             compare_file(layout, path, ranges)
 
 
 def compare_archives(layout: Layout) -> None:
-    """Verify the CRC-32 of each file in which every chunk has a CRC-32. Reads only the bytes between the chunks.
-
-    Raises `Corrupt` for a file that differs. Its archives are undamaged, so another save or rank wrote it.
-    """
+    """Verify each file in which every chunk has a CRC-32. Reads only the bytes between the chunks."""
     chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
     unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
     for path, ranges in ranges_with_sums(layout).items():

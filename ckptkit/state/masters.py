@@ -83,7 +83,7 @@ def join_masters(model: Model, masters: Model) -> Model:
 
 def make_masters(model: Model) -> Model:
     """Add a recipe for each weight that has master weights."""
-    from ckptkit.engine.masters import Master, Remainder  # imports numpy, which plain copies do not need
+    from ckptkit.engine.recipes import Master, Remainder  # imports numpy, which plain copies do not need
 
     (masters,) = model.siblings
     number = len(model.others) + 1

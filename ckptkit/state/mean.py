@@ -94,7 +94,7 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
 
 def average(model: Model, options: ConvertOptions) -> Model:
     """Make each tensor the weighted mean of all sources. The dtypes are those of the first source."""
-    from ckptkit.engine.mean import Mean  # imports numpy, which plain copies do not need
+    from ckptkit.engine.recipes import Mean  # imports numpy, which plain copies do not need
 
     made_of = model.weights.origins_by_name(model.layout.tensors)
     rules = options.edits.dtype_rules(model.weights.origins_of(made_of))

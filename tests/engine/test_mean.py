@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.ledger import Journal, Ledger
-from ckptkit.engine.mean import Mean
+from ckptkit.engine.recipes import Mean
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
