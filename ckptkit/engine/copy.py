@@ -231,11 +231,7 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
 
 
 def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
-    """Check that all units of a plan were written, and verify every source chunk that has a CRC-32.
-
-    The units may come from any number of shares. Raises `Corrupt` for a chunk that was not written completely, or a
-    source chunk or file whose CRC-32 differs.
-    """
+    """Verify every source chunk that has a CRC-32. Raises `Corrupt` if one differs, or not all was written."""
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
     checksums: dict[FileOffset, int] = {}

@@ -78,11 +78,7 @@ def copy_files(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Scanned:
-    """Copy files of directory `root`, given with their sizes in bytes, into a sink.
-
-    Returns the CRC-32 of each extent and of each file. Reports extents that overlap; verifies nothing. `progress`
-    receives the bytes copied.
-    """
+    """Copy files, given with their sizes in bytes, into a sink. Reports extents that overlap; verifies nothing."""
     sums = RegionSums(root, sizes, extents, report)
     lock = Lock()
 

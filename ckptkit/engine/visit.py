@@ -37,11 +37,7 @@ def work(
     jobs: int | None,
     *sources: Path,
 ) -> None:
-    """Process units with `jobs` threads, one of which is the caller's.
-
-    Each thread calls the function that `worker` gives it. Without `jobs` the number of threads suits the `sources` that
-    they read. The first error stops all threads.
-    """
+    """Process units with `jobs` threads, or as many as suit the `sources`. The first error stops all threads."""
     waiting = iter(units)
     lock = threading.Lock()
     errors: list[BaseException] = []

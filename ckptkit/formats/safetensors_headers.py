@@ -110,11 +110,7 @@ def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path, data_start: int) -> Chunk:
-    """Return the chunk of an entry `{"dtype", "shape", "data_offsets": [begin, end]}`.
-
-    Its offsets count from `data_start`. `start` is the index at which a shard begins in its tensor, None for the
-    beginning.
-    """
+    """Return the chunk of a header's entry. `start` is where a shard begins in its tensor, None at the beginning."""
     try:
         dtype, shape, (begin, end) = _DTYPES.get(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:

@@ -220,11 +220,7 @@ def part_of(chunk: Chunk, box: Box) -> Chunk:
 
 
 def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the elements `start:stop` of a flattened tensor of `shape` as boxes of the tensor.
-
-    They are consecutive in a chunk from its element `begin` on. Raises `Corrupt` if the chunk does not have exactly one
-    axis.
-    """
+    """Yield elements `start:stop` of a flattened `shape` as boxes; a chunk of one axis has them from `begin` on."""
     if len(chunk.size) != 1:
         raise Corrupt(f"expected a flattened tensor with one axis, found shape {list(chunk.size)}")
     (step,) = steps_of(chunk)

@@ -153,11 +153,7 @@ def check_numbers(groups: Groups, used: Collection[int] = ()) -> None:
 
 
 def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[Key, Size]:
-    """Return the parameters that the indices can mean: all, or those with the sizes of the states.
-
-    Raises `Unsupported` if the model has more parameters of some size than there are states: nothing says which was
-    trained.
-    """
+    """Return the parameters that the indices can mean. Raises `Unsupported` if nothing says which was trained."""
     numbers = list(chain.from_iterable(groups))
     if len(parameters) == len(numbers) or any(number not in sizes for number in numbers):
         return dict(parameters)

@@ -49,11 +49,7 @@ def match_recorded(
     parameters: Mapping[str, Size],
     lister: str = f"`{PARAM_NAMES}`",
 ) -> dict[int, str]:
-    """Return the parameter of each index, by the name that `lister` records for it.
-
-    `sizes` are those of the states, where a state shows one. Raises `Mismatch` for a name that the model does not have,
-    and for a state of another size.
-    """
+    """Return the parameter of each index, by its recorded name. Raises `Mismatch` if name or size do not fit."""
     own = own_names(parameters)
     wanted = {number: own_name(name, own) for number, name in recorded.items()}
     unknown = [name for name in wanted.values() if name not in own]

@@ -42,11 +42,7 @@ def locate(layout: Layout, report: Report = refuse, *, left: Collection[str] = (
 def locate_chunks(
     layout: Layout, left: Collection[str | None], files: OpenFiles, report: Report
 ) -> dict[str, StoredTensor]:
-    """Return the tensors that have chunks in archives, with each chunk located unless its wrapper is in `left`.
-
-    Empty chunks have no bytes to find. Works file by file, so with thousands of ranks each file is opened once, not
-    once per chunk.
-    """
+    """Return the tensors with their chunks located, except `left`. File by file, so that each is opened once."""
     located = {
         name: [chunk._replace(length=0, where=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()

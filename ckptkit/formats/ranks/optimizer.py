@@ -190,11 +190,7 @@ def match_units(
     world: int,
     recorded: Mapping[int, str],
 ) -> list[Unit] | None:
-    """Return the units behind the indices of an optimizer, None if they are not certain.
-
-    `totals` are the numbers of elements of each state on all `world` ranks, including padding. `recorded` names show
-    which modules were wrapped.
-    """
+    """Return the units behind the indices, None if uncertain. `totals` count elements on all ranks, with padding."""
     if len(groups) != 1 or not is_counted_through(groups):
         return None
     supposed = [units_of_names(recorded, parameters)] if recorded else candidate_wrappings(parameters)

@@ -60,11 +60,7 @@ def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> 
 
 
 def join_ranks(parts: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False) -> StoredTensor:
-    """Return one tensor with the chunks of all ranks.
-
-    A plain tensor comes from the first rank if all ranks have the same. Raises `Unsupported` if checksums show that
-    they differ, unless `may_differ`.
-    """
+    """Return one tensor with all ranks' chunks. Raises `Unsupported` if plain copies differ, unless `may_differ`."""
     first, tensor = next(iter(parts.items()))
     for rank, other in parts.items():
         if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
