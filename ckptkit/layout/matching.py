@@ -175,8 +175,8 @@ def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mappin
 class Way(NamedTuple):
     """One way to distribute the first parameters: `before` without the last of them, and its index, `number`.
 
-    Ways that give each group equally many parameters are merged into one. `met_at` is the last parameter at which a
-    merge dropped another way.
+    Ways that give each group equally many parameters are merged into one. `ambiguous_at` is the last parameter at which
+    a merge dropped another way.
     """
 
     before: Way | None
