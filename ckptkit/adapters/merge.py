@@ -32,8 +32,7 @@ from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
 from ckptkit.state.model import Model
 from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.state.quantized.plain import make_all_plain
-from ckptkit.state.quantized.signs import may_hold_quantized
-from ckptkit.state.steps import fit_config, give_names, unwrap
+from ckptkit.state.steps import fit_config, translate_names, unwrap
 
 _TIE = "tie_word_embeddings"
 
@@ -199,11 +198,9 @@ def base_of(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
 
 def merge_all(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
     """Merge adapters into a base under the Hub's names; under the base's own names if only those fit."""
-    may_be_quantized = may_hold_quantized(base.part.layout.specs, base.config)
-    plain = make_all_plain(base) if may_be_quantized else base
-    own = unwrap(plain)
+    own = unwrap(make_all_plain(base) if base.may_be_quantized else base)
     try:
-        named = give_names(own, HUB, options)
+        named = translate_names(own, HUB, options)
     except NotBuilt:  # keep the base's own tensor names; fit_config reports that
         return merge_into(own, adapters, options)
     try:
