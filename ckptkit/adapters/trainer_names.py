@@ -33,10 +33,7 @@ class TrainerNames(Protocol):
 
 
 class KnownNames(NamedTuple):
-    """A row of the table: `where` is the import path of the module, `tells` a regex for tensor names.
-
-    The module is imported when a name matches.
-    """
+    """A row of the table: the module `where`, imported if the pattern `tells` matches the name of a tensor."""
 
     where: str
     tells: str
