@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import is_left, is_save_marker
 from ckptkit.checkpoints.replaceable import require_no_checkpoint, states_only_at
 from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
@@ -59,9 +58,15 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     # in the source's own directory, the result would be read as a component of it
     if target.parent in real_path(source.path) and (not source.is_direct or dst.name == TRAINING):
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
+    order = list(FORMATS)
     for part in source.components:
-        if target.parent in real_path(part.path):
-            check_in_part(part, dst, writer)
+        if target.parent not in real_path(part.path):
+            continue
+        if part.reader.owns(dst.name) or target in (file.resolve() for file in own_files(part.layout)):
+            raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
+        if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(part.reader.name):
+            message = "the destination is beside the source's files and would be read as a part of the source"
+            raise Unsafe(message, path=dst, hint=_HINT)
 
 
 def require_outside(source: Path, dst: Path) -> None:
@@ -78,16 +83,6 @@ def real_path(path: Path) -> list[Path]:
 def contains(outer: Path, inner: Path) -> bool:
     """Return whether two paths are equal, or the first contains the second."""
     return outer == inner or outer in inner.parents
-
-
-def check_in_part(component: Component, dst: Path, writer: FormatWriter) -> None:
-    """Raise `Unsafe` if a result in a component's directory is one of its files, or would be read as one."""
-    if component.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(component.layout)):
-        raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
-    order = list(FORMATS)
-    if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(component.reader.name):
-        message = "the destination is beside the source's files and would be read as a part of the source"
-        raise Unsafe(message, path=dst, hint=_HINT)
 
 
 def entry_at(root: Path, dst: Path) -> Path | None:
