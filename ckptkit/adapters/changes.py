@@ -96,7 +96,7 @@ def check_config(adapter: Adapter, config: AdapterConfig) -> None:
     has_tied = config.flag("ensure_weight_tying") and any(update.is_embedding for update in updates)
     for update in updates:
         if config.method != "LORA":
-            message = f"the matrices are LoRA's, but `{config.path}` says {config.method}"
+            message = f"expected matrices of {config.method} (`{config.path}`), found matrices of LoRA"
             raise mismatch_with_config(adapter, update.a, message)
         check_rank(adapter, config, update)
         names = update.lookup_names(config)
@@ -109,11 +109,11 @@ def check_config(adapter: Adapter, config: AdapterConfig) -> None:
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
         if is_listed and not has_tied and not any(is_target(name, config) for name in (update.module, *names)):
             listed = ", ".join(sorted(targets or []))
-            message = f"`{update.module}` is not a target in `{config.path}`, which lists {listed}"
+            message = f"`{update.module}`: expected a target of `{config.path}`, which are {listed}"
             raise mismatch_with_config(adapter, update.a, message)
         if not is_in_layers(update.module, config):
             layers = config.values["layers_to_transform"]
-            message = f"`{update.module}` is not in any of the layers {layers} that `{config.path}` lists"
+            message = f"`{update.module}`: expected one of the layers {layers} (`{config.path}`)"
             raise mismatch_with_config(adapter, update.a, message)
     check_complete(adapter, config)
 
@@ -122,11 +122,11 @@ def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if the tensors of modules or token rows that were trained in full are missing."""
     whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
     if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
-        message = f"`{config.path}` says that {whole} was trained in full, but none of its tensors are here"
+        message = f"expected the tensors of {whole} (`modules_to_save` of `{config.path}`), found none"
         raise mismatch_with_config(adapter, first, message)
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:
-        message = f"`{config.path}` says that token rows were trained, but there are none"
+        message = f"expected trained token rows (`trainable_token_indices` of `{config.path}`), found none"
         raise mismatch_with_config(adapter, first, message)
 
 

@@ -66,10 +66,10 @@ class AdapterComponent:
         if self.trainer_names is not None:
             config = self.trainer_names.hub_config(config, self.part.layout, adapter.modules, adapter.replaced)
         if config is None:
-            message = f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run"
-            tells = f"its tensors give {describe_adapter(adapter)}, but not alpha"
+            message = f"found no {CONFIG} of adapter `{adapter.name}` here or in the run"
+            shows = f"the tensors show {describe_adapter(adapter)}, but not alpha"
             hint = "pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it"
-            raise NotACheckpoint(f"{message}: {tells}", path=self.part.path, hint=hint)
+            raise NotACheckpoint(f"{message}; {shows}", path=self.part.path, hint=hint)
         check_config(adapter, config)
         return CheckedAdapter(self, without_tied_duplicates(adapter, config), config)
 

@@ -81,8 +81,8 @@ def updates_in_files(merging: Merging, files: Layout) -> Merging:
         if name not in memory.tensors:
             move_updates(merging, name, in_files, name, None)
         elif name not in reached:
-            message = "an adapter changes this tensor, and the base's files store its elements in another order"
-            hint = "pass --names keep, and a base that was saved as it is in memory"
+            message = "the adapter changes this tensor, but the base's files store its elements in another order"
+            hint = "pass --names keep, and a base that was saved with the names in memory"
             raise Unsupported(message, path=files.root, tensor=name, hint=hint)
     return in_files
 

@@ -45,9 +45,9 @@ _SHOWN = 2  # modules in a message
 def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the model in the first component with the adapters of the others merged into it.
 
-    A single component contains the adapter; its base is in it, too, or `--base` names it. `options` select and rename
-    the output's tensors. Raises `Mismatch` for an adapter that does not fit its base, `Unsupported` for one that cannot
-    be merged.
+    With one component, that component has the adapter and may have the base; otherwise `--base` gives the base.
+    `options` select and rename the output's tensors. Raises `Mismatch` for an adapter that does not fit its base,
+    `Unsupported` for one that cannot be merged.
     """
     *before, last = components
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
@@ -165,8 +165,8 @@ def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: Convert
     check_experts_layout(merging, adapters, options)
     if is_moved:
         merging = updates_in_files(merging, whole)
-        keeps = "the output keeps the names of the base's files"
-        model = model.say(f"the adapter uses the names of the model in memory; {keeps}")
+        keeps = "the output has those of the base's files"
+        model = model.say(f"the adapter has the tensor names of the model in memory; {keeps}")
     model = replace(
         model.with_layout(replace(whole, tensors=merging.tensors)),
         others=(*base.others, *(fitted.adapter.layout for fitted in adapters)),
@@ -202,7 +202,8 @@ def check_base(one: CheckedAdapter, base: Component) -> list[str]:
     if changes_base(config.values):
         said = config.values["init_lora_weights"]
         message = f"training modified the base before the first step (`init_lora_weights` is {said})"
-        hint = "merge a checkpoint that contains this base, or convert the adapter as PEFT's docs say"
+        converted = "save the adapter with PEFT's `path_initial_model_for_weight_conversion`"
+        hint = f"merge a checkpoint that contains this base, or {converted}"
         raise Unsupported(message, path=config.path, hint=hint)
     if config.base and Path(config.base).name.lower() not in str(base.path).lower():
         return [f"{config.path} says that the base was {config.base}: check that {base.path} is the same model"]
@@ -231,7 +232,7 @@ def find_gaps(adapter: Adapter, config: AdapterConfig, base: Collection[str]) ->
     if not missing:
         return []
     names = ", ".join(f"`{module}`" for module in missing[:_SHOWN]) + and_more(len(missing) - _SHOWN)
-    what = f"no matrices for {count(len(missing), 'module')} that the adapter changes in other layers"
+    what = f"the adapter has no matrices for {count(len(missing), 'module')} that it changes in other layers"
     return [Caution(f"{config.path.parent}: {what}: {names}; these modules keep the weights of the base")]
 
 
@@ -268,12 +269,12 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
     left_out = {target for target in still_tied if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
         check_equal(base, target, tied[target])
-    notes = [
-        f"{one} and {tied[one]} were tied and no longer are: {', '.join(sorted({one, tied[one]} & changed))} changed"
-        for one in sorted(untied_by_config)
-    ]
+    notes = []
+    for one in sorted(untied_by_config):
+        both = " and ".join(sorted({one, tied[one]} & changed))
+        notes.append(f"{one} and {tied[one]} are no longer tied, because training changed {both}")
     notes += [
-        f"{one} changed with {tied[one]}: the model's class has one tensor for both"
+        f"{one} changes with {tied[one]}, because this model type stores both as one tensor"
         for one in sorted(untied & tied_by_class)
     ]
     model = model.note_merged(left_out).select(layout.tensors.keys() - left_out).say(*notes)

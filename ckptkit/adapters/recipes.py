@@ -276,8 +276,8 @@ class Merging:
         count, given = self.tensors[own].spec.shape[0], source.experts_layout
         recorded = find_layout(source.config, own) if given and 1 not in (count, rank) else None
         if recorded and recorded != given:
-            reads = f"ckptkit reads lora_B of experts as {given}, as you asked"
-            self.note_once(f"{reads}; but {source.config.path} says {recorded}")
+            reads = f"ckptkit reads lora_B of experts as {given} (--experts-layout)"
+            self.note_once(f"{reads}, but {source.config.path} says {recorded}")
         return choose_layout(source.config, own, count, rank, given, update.b)
 
     def dora_step(self, source: AdapterSource, update: WeightUpdate, own: str, product: Product) -> DoraRescale:
@@ -310,7 +310,7 @@ class Merging:
             message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(row_shape)}"
             raise source.blame(message, name)
         if (last := max(indices, default=0)) >= shape[0]:
-            message = f"row {last} was trained, but `{own}` of the base has only {shape[0]} rows"
+            message = f"expected row indices below {shape[0]} (rows of `{own}` in the base), found {last}"
             raise source.blame(message, name)
         taken = {row for step in self.steps[own] if isinstance(step, Rows) for row in step.indices}
         if both := taken & set(indices):
@@ -341,7 +341,7 @@ class Merging:
         return tuple(dict.fromkeys((*self.changed, *self.plain)))
 
     def have_same_rows(self, name: str, source: str) -> bool:
-        """Return whether only rows of `source` were trained, and `name` has either no updates or the same rows."""
+        """Return whether `source` was changed only by rows, and `name` by the same rows or not at all."""
         rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
         is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
         return is_by_rows and others in ([], rows)
@@ -358,7 +358,7 @@ class Merging:
         return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
 
 
-def require_weight_one(source: AdapterSource, name: str, because: str) -> None:
+def require_weight_one(source: AdapterSource, name: str, what: str) -> None:
     """Raise `Unsupported` if the adapter has a weight other than 1. What replaces the base cannot be scaled."""
     if source.weight != 1:
         message = f"--factors: expected 1 for {what}, found {source.weight:g}"

@@ -33,7 +33,7 @@ class TrainerNames(Protocol):
 
 
 class KnownNames(NamedTuple):
-    """A row of the table: the module `where`, imported if the pattern `tells` matches the name of a tensor."""
+    """A row of the table: `where` is the path of the module, imported if the regex `tells` matches a tensor name."""
 
     where: str
     tells: str

@@ -85,7 +85,7 @@ def forms_of(model: Model) -> tuple[Form, ...]:
 
 
 def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differences:
-    """Return how a model differs from its base in names and shapes, except in names of other forms of the model."""
+    """Return how a model differs from its base in names and shapes, except in other on-disk names of its type."""
     form, other = (closest(forms, names) if forms else None for names in (ours, theirs))
     if form is None or other is None:
         known: Collection[str] = ()
@@ -101,14 +101,14 @@ def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differ
 
 
 def only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the names that are missing in `others`, also under another prefix, and that no loader computes."""
+    """Return the names that are not in `others`, even without their first two components, except computed buffers."""
     ends = {end for other in others for end in (other, *ends_of(other))}
     candidates = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
     return sorted(name for name in candidates if not any(end in others for end in ends_of(name)))
 
 
 def ends_of(name: str) -> list[str]:
-    """Return a name without its first step, and without its first two steps."""
+    """Return a name without its first component, and without its first two."""
     first, second = name.partition(".")[2], name.partition(".")[2].partition(".")[2]
     return [end for end in (first, second) if "." in end]
 

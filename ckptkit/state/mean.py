@@ -62,7 +62,8 @@ def check_configs(models: Sequence[Model]) -> list[str]:
         if different:
             change = "change" if different[0].is_certain else "may change"
             words = describe_differences(different, str(other.found_in))
-            remarks.append(Caution(f"{first.found_in} {does} something else than {other.found_in}: {words}"))
+            both = f"{first.found_in} and {other.found_in}"
+            remarks.append(Caution(f"{both} differ in keys that {change} the computation: {words}"))
     if missing := len(models) - len(described):
         lack = f"{missing} of {len(models)} sources have no config.json"
         remarks.append(f"{lack}, so their heads and rope were not compared")

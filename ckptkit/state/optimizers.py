@@ -223,7 +223,7 @@ def by_name(
         if must:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
-        keeps = f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain"
+        keeps = f"`{optimizer.name}` keeps its parameter indices, because the names are not certain"
         return Rekeying(optimizer, {}, f"{keeps} ({why}); see {ORDER}")
     return Rekeying(optimizer, {**certain.names}, describe_names(optimizer, certain))
 

@@ -121,7 +121,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     if conversion.is_file:
         if len(drafts) > 1:
             names = ", ".join(draft.place for draft in drafts)
-            hint = "choose one part, or pass a directory as destination"
+            hint = "choose one component, or pass a directory as destination"
             raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
         return replace(conversion, drafts=[replace(draft, place="") for draft in drafts])
     if not checkpoint.path.is_dir():
@@ -153,8 +153,8 @@ def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: Conv
         if part.under is not None and part not in written:
             renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.renaming())
             if renamed is not part.layout:
-                stays = f"`{part.place}` is copied unchanged: the names in its optimizer stay as they are"
-                yield f"{stays} (`convert --to dcp` renames them)"
+                copied = f"copied `{part.place}` unchanged, with the old names in its optimizer"
+                yield f"{copied} (`convert --to dcp` renames them)"
 
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:

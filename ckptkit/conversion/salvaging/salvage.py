@@ -271,7 +271,7 @@ def fill_source_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, na
             asked = ask_names(other, family.name if family else HUB, config, named.table)
             layout, remarks = name_training(layout, asked)
         except (Mismatch, Unsupported) as error:
-            remarks = [f"the names in {other.path} stay as they are: {error.message}"]
+            remarks = [f"did not translate the names in {other.path}: {error.message}"]
     own, model = own_names(layout), find_model(layout)
     weights = frozenset(own[name] for name in model.came_from.values()) if model else frozenset()
     names = {new: name for name, new in own.items()}

@@ -137,7 +137,7 @@ def check_factors(factors: Array, name: str, most: float) -> None:
 def check_zeros(values: Array, factors: Array, name: str) -> None:
     """Raise `Corrupt` for a scale of 0 whose numbers are not all 0."""
     if not factors.all() and values[np.broadcast_to(factors == 0, values.shape)].any():
-        raise Corrupt(f"a scale in `{name}` is 0, but the numbers that it scales are not")
+        raise Corrupt(f"a scale in `{name}` is 0, but the values that it scales are not")
 
 
 @cache
