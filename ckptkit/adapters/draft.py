@@ -136,7 +136,9 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         if options.experts:
             from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
 
-            fitted, remark = convert_experts(fitted, options.experts, options)
+            made_of = fitted.adapter, fitted.config, fitted.path
+            changed, fitting, remark = convert_experts(*made_of, options.experts, options)
+            fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name
         # PEFT's file has the adapter's own tensors, and tensors of the model that were trained with it

@@ -13,7 +13,6 @@ from typing import Any
 
 from ckptkit.adapters.changes import check_config
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
-from ckptkit.adapters.draft import CheckedAdapter
 from ckptkit.adapters.expert_pairs import (
     DOWN,
     GATE,
@@ -42,13 +41,14 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of co
 _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
 
 
-def convert_experts(fitted: CheckedAdapter, form: str, options: ConvertOptions) -> tuple[CheckedAdapter, str]:
-    """Return an adapter with its expert matrices in a form, with a config that fits, and a remark for the summary.
+def convert_experts(
+    adapter: Adapter, config: AdapterConfig, path: Path, form: str, options: ConvertOptions
+) -> tuple[Adapter, AdapterConfig, str]:
+    """Return an adapter with its expert matrices in a form, a config that fits it, and a remark for the summary.
 
     Raises `Usage` for an adapter without such matrices, or if the form depends on a base that was not found.
     """
-    config, path = fitted.config, fitted.path
-    adapter = replace(fitted.adapter, layout=locate(unpack(fitted.adapter.layout)))
+    adapter = replace(adapter, layout=locate(unpack(adapter.layout)))
     current_form = find_form(adapter)
     if current_form is None:
         message = "the adapter has no matrices of experts"
@@ -67,7 +67,7 @@ def convert_experts(fitted: CheckedAdapter, form: str, options: ConvertOptions) 
     stored = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}"
     unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
     remark = f"{stored}, in {count(len(new_tensors), 'tensor')}; they were {current_form}{unread}"
-    return replace(fitted, adapter=result, config=fitting), remark
+    return result, fitting, remark
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:

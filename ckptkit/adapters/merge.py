@@ -68,7 +68,8 @@ def with_fused_experts(adapter: CheckedAdapter, base: Layout, options: ConvertOp
         return adapter
     from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
 
-    return convert_experts(adapter, FLAT, options)[0]
+    fused, config, _ = convert_experts(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    return replace(adapter, adapter=fused, config=config)
 
 
 def check_globs(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
