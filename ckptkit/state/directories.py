@@ -53,8 +53,8 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     A destination inside the source is allowed if neither happens.
     """
     for path in (source.path, *(part.path for part in source.components)):
-        if any(contains(target, place) for place in real_path(path)):
-            raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
+        require_outside(path, dst)
+    target = dst.resolve()
     # in the source's own directory, the result would be read as a component of it
     if target.parent in real_path(source.path) and (not source.is_direct or dst.name == TRAINING):
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
