@@ -34,7 +34,7 @@ TORCH_AT_THE_TOP = (
 )
 TORCH_WHEN_USED = (
     "layout.arrays",
-    "state.torchrun",
+    "state.pipeline",
     "checks.open",
     "integrations.transformers",
     "models.transformers_model",

@@ -16,14 +16,8 @@ from ckptkit.adapters.names import WRAPPER, Kind, expert_place, own_name
 from ckptkit.errors import CkptError, Mismatch
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES in peft/utils/other.py
-_INPUTS = (
-    "shared",
-    "embed_tokens",
-    "wte",
-    "word_embeddings",
-    "embed_in",
-    "tok_embeddings",
-)  # names of the input embedding, in order of precedence
+# names of the input embedding, in order of precedence
+_INPUTS = ("shared", "embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 _PARTNERS: dict[Kind, Kind] = {"A": "B", "B": "A", "embedding_A": "embedding_B", "embedding_B": "embedding_A"}
 
 
@@ -62,13 +56,9 @@ def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
         for kind, name in names.items():
             partner = _PARTNERS.get(kind)
             if partner is not None and partner not in names:
+                message = f"the matching lora_{partner} of `{module}` is missing"
                 hint = "check that no shard is missing and that --exclude did not drop a tensor that is needed"
-                raise Mismatch(
-                    f"the matching lora_{partner} of `{module}` is missing",
-                    path=adapter.layout.path,
-                    tensor=name,
-                    hint=hint,
-                )
+                raise Mismatch(message, path=adapter.layout.path, tensor=name, hint=hint)
         is_embedding = "embedding_A" in names
         if not is_embedding and "A" not in names:
             first = next(iter(names.values()))
@@ -102,34 +92,29 @@ def check_config(adapter: Adapter, config: AdapterConfig) -> None:
     config's.
     """
     targets, updates = config.values.get("target_modules"), list(weight_updates_of(adapter))
-    has_tied = config.flag("ensure_weight_tying") and any(
-        update.is_embedding for update in updates
-    )  # tied targets are not listed
+    # tied targets are not listed
+    has_tied = config.flag("ensure_weight_tying") and any(update.is_embedding for update in updates)
     for update in updates:
         if config.method != "LORA":
-            raise mismatch_with_config(
-                adapter, update.a, f"expected matrices of {config.method} (`{config.path}`), found matrices of LoRA"
-            )
+            message = f"expected matrices of {config.method} (`{config.path}`), found matrices of LoRA"
+            raise mismatch_with_config(adapter, update.a, message)
         check_rank(adapter, config, update)
         names = update.lookup_names(config)
         for name in names:
             config.scaling_of(name)
         if config.flag("use_dora") != (update.magnitude is not None) and not config.parameters_of(update.module):
             has, says = ("no magnitudes", "DoRA") if update.magnitude is None else ("magnitudes", "no DoRA")
-            raise mismatch_with_config(
-                adapter, update.a, f"`{update.module}` has {has}, but `{config.path}` says {says}"
-            )
+            message = f"`{update.module}` has {has}, but `{config.path}` says {says}"
+            raise mismatch_with_config(adapter, update.a, message)
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
         if is_listed and not has_tied and not any(is_target(name, config) for name in (update.module, *names)):
-            message = (
-                f"`{update.module}`: expected a target of `{config.path}`, which are {', '.join(sorted(targets or []))}"
-            )
+            listed = ", ".join(sorted(targets or []))
+            message = f"`{update.module}`: expected a target of `{config.path}`, which are {listed}"
             raise mismatch_with_config(adapter, update.a, message)
         if not is_in_layers(update.module, config):
             layers = config.values["layers_to_transform"]
-            raise mismatch_with_config(
-                adapter, update.a, f"`{update.module}`: expected one of the layers {layers} (`{config.path}`)"
-            )
+            message = f"`{update.module}`: expected one of the layers {layers} (`{config.path}`)"
+            raise mismatch_with_config(adapter, update.a, message)
     check_complete(adapter, config)
 
 
@@ -137,21 +122,16 @@ def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if the tensors of modules or token rows that were trained in full are missing."""
     whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
     if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
-        raise mismatch_with_config(
-            adapter, first, f"expected the tensors of {whole} (`modules_to_save` of `{config.path}`), found none"
-        )
+        message = f"expected the tensors of {whole} (`modules_to_save` of `{config.path}`), found none"
+        raise mismatch_with_config(adapter, first, message)
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:
-        raise mismatch_with_config(
-            adapter, first, f"expected trained token rows (`trainable_token_indices` of `{config.path}`), found none"
-        )
+        message = f"expected trained token rows (`trainable_token_indices` of `{config.path}`), found none"
+        raise mismatch_with_config(adapter, first, message)
 
 
 def is_saved_module(own: str, config: AdapterConfig) -> bool:
-    """Return whether a parameter belongs to a module that the config lists in `modules_to_save`.
-
-    PEFT compares the ends of names: `head` also means `lm_head`.
-    """
+    """Return whether `modules_to_save` lists a parameter's module. PEFT compares ends: `head` means `lm_head` too."""
     return any(f"{module}." in own for module in config.names("modules_to_save"))
 
 
@@ -171,9 +151,8 @@ def check_rank(adapter: Adapter, config: AdapterConfig, update: WeightUpdate) ->
     columns = 2 if is_deep and location is not None and location.leaf else 1
     rank_of_a = a[1 if is_deep else 0] if len(a) > 1 else 0
     if len(b) < (3 if is_deep else 2) or rank_of_a != b[columns]:
-        raise mismatch_with_config(
-            adapter, update.b, f"expected a shape that fits {list(a)} of `{update.a}`, found {list(b)}"
-        )
+        message = f"expected a shape that fits {list(a)} of `{update.a}`, found {list(b)}"
+        raise mismatch_with_config(adapter, update.b, message)
     ranks = {config.rank_of(name) for name in update.lookup_names(config)}
     is_stacked = bool(parameters) and not is_deep
     if not any(rank_of_a == rank or (is_stacked and rank_of_a % rank == 0) for rank in ranks):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import read_small
-from ckptkit.models.adapter_facts import ADAPTER_CONFIG, changes_base
+from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import places_of
 
 NAME = ADAPTER_CONFIG
@@ -112,10 +112,8 @@ class AdapterConfig:
             return False
         if isinstance(self.values.get("target_modules"), str):
             return self.is_listed("target_modules", module)
-        named = [
-            *self.names("target_modules"),
-            *(target.rpartition(".")[0] for target in self.names("target_parameters")),
-        ]
+        parents = (target.rpartition(".")[0] for target in self.names("target_parameters"))
+        named = [*self.names("target_modules"), *parents]
         is_named = not named or any(ends_with_name(module, name) for name in named)
         return is_named and self.is_in_layers(module)
 
@@ -157,19 +155,15 @@ class AdapterConfig:
         """Return the value of the first pattern that matches a module's name, or else the value for all modules."""
         values_by_pattern = self.values.get(patterns) or {}
         if not isinstance(values_by_pattern, dict):
-            raise Corrupt(
-                f"`{patterns}`: expected a mapping of names, found {abridged(values_by_pattern)}", path=self.path
-            )
+            message = f"`{patterns}`: expected a mapping of names, found {abridged(values_by_pattern)}"
+            raise Corrupt(message, path=self.path)
         for pattern, value in values_by_pattern.items():
             if matches_module(pattern, module, self.path):
                 return value
         return values_by_pattern.get(module, self.values.get(key, default))
 
     def token_rows(self, module: str) -> tuple[int, ...]:
-        """Return the indices of the trained rows of an embedding.
-
-        Raises `Corrupt` if the config does not list them, or lists a row twice.
-        """
+        """Return the indices of an embedding's trained rows. Raises `Corrupt` if any is repeated, or none listed."""
         indices = self.values.get("trainable_token_indices")
         if isinstance(indices, dict):
             indices = next((rows for name, rows in indices.items() if module.endswith(name)), None)
@@ -186,18 +180,9 @@ class AdapterConfig:
             raise Unsupported(f"expected a LoRA adapter, found {self.method}: ckptkit merges only LoRA", path=self.path)
         for key, value in self.values.items():
             if key not in _SUPPORTED_KEYS and value not in (None, False, [], {}):
-                message = (
-                    f"`{key}` is {abridged(value)}: ckptkit cannot merge adapters that were trained with this setting"
-                )
+                what = f"`{key}` is {abridged(value)}"
+                message = f"{what}: ckptkit cannot merge adapters that were trained with this setting"
                 raise Unsupported(message, path=self.path)
-
-    @property
-    def has_changed_base(self) -> bool:
-        """Return whether training modified the base before its first step.
-
-        Such an adapter does not fit the published base.
-        """
-        return changes_base(self.values)
 
 
 def read_config(path: Path) -> AdapterConfig:
@@ -221,15 +206,11 @@ def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | N
         if not path.is_file():
             raise NotACheckpoint("no adapter config", path=path)
         return read_config(path)
-    for directory in config_directories(checkpoint, adapter):
-        if (directory / NAME).is_file():
-            return read_config(directory / NAME)
-    return None
-
-
-def config_directories(checkpoint: Path, adapter: str) -> Iterator[Path]:
     for directory in places_of(checkpoint.absolute()):
-        yield directory if adapter == DEFAULT else directory / adapter
+        path = directory / NAME if adapter == DEFAULT else directory / adapter / NAME
+        if path.is_file():
+            return read_config(path)
+    return None
 
 
 def for_inference(config: AdapterConfig) -> bytes:
@@ -245,10 +226,7 @@ def is_usable_alpha(alpha: float) -> bool:
 
 
 def matches_module(pattern: str, module: str, path: Path) -> bool:
-    """Return whether a pattern matches a module's name, or the end of it.
-
-    Raises `Unsupported` for a pattern that could take long to match, `Corrupt` for an invalid one.
-    """
+    """Return whether a pattern matches the end of a name. Raises `Unsupported` if it may take long, or `Corrupt`."""
     repeats = sum(pattern.count(sign) for sign in "*+{")
     if repeats > _MAX_REPEATS or len(pattern) > _MAX_PATTERN or re.search(r"\)[*+{]", pattern):
         raise Unsupported(f"the pattern `{pattern[:60]}` could take long to match", path=path)

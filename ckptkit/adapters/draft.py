@@ -13,13 +13,14 @@ from ckptkit.adapters.config import AdapterConfig, find_adapter_config, for_infe
 from ckptkit.adapters.empty import find_empty
 from ckptkit.adapters.experts import describe_layouts
 from ckptkit.adapters.find import HINT_KEEP_TENSORS, Adapted, Adapter, find_adapters
-from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
+from ckptkit.adapters.names import DEFAULT, WRAPPER, own_name
 from ckptkit.adapters.trainer_names import TrainerNames, trainer_names_in
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.io.origin import Origin
 from ckptkit.layout import edits
 from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.models.adapter_facts import changes_base
 from ckptkit.models.companions import CONFIG as MODEL_CONFIG
 from ckptkit.models.companions import read_config, tokenizer_beside
 from ckptkit.models.known_types import HEAD, find_embedding
@@ -42,7 +43,6 @@ class CheckedAdapter:
 
     @property
     def path(self) -> Path:
-        """Return the path of the component that contains the adapter."""
         return self.opened.part.path
 
 
@@ -58,21 +58,18 @@ class AdapterComponent:
     def fitted(self, adapter: Adapter, given: str | None) -> CheckedAdapter:
         """Return an adapter with its config, after checking that they fit. Raises `NotACheckpoint` without a config."""
         if given is not None and len(self.adapted.adapters) > 1:
+            wanted = f"expected a config for each of {len(self.adapted.adapters)} adapters"
             names = ", ".join(own.name for own in self.adapted.adapters)
             hint = f"put each beside the checkpoint, as NAME/{CONFIG}, or take one adapter with --include '*.NAME.*'"
-            raise Usage(
-                f"expected a config for each of {len(self.adapted.adapters)} adapters, found one: {names}", hint=hint
-            )
+            raise Usage(f"{wanted}, found one: {names}", hint=hint)
         config = find_adapter_config(self.part.path, adapter.name, given)
         if self.trainer_names is not None:
             config = self.trainer_names.hub_config(config, self.part.layout, adapter.modules, adapter.replaced)
         if config is None:
-            raise NotACheckpoint(
-                f"found no {CONFIG} of adapter `{adapter.name}` here or in the run; "
-                f"the tensors show {describe_adapter(adapter)}, but not alpha",
-                path=self.part.path,
-                hint="pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it",
-            )
+            message = f"found no {CONFIG} of adapter `{adapter.name}` here or in the run"
+            shows = f"the tensors show {describe_adapter(adapter)}, but not alpha"
+            hint = "pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it"
+            raise NotACheckpoint(f"{message}; {shows}", path=self.part.path, hint=hint)
         check_config(adapter, config)
         return CheckedAdapter(self, without_tied_duplicates(adapter, config), config)
 
@@ -99,12 +96,8 @@ def open_adapters(component: Component, options: ConvertOptions) -> AdapterCompo
 
 
 def refuse_wrapped(component: Component, names: Sequence[str]) -> None:
-    """Raise `Unsupported` for a model inside PEFT's wrapper that contains no adapter that ckptkit knows.
-
-    Written as a model, its tensors would have names that nothing loads. The config beside it says which method trained
-    it.
-    """
-    wrapped = next(filter(is_wrapped, names), None)
+    """Raise `Unsupported` for a model in PEFT's wrapper without a known adapter: nothing would load its names."""
+    wrapped = next((name for name in names if f".{WRAPPER}" in f".{name}"), None)
     config = find_adapter_config(component.path) if may_be_adapted(names) else None
     if config is not None and (wrapped or config.method != "LORA"):
         message = f"{config.path} says {config.method}, but the checkpoint contains no LoRA matrices"
@@ -148,13 +141,17 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
             fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name
-        names = names_in_file(fitted, options.base)
+        # PEFT's file has the adapter's own tensors, and tensors of the model that were trained with it
+        known = fitted.adapter, config, first.adapted.base
+        names = {name: entry.saved for name, entry in fitted.adapter.entries.items()}
+        names |= trained_biases(*known) | embeddings_saved_in_full(*known)
+        names |= resized_embeddings(fitted, options.base or config.base)
         saved_names += names.values()
         drafts.append(draft_adapter(fitted, names, options, dtype_rules, subdirectory))
         new_files[str(Path(subdirectory, CONFIG))] = config.content if first.adapted.is_saved else for_inference(config)
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe_adapter(fitted.adapter)}")
         notes += describe_layouts(config)
-        if config.has_changed_base:
+        if changes_base(config.values):
             said = config.values["init_lora_weights"]
             notes.append(f"training modified the base before the first step ({said}): no other base fits the adapter")
     options.edits.check_renames(saved_names, first.part.path)
@@ -177,14 +174,6 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
     )
 
 
-def names_in_file(fitted: CheckedAdapter, base: str | None) -> dict[str, str]:
-    """Return the name in PEFT's file of each tensor to save with an adapter."""
-    adapter, config, model = fitted.adapter, fitted.config, fitted.opened.adapted.base
-    names = {name: entry.saved for name, entry in adapter.entries.items()}
-    names |= trained_biases(adapter, config, model) | embeddings_saved_in_full(adapter, config, model)
-    return names | resized_embeddings(fitted, base or config.base)
-
-
 def draft_adapter(
     fitted: CheckedAdapter,
     names: Mapping[str, str],
@@ -199,10 +188,9 @@ def draft_adapter(
     came_from = fitted.opened.weights.came_from
     made_of = {new: fitted.opened.weights.origins_of([name]) for name, new in new_names.items()}
     layout, casts = apply_dtypes(layout, dtype_rules, made_of, lambda _: True)
-    known = {
-        name: saved for name, saved in names.items() if name in came_from
-    }  # the others combine several source tensors
-    renamed = {came_from[name]: saved for name, saved in known.items() if came_from[name] != saved}
+    # tensors without a single origin combine several tensors of the source
+    known = {came_from[name]: saved for name, saved in names.items() if name in came_from}
+    renamed = {old: saved for old, saved in known.items() if old != saved}
     return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
 
 
@@ -229,10 +217,7 @@ def describe_adapter(adapter: Adapter) -> str:
 
 
 def entries_beside(opened: AdapterComponent, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
-    """Return how each entry beside the adapters is handled.
-
-    Other entries, the base and PEFT's copies are not written.
-    """
+    """Return how each entry beside the adapters is handled: PEFT's copies, the base and others are not written."""
     adapted, read, weights = opened.adapted, opened.part.layout, opened.weights
     dropped = options.edits.reasons_to_drop(read.names) | dict(weights.left_out)
     dropped |= dict.fromkeys(weights.origins_of(adapted.base.values()), "of the base, not the adapter")

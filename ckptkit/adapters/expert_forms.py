@@ -13,10 +13,19 @@ from typing import Any
 
 from ckptkit.adapters.changes import check_config
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
-from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, ExpertPair, find_form, read_pairs
+from ckptkit.adapters.expert_pairs import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    UP,
+    ExpertFacts,
+    ExpertPair,
+    find_form,
+    read_pairs,
+)
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.names import WRAPPER, Entry, expert_place
+from ckptkit.adapters.names import WRAPPER, Entry
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
@@ -53,13 +62,12 @@ def convert_experts(
     pairs = list(arrange_pairs(read_pairs(adapter, config, asked), form, names))
     new_tensors = list(tensors_of(pairs, form, names))
     result = with_expert_matrices(adapter, new_tensors)
-    fitting = config_for_form(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
+    fitting = config_for_form(config, pairs, result, adapter, names, form)
     check_config(result, fitting)
-    remark = (
-        f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(new_tensors), 'tensor')}"
-    )
+    stored = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}"
     unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
-    return result, fitting, f"{remark}; they were {current_form}{unread}"
+    remark = f"{stored}, in {count(len(new_tensors), 'tensor')}; they were {current_form}{unread}"
+    return result, fitting, remark
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
@@ -79,10 +87,7 @@ def first_integer(config: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
-    """Return the names of expert tensors in the base's files.
-
-    Raises `Usage` if the base is unknown, `Unsupported` for a model type without separate experts.
-    """
+    """Return the experts' names in the base's files. Raises `Usage` for an unknown base, or `Unsupported`."""
     model_type = base.get("model_type")
     if model_type is None:
         message = "names of single experts differ by model, and no config.json of the base was found"
@@ -94,10 +99,7 @@ def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
 
 
 def arrange_pairs(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
-    """Yield the pairs in a form: gate and up fused, separate, or as they are, under the module names of the form.
-
-    `names` are the names of experts in the base's files; `per-expert` needs them.
-    """
+    """Yield the pairs in a form, under its module names: gate and up fused, separate (by `names`), or as they are."""
     if form == FLAT:
         yield from fuse(pairs)
     elif form == PER_EXPERT:
@@ -119,10 +121,7 @@ def split_gate_up(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
 
 
 def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
-    """Yield gate and up as one pair with the sum of their ranks: their A stacked, their B padded with zeros.
-
-    Raises `Unsupported` if only one of the two exists.
-    """
+    """Yield gate and up as one pair: A stacked, B padded with zeros. Raises `Unsupported` if one of them is missing."""
     by_module: dict[str, dict[str, ExpertPair]] = defaultdict(dict)
     for pair in pairs:
         middle, parent = pair.module.split(".")[-2:-1], pair.module.removesuffix(".experts").rpartition(".")[0]
@@ -163,11 +162,9 @@ def tensors_of(
             is_inner = pair.leaf == GATE_UP and pair.module in has_both
             yield from expert_entries(pair.module, _INNER if is_inner else "", *flattened(pair))
         elif form == PER_EXPERT:
-            assert names is not None
-            own = {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
             both = zip(axes.unstack(pair.a), axes.unstack(pair.b), strict=True)
             for number, (a, b) in enumerate(both):
-                yield from expert_entries(f"{pair.module}.{number}.{own}", "", a, b)
+                yield from expert_entries(f"{pair.module}.{number}.{leaf_name(pair, names)}", "", a, b)
         else:
             yield from expert_entries(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
 
@@ -177,6 +174,12 @@ def flattened(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
     return axes.merge(pair.a, 0, 2), axes.merge(axes.permute(pair.b, (1, 2, 0)), 1, 2)
 
 
+def leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
+    if names is None:
+        return pair.leaf
+    return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
+
+
 def expert_entries(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Entry, StoredTensor]]:
     yield Entry("A", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_A.weight"), a
     yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
@@ -184,15 +187,9 @@ def expert_entries(module: str, inner: str, a: StoredTensor, b: StoredTensor) ->
 
 def with_expert_matrices(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
     """Return an adapter whose expert matrices are replaced by `made`, under their names in the adapter's file."""
-    others = {
-        name: entry
-        for name, entry in adapter.entries.items()
-        if entry.kind not in ("A", "B") or expert_place(entry.module) is None
-    }
-    tensors = {
-        name: one for name, one in adapter.layout.tensors.items() if name not in adapter.entries or name in others
-    }
-    entries = dict(others)
+    entries = {name: entry for name, entry in adapter.entries.items() if not entry.of_experts}
+    removed = adapter.entries.keys() - entries
+    tensors = {name: one for name, one in adapter.layout.tensors.items() if name not in removed}
     for entry, tensor in made:
         entries[entry.saved], tensors[entry.saved] = entry, tensor
     layout = replace(adapter.layout, tensors=tensors, blobs={}, keys={}, twins={})
@@ -209,8 +206,8 @@ def config_for_form(
 ) -> AdapterConfig:
     """Return the config of an adapter after its expert matrices changed their form."""
     values = dict(config.values)
-    experts = {entry.module for entry in before.entries.values() if is_of_experts(entry)}
-    others = {entry.module for entry in made.entries.values() if not is_of_experts(entry)}
+    experts = {entry.module for entry in before.entries.values() if entry.of_experts}
+    others = {entry.module for entry in made.entries.values() if not entry.of_experts}
     leaves = sorted({leaf_name(pair, names) for pair in pairs})
     targets = values.get("target_modules")
     if isinstance(targets, list):
@@ -232,32 +229,14 @@ def with_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConf
     return replace(config, content=content, values=values)
 
 
-def is_of_experts(entry: Entry) -> bool:
-    return entry.kind in ("A", "B") and expert_place(entry.module) is not None
-
-
 def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether a target stays in `target_modules`.
-
-    It stays if it matches a module outside the experts, or no expert at all.
-    """
-    return any(ends_with_name(module, target) for module in others) or not any(
-        ends_with_name(module_of_experts, target) for module_of_experts in experts
-    )
-
-
-def leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
-    """Return the name of a pair's parameter in the model's files."""
-    if names is None:
-        return pair.leaf
-    return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
+    """Return whether a target stays in `target_modules`: it matches a module outside the experts, or no expert."""
+    is_of_others = any(ends_with_name(module, target) for module in others)
+    return is_of_others or not any(ends_with_name(module, target) for module in experts)
 
 
 def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: ExpertNames | None) -> dict[str, Any]:
-    """Return the `rank_pattern` and `alpha_pattern` that keep the scaling of each pair.
-
-    Values that equal the config's defaults are left out.
-    """
+    """Return the `rank_pattern` and `alpha_pattern` that keep the scaling of each pair, without the defaults."""
     modules_by_leaf: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:
         scaling = config.scaling_of(pair.source)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.experts import choose_layout
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.names import ExpertPlace, expert_place
+from ckptkit.adapters.names import ExpertPlace
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
 from ckptkit.layout import StoredTensor, axes
 from ckptkit.state.options import BLOCKS, FLAT, PER_EXPERT, THREE_D
@@ -55,10 +55,7 @@ class ExpertPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertFacts:
-    """Facts about the experts that the adapter does not contain.
-
-    The layout of lora_B, and the hidden size and expert count from the base's config.json.
-    """
+    """Facts beside the adapter: the layout of lora_B, and the hidden size and expert count from the base's config."""
 
     layout: str | None = None
     hidden: int | None = None
@@ -70,8 +67,7 @@ def find_form(adapter: Adapter) -> str | None:
     specs = adapter.layout.specs
     name_by_form = {}
     for name, entry in adapter.entries.items():
-        location = expert_place(entry.module) if entry.kind in ("A", "B") else None
-        if location is not None:
+        if location := entry.of_experts:
             name_by_form[expert_form(location, len(specs[name].shape))] = name
     if len(name_by_form) > 1:
         message = f"the adapter stores experts as {' and '.join(sorted(name_by_form))}"
@@ -88,27 +84,18 @@ def expert_form(place: ExpertPlace, ndim: int) -> str:
 
 
 def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> list[ExpertPair]:
-    """Return the expert matrices of an adapter, in whichever form it stores them.
-
-    Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that ckptkit does not know.
-    """
-    names_by_layer: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    """Return an adapter's expert matrices, in any form. Raises `Mismatch` for contradictions, or `Unsupported`."""
+    by_depth: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    by_place: dict[str, dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in adapter.entries.items():
-        if entry.kind in ("A", "B") and (location := expert_place(entry.module)) is not None:
-            names_by_layer[location.module, entry.depth][location][entry.kind] = name
-    form, reading = find_form(adapter), ExpertReader(adapter, config, asked)
-    by_module: dict[str, list[tuple[int, dict[ExpertPlace, dict[str, str]]]]] = defaultdict(list)
-    for (module, depth), places in names_by_layer.items():
-        by_module[module].append((depth, places))
-    pairs: list[ExpertPair] = []
-    for module, levels in by_module.items():
-        if form in (FLAT, STACKED):
-            wrappers = {depth: names for depth, places in levels for names in places.values()}
-            pairs += reading.read_nested_pairs(module, wrappers)
-        else:
-            pairs += reading.read_named_pairs(
-                module, {location: names for _, places in levels for location, names in places.items()}
-            )
+        if location := entry.of_experts:
+            by_depth[location.module][entry.depth][entry.kind] = name
+            by_place[location.module][location][entry.kind] = name
+    reading = ExpertReader(adapter, config, asked)
+    if find_form(adapter) in (FLAT, STACKED):  # the depths of PEFT's wrappers tell the parameters of a layer apart
+        pairs = [pair for module, names in by_depth.items() for pair in reading.read_nested_pairs(module, names)]
+    else:
+        pairs = [pair for module, places in by_place.items() for pair in reading.read_named_pairs(module, places)]
     check_counts(adapter, pairs, asked)
     return pairs
 
@@ -182,10 +169,7 @@ class ExpertReader:
         return repeat(a, count), repeat(b, count)
 
     def read_nested_pairs(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
-        """Yield the matrices of PEFT's nested wrappers, keyed by depth.
-
-        Their shapes decide which parameter each belongs to.
-        """
+        """Yield the matrices of PEFT's nested wrappers, by their depth. Shapes tell to which parameter they belong."""
         sides = {
             depth: (self.tensor(matrices["A"]).spec.shape[-1], self.tensor(matrices["B"]).spec.shape[0])
             for depth, matrices in names.items()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.config import AdapterConfig
@@ -23,7 +22,7 @@ HINT = "pass --experts-layout blocks if unsloth 2026.9.5 or older trained the ad
 
 _RECORDED = {"rank_major": PEFT, "grouped_by_expert": BLOCKS}
 _FLAT, _DETAIL = "lora_B_layout", "unsloth_fused_expert_lora"
-_CARD, _TAG = "README.md", "- unsloth"
+_CARD, _TAG = "README.md", "- unsloth"  # the model card of an adapter that unsloth trained has this tag
 _LIMIT = 1 << 24  # bytes of a model card
 
 
@@ -33,13 +32,17 @@ def find_layout(config: AdapterConfig, parameter: str) -> str | None:
     unsloth's record takes precedence. Without a record, an adapter of unsloth may have either layout. For any other
     library, `peft_version` in the config shows that PEFT wrote the adapter.
     """
-    records = [config.values, of_model_class(config)]
+    mapping = config.values.get("auto_mapping")  # where unsloth records itself
+    mapping = mapping if isinstance(mapping, dict) else {}
     leaf = parameter.rpartition(".")[2]
-    for record in records:
+    for record in (config.values, mapping):
         if _FLAT in record or _DETAIL in record:
             return _RECORDED.get(recorded_layout(record, leaf))
-    is_of_peft = "peft_version" in config.values and not is_of_unsloth(config)
-    return PEFT if is_of_peft else None
+    if "peft_version" not in config.values or "unsloth" in json.dumps(mapping):
+        return None
+    card = config.path.parent / _CARD
+    is_tagged = card.is_file() and _TAG in read_small(card, _LIMIT).decode(errors="replace").splitlines()
+    return None if is_tagged else PEFT
 
 
 def choose_layout(config: AdapterConfig, parameter: str, count: int, rank: int, given: str | None, tensor: str) -> str:
@@ -75,18 +78,3 @@ def recorded_layout(record: Mapping[str, Any], leaf: str) -> str:
         return str(record.get(_FLAT))
     entry = parameters.get(leaf)
     return str(entry.get(_FLAT)) if isinstance(entry, dict) else ""
-
-
-def is_of_unsloth(config: AdapterConfig) -> bool:
-    """Return whether unsloth trained the adapter: its name is in the config, or a tag in the model card beside it."""
-    return "unsloth" in json.dumps(of_model_class(config)) or has_tag(config.path.parent / _CARD)
-
-
-def of_model_class(config: AdapterConfig) -> Mapping[str, Any]:
-    """Return the config's `auto_mapping`, where unsloth records itself; {} without one."""
-    mapping = config.values.get("auto_mapping")
-    return mapping if isinstance(mapping, dict) else {}
-
-
-def has_tag(card: Path) -> bool:
-    return card.is_file() and _TAG in read_small(card, _LIMIT).decode(errors="replace").splitlines()

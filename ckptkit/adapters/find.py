@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_usable_alpha
+from ckptkit.adapters.config import find_adapter_config, is_usable_alpha
 from ckptkit.adapters.names import (
     DEFAULT,
+    UNUSED,
     WRAPPER,
     Entry,
     base_name,
     expert_place,
     find_unknown_name,
-    is_copy,
-    is_unused,
     own_name,
     read_entry,
-    trained_name,
     unsupported_method,
 )
 from ckptkit.adapters.trainer_names import trainer_names_in
@@ -64,8 +63,13 @@ def inspect_adapters(component: Component) -> tuple[InspectedAdapter, ...]:
 
 
 def summarize_adapter(adapter: Adapter, adapted: Adapted, component: Component) -> InspectedAdapter:
-    config = readable_config(component.path, adapter.name)
-    alpha = (config.values if config else trained_values(component.layout)).get("lora_alpha")
+    config, values = None, dict[str, Any]()
+    with suppress(Corrupt):
+        config = find_adapter_config(component.path, adapter.name)
+    with suppress(Corrupt, NotACheckpoint, Unsupported):
+        if config is None and (names := trainer_names_in(component.layout.tensors)):
+            _, values = names.trainer_values(component.layout)
+    alpha = (config.values if config else values).get("lora_alpha")
     is_number = isinstance(alpha, int | float) and is_usable_alpha(alpha)
     return InspectedAdapter(
         adapter.name,
@@ -81,23 +85,6 @@ def summarize_adapter(adapter: Adapter, adapted: Adapted, component: Component) 
         bool(adapted.base),
         config.path if config else None,
     )
-
-
-def trained_values(saved: Layout) -> Mapping[str, Any]:
-    """Return the adapter settings that the trainer saved in its own files; {} if nothing can be read."""
-    try:
-        names = trainer_names_in(saved.tensors)
-        return names.trainer_values(saved)[1] if names else {}
-    except (Corrupt, NotACheckpoint, Unsupported):
-        return {}
-
-
-def readable_config(path: Path, name: str) -> AdapterConfig | None:
-    """Return the config of an adapter; None if it is missing or unreadable."""
-    try:
-        return find_adapter_config(path, name)
-    except Corrupt:
-        return None
 
 
 HINT_KEEP_TENSORS = "run `ckptkit convert --to pt` to keep all tensors and their names"
@@ -121,15 +108,9 @@ class Adapter:
 
     @property
     def rows(self) -> Counter[int]:
-        """Return the row counts of its A matrices, with how many matrices have each.
-
-        A fused matrix has the rows of all experts, unless the experts or stacked layers have an axis of their own.
-        """
-        shapes = [
-            (entry.module, self.layout.specs[name].shape)
-            for name, entry in self.entries.items()
-            if entry.kind in _RANKED
-        ]
+        """Return how many A matrices have each number of rows: of all experts if they share one matrix."""
+        ranked = {name: entry.module for name, entry in self.entries.items() if entry.kind in _RANKED}
+        shapes = [(module, self.layout.tensors[name].spec.shape) for name, module in ranked.items()]
         return Counter(
             shape[-2] if len(shape) == 3 and (expert_place(module) or _STACKED.fullmatch(module)) else shape[0]
             for module, shape in shapes
@@ -153,7 +134,6 @@ class Adapter:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Return the dtype and shape of each of its tensors, by tensor name in the layout."""
         return {name: self.layout.tensors[name].spec for name in self.entries}
 
 
@@ -187,7 +167,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
         return None
-    rest = [name for name in layout.tensors if name not in entries and not is_unused(name)]
+    rest = [name for name in layout.tensors if name not in entries and not UNUSED.fullmatch(name)]
     nameless = {entry.adapter is None for entry in entries.values()}
     if len(nameless) > 1:
         first = next(name for name, entry in entries.items() if entry.adapter is None)
@@ -210,7 +190,7 @@ def full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]
     PEFT saves a resized embedding that was trained in full three times: under its own name, which it loads, in
     `modules_to_save`, and untrained in `original_module`. Source: `get_peft_model_state_dict`.
     """
-    own = {name: trained_name(name) for name in names if not is_copy(name)}
+    own = {name: name.replace(".modules_to_save.", ".") for name in names if ".original_module." not in name}
     saved_names = {name for name, new in own.items() if name == new}
     loaded = {name: new for name, new in own.items() if name == new or new not in saved_names}
     whole = {name: Entry("module", None, base_name(new), 0, own_name(new)) for name, new in loaded.items()}
@@ -223,10 +203,7 @@ def with_wrapper(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def names_in_base(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (base model name, name in the checkpoint) of each tensor.
-
-    Raises `Corrupt` if two tensors share a base model name.
-    """
+    """Yield (name in the base, name in the checkpoint) of each tensor. Raises `Corrupt` for a repeated name."""
     seen: dict[str, str] = {}
     for name in names:
         own = base_name(name)

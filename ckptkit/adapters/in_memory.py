@@ -22,20 +22,14 @@ from ckptkit.state.names import ask_names
 
 
 class InMemoryLocation(NamedTuple):
-    """The location of a file's tensor in the in-memory model.
-
-    The parameter's name, and the index of the tensor's first element in it.
-    """
+    """The parameter in memory that contains a file's tensor, and the index of the tensor's first element in it."""
 
     name: str
     start: Shape
 
 
 def layout_in_memory(component: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
-    """Return the weights of a component under transformers' in-memory names.
-
-    Returns None if the conversion is unknown.
-    """
+    """Return a component's weights under transformers' in-memory names; None if the conversion is unknown."""
     try:
         return name_weights(weights, ask_names(component, TRANSFORMERS.name, config))[0].layout
     except (Mismatch, Unsupported):  # keep the base as in its files; the merge reports what does not fit
@@ -76,10 +70,7 @@ def location_in_memory(
 
 
 def updates_in_files(merging: Merging, files: Layout) -> Merging:
-    """Translate weight updates of the in-memory model to the tensors in its files.
-
-    Raises `Unsupported` for an updated tensor that the files store scattered or transposed.
-    """
+    """Move the updates of the model in memory to the tensors in its files. Raises `Unsupported` for a scattered one."""
     in_files, memory, reached = Merging(files), merging.base, set()
     in_files.notes = merging.notes
     for name, location in find_places(files, memory).items():
@@ -91,12 +82,8 @@ def updates_in_files(merging: Merging, files: Layout) -> Merging:
             move_updates(merging, name, in_files, name, None)
         elif name not in reached:
             message = "the adapter changes this tensor, but the base's files store its elements in another order"
-            raise Unsupported(
-                message,
-                path=files.root,
-                tensor=name,
-                hint="pass --names keep, and a base that was saved with the names in memory",
-            )
+            hint = "pass --names keep, and a base that was saved with the names in memory"
+            raise Unsupported(message, path=files.root, tensor=name, hint=hint)
     return in_files
 
 

@@ -8,19 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
 from ckptkit.adapters.expert_pairs import find_form
-from ckptkit.adapters.gaps import find_gaps
+from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.in_memory import layout_in_memory, updates_in_files
 from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.errors import Mismatch, Unsupported, Usage
+from ckptkit.errors import Caution, Mismatch, Unsupported, Usage, and_more
 from ckptkit.io.file import read_small
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
+from ckptkit.layout.renames import fold
 from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.models.adapter_facts import changes_base
 from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenizer_beside
 from ckptkit.models.expected import form_or_reason
 from ckptkit.models.fit import check_equal, restore_tied, ties_of
@@ -32,10 +35,211 @@ from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
 from ckptkit.state.model import Model
 from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.state.quantized.plain import make_all_plain
-from ckptkit.state.quantized.signs import may_hold_quantized
-from ckptkit.state.steps import fit_config, give_names, unwrap
+from ckptkit.state.steps import fit_config, translate_names, unwrap
+from ckptkit.words import count, natural
 
-_TIE = "tie_word_embeddings"
+_TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
+_SHOWN = 2  # modules in a message
+
+
+def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
+    """Return the model in the first component with the adapters of the others merged into it.
+
+    With one component, that component has the adapter and may have the base; otherwise `--base` gives the base.
+    `options` select and rename the output's tensors. Raises `Mismatch` for an adapter that does not fit its base,
+    `Unsupported` for one that cannot be merged.
+    """
+    *before, last = components
+    named_by = options if options.base or not before else replace(options, base=str(before[0].path))
+    adapters = [open_only_adapter(component, named_by, before[:1]) for component in (*before[1:], last)]
+    base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
+    adapters = [with_fused_experts(adapter, base.layout, options) for adapter in adapters]
+    merged = merge_all(base, adapters, options)
+    check_globs(merged, adapters, options)
+    paths = dict.fromkeys((base.part.path, *(adapter.path for adapter in adapters)))
+    return replace(with_tokenizer_of(adapters, select(merged, options)), origins=tuple(paths))
+
+
+def with_fused_experts(adapter: CheckedAdapter, base: Layout, options: ConvertOptions) -> CheckedAdapter:
+    """Convert an adapter's expert matrices to fused experts, unless the base has a tensor for each expert, too."""
+    form = find_form(adapter.adapter)
+    is_fused = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
+    if form in (None, FLAT) or (form == PER_EXPERT and not is_fused):
+        return adapter
+    from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
+
+    fused, config, _ = convert_experts(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    return replace(adapter, adapter=fused, config=config)
+
+
+def check_globs(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
+    """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
+    asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
+    asked.check_matched("--include", asked.include, names, path)
+    asked.check_left(names, path)
+    names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
+    asked.check_matched("--exclude", asked.exclude, names, path)
+
+
+def select(model: Model, options: ConvertOptions) -> Model:
+    """Return the merged model with the tensors that `options` select, under the names that they ask for."""
+    asked = options.edits
+    model = model.note_dropped(asked.reasons_to_drop(model.layout.tensors))
+    model = model.select(set(filter(asked.admit, model.layout.tensors)))
+    asked.check_renames(model.layout.tensors, model.part.path)
+    return model.rename(asked.renaming())
+
+
+def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> CheckedAdapter:
+    """Return the only adapter in a component. Raises `Usage` for none or several. `base` has its base, if given."""
+    opened = open_adapters(part, options)
+    if opened is None:
+        if any(may_be_adapted(component.layout.tensors) for component in base):
+            hint = f"pass the base first: `ckptkit merge {part.path} {base[0].path} OUT`"
+        elif base:
+            hint = "pass a directory with adapter_config.json, or a training checkpoint that contains an adapter"
+        else:
+            hint = "drop --merge"
+        raise Usage("there is no adapter to merge", path=part.path, hint=hint)
+    adapters = opened.adapted.adapters
+    if len(adapters) > 1:
+        names = ", ".join(adapter.name for adapter in adapters)
+        hint = "write each adapter to a directory of its own with `ckptkit consolidate`, then merge"
+        raise Usage(f"expected one adapter, found several: {names}", path=part.path, hint=hint)
+    return opened.fitted(adapters[0], options.adapter_config)
+
+
+def base_of(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
+    """Return the base in the adapter's checkpoint, or else the one that `--base` names. Raises `Usage` without any."""
+    opened, config = adapter.opened, adapter.config
+    if opened.adapted.base:
+        names = {name: own for own, name in opened.adapted.base.items()}
+        layout = edits.rename(edits.select(opened.weights.layout, names.__contains__), names.__getitem__)
+        came_from = {own: opened.weights.came_from[name] for name, own in names.items()}
+        weights = replace(opened.weights, layout=layout, came_from=came_from)
+        companions = find_companions(opened.part.path, options.base)
+        return Model(part=opened.part, weights=weights, origins=(opened.part.path,), companions=companions)
+    if options.base is None:
+        name = config.base or "MODEL"
+        hint = f"pass --base {name}, or a directory that has it"
+        raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
+    checkpoint = Checkpoint.open(to_model_path(options.base))
+    companions_from = options.base if Path(options.base).is_dir() else None
+    return replace(Model.of(checkpoint.model_component, companions_from), base=checkpoint)
+
+
+def merge_all(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
+    """Merge adapters into a base under the Hub's names; under the base's own names if only those fit."""
+    own = unwrap(make_all_plain(base) if base.may_be_quantized else base)
+    try:
+        named = translate_names(own, HUB, options)
+    except NotBuilt:  # keep the base's own tensor names; fit_config reports that
+        return merge_into(own, adapters, options)
+    try:
+        return merge_into(named, adapters, options)
+    except (Mismatch, Unsupported):
+        if named.weights.came_from == own.weights.came_from or not has_modules(own.layout, adapters):
+            raise
+    return merge_into(own, adapters, options)
+
+
+def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
+    """Merge adapters into a base of plain weights whose names and shapes fit the adapters."""
+    whole = restore_tied(base.layout, base.config)
+    # an adapter may use transformers' in-memory names instead of the names in the base's files
+    memory = None if has_modules(whole, adapters) else layout_in_memory(base.part, base.weights, base.config)
+    is_moved = memory is not None and has_modules(memory, adapters)
+    specs = base.layout.specs
+    named = (memory if memory is not None and is_moved else whole).tensors
+    names = named.keys() - predictors_in(named, base.config)
+    plain = {name: recipe(name, specs[name].dtype) for name, recipe in base.recipes.items()}
+    merging = Merging(restore_tied(memory, base.config) if memory is not None and is_moved else whole, plain)
+    model = base
+    for number, fitted in enumerate(adapters, 1 + len(base.others)):
+        weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
+        base_beside = fitted.opened.adapted.base
+        merging.add(AdapterSource(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout))
+        which = f"{f'{weight:g} times ' if options.scales else ''}the adapter of {fitted.path}"
+        merged = f"merged {which}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
+        gaps = find_gaps(fitted.adapter, fitted.config, names)
+        model = model.say(*check_base(fitted, base.part), merged, *gaps)
+    check_experts_layout(merging, adapters, options)
+    if is_moved:
+        merging = updates_in_files(merging, whole)
+        keeps = "the output has those of the base's files"
+        model = model.say(f"the adapter has the tensor names of the model in memory; {keeps}")
+    model = replace(
+        model.with_layout(replace(whole, tensors=merging.tensors)),
+        others=(*base.others, *(fitted.adapter.layout for fitted in adapters)),
+        recipes={name: partial(merging.recipe, name) for name in merging.computed},
+        made_of=source_of(base.part.layout) | {"adapters": ", ".join(fitted.path.name for fitted in adapters)},
+    )
+    model = choose_ties(with_vocabulary(model, whole), merging, base.layout, adapters).say(*merging.notes)
+    model = fit_config(model, options)
+    return model.select(model.layout.tensors.keys())
+
+
+def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
+    """Raise `Usage` for --experts-layout without fused experts, or with several adapters, whose layouts may differ."""
+    if options.experts_layout is None:
+        return
+    if len(adapters) > 1:
+        message = f"--experts-layout: expected one adapter, found {len(adapters)}"
+        raise Usage(message, hint="merge one adapter at a time")
+    if not merging.has_fused_experts:
+        hint = "drop --experts-layout"
+        raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
+
+
+def check_base(one: CheckedAdapter, base: Component) -> list[str]:
+    """Raise `Unsupported` if the adapter's training modified its base and `base` is another checkpoint.
+
+    Returns a remark if the base's path does not contain the name in the adapter's config: another model may have the
+    same shapes.
+    """
+    config = one.config
+    if one.path == base.path:
+        return []
+    if changes_base(config.values):
+        said = config.values["init_lora_weights"]
+        message = f"training modified the base before the first step (`init_lora_weights` is {said})"
+        converted = "save the adapter with PEFT's `path_initial_model_for_weight_conversion`"
+        hint = f"merge a checkpoint that contains this base, or {converted}"
+        raise Unsupported(message, path=config.path, hint=hint)
+    if config.base and Path(config.base).name.lower() not in str(base.path).lower():
+        return [f"{config.path} says that the base was {config.base}: check that {base.path} is the same model"]
+    return []
+
+
+def find_gaps(adapter: Adapter, config: AdapterConfig, base: Collection[str]) -> list[Caution]:
+    """Return a warning if modules are missing in an adapter; [] if it has every module that PEFT would adapt.
+
+    `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
+    module of this name in another layer, and the adapter's config does not exclude it.
+    """
+    adapted = set(adapter.modules)
+    folded = {fold(module) for module in adapted}
+    inside = {fold(entry.module) for entry in adapter.entries.values() if entry.attention is not None}
+
+    def target_of(module: str) -> str:
+        """Return the module that has to be a target: the `nn.MultiheadAttention` of an `out_proj`, else the module."""
+        above = module.rpartition(".")[0]
+        return above if fold(module) in inside and f"{above}.in_proj_weight" in base else module
+
+    in_base = {name.rpartition(".")[0] for name in base}
+    missing = sorted(
+        (own for own in in_base - adapted if fold(own) in folded and config.is_target(target_of(own))), key=natural
+    )
+    if not missing:
+        return []
+    names = ", ".join(f"`{module}`" for module in missing[:_SHOWN]) + and_more(len(missing) - _SHOWN)
+    what = f"the adapter has no matrices for {count(len(missing), 'module')} that it changes in other layers"
+    return [Caution(f"{config.path.parent}: {what}: {names}; these modules keep the weights of the base")]
+
+
+def has_modules(layout: Layout, adapters: Sequence[CheckedAdapter]) -> bool:
+    base_modules = {name.rpartition(".")[0] for name in layout.tensors}
+    return all(module in base_modules for adapter in adapters for module in adapter.adapter.modules)
 
 
 def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[CheckedAdapter]) -> Model:
@@ -66,25 +270,16 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
     left_out = {target for target in still_tied if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
         check_equal(base, target, tied[target])
-    model = (
-        model.note_merged(left_out)
-        .select(layout.tensors.keys() - left_out)
-        .say(
-            *(
-                f"{one} and {tied[one]} are no longer tied, because training changed {name_changed(one, tied, changed)}"
-                for one in sorted(untied_by_config)
-            ),
-            *(
-                f"{one} changes with {tied[one]}, because this model type stores both as one tensor"
-                for one in sorted(untied & tied_by_class)
-            ),
-        )
-    )
+    notes = []
+    for one in sorted(untied_by_config):
+        both = " and ".join(sorted({one, tied[one]} & changed))
+        notes.append(f"{one} and {tied[one]} are no longer tied, because training changed {both}")
+    notes += [
+        f"{one} changes with {tied[one]}, because this model type stores both as one tensor"
+        for one in sorted(untied & tied_by_class)
+    ]
+    model = model.note_merged(left_out).select(layout.tensors.keys() - left_out).say(*notes)
     return model.with_config(unbound) if untied_by_config else model
-
-
-def name_changed(name: str, tied: Mapping[str, str], changed: Collection[str]) -> str:
-    return " and ".join(sorted({name, tied[name]}.intersection(changed)))
 
 
 def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
@@ -93,208 +288,6 @@ def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
         return {}
     tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
     return {target: source for target, source in tied.items() if {target, source} <= layout.tensors.keys()}
-
-
-_VOCABULARY = "vocab_size"
-
-
-def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
-    """Return the model in the first component with the adapters of the others merged into it.
-
-    With one component, that component has the adapter and may have the base; otherwise `--base` gives the base.
-    `options` select and rename the output's tensors. Raises `Mismatch` for an adapter that does not fit its base,
-    `Unsupported` for one that cannot be merged.
-    """
-    *before, last = components
-    named_by = options if options.base or not before else replace(options, base=str(before[0].path))
-    adapters = [open_only_adapter(component, named_by, before[:1]) for component in (*before[1:], last)]
-    base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
-    adapters = [with_fused_experts(adapter, base.layout, options) for adapter in adapters]
-    merged = merge_all(base, adapters, options)
-    check_globs(merged, adapters, options)
-    paths = dict.fromkeys((base.part.path, *(adapter.path for adapter in adapters)))
-    return replace(with_tokenizer_of(adapters, select(merged, options)), origins=tuple(paths))
-
-
-def with_fused_experts(adapter: CheckedAdapter, base: Layout, options: ConvertOptions) -> CheckedAdapter:
-    """Convert an adapter's expert matrices to fused experts, unless the base fits them as they are.
-
-    A base with one tensor per expert takes per-expert matrices unchanged.
-    """
-    form = find_form(adapter.adapter)
-    if form in (None, FLAT) or (form == PER_EXPERT and not has_fused(base)):
-        return adapter
-    from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
-
-    fused, config, _ = convert_experts(adapter.adapter, adapter.config, adapter.path, FLAT, options)
-    return replace(adapter, adapter=fused, config=config)
-
-
-def has_fused(base: Layout) -> bool:
-    return any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
-
-
-def check_globs(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
-    """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
-    asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
-    asked.check_matched("--include", asked.include, names, path)
-    asked.check_left(names, path)
-    names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
-    asked.check_matched("--exclude", asked.exclude, names, path)
-
-
-def select(model: Model, options: ConvertOptions) -> Model:
-    """Return the merged model with the tensors that `options` select, under the names that they ask for."""
-    asked = options.edits
-    model = model.note_dropped(asked.reasons_to_drop(model.layout.tensors))
-    model = model.select(set(filter(asked.admit, model.layout.tensors)))
-    asked.check_renames(model.layout.tensors, model.part.path)
-    return model.rename(asked.renaming())
-
-
-def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> CheckedAdapter:
-    """Return the only adapter in a component, with its config. Raises `Usage` if it has none or several.
-
-    `base` is the component with the base, if one was passed.
-    """
-    opened = open_adapters(part, options)
-    if opened is None:
-        if any(may_be_adapted(component.layout.tensors) for component in base):
-            hint = f"pass the base first: `ckptkit merge {part.path} {base[0].path} OUT`"
-        elif base:
-            hint = "pass a directory with adapter_config.json, or a training checkpoint that contains an adapter"
-        else:
-            hint = "drop --merge"
-        raise Usage("there is no adapter to merge", path=part.path, hint=hint)
-    adapters = opened.adapted.adapters
-    if len(adapters) > 1:
-        names = ", ".join(adapter.name for adapter in adapters)
-        hint = "write each adapter to a directory of its own with `ckptkit consolidate`, then merge"
-        raise Usage(f"expected one adapter, found several: {names}", path=part.path, hint=hint)
-    return opened.fitted(adapters[0], options.adapter_config)
-
-
-def base_of(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
-    """Return the base in the adapter's own checkpoint, or else the base that `--base` names.
-
-    Raises `Usage` without any.
-    """
-    opened, config = adapter.opened, adapter.config
-    if opened.adapted.base:
-        names = {name: own for own, name in opened.adapted.base.items()}
-        layout = edits.rename(edits.select(opened.weights.layout, names.__contains__), names.__getitem__)
-        came_from = {own: opened.weights.came_from[name] for name, own in names.items()}
-        weights = replace(opened.weights, layout=layout, came_from=came_from)
-        companions = find_companions(opened.part.path, options.base)
-        return Model(part=opened.part, weights=weights, origins=(opened.part.path,), companions=companions)
-    if options.base is None:
-        name = config.base or "MODEL"
-        hint = f"pass --base {name}, or a directory that has it"
-        raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
-    checkpoint = Checkpoint.open(to_model_path(options.base))
-    return replace(
-        Model.of(checkpoint.model_component, options.base if Path(options.base).is_dir() else None), base=checkpoint
-    )
-
-
-def merge_all(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
-    """Merge adapters into a base under the Hub's names; under the base's own names if only those fit."""
-    may_be_quantized = may_hold_quantized(base.part.layout.specs, base.config)
-    plain = make_all_plain(base) if may_be_quantized else base
-    own = unwrap(plain)
-    try:
-        named = give_names(own, HUB, options)
-    except NotBuilt:  # keep the base's own tensor names; fit_config reports that
-        return merge_into(own, adapters, options)
-    try:
-        return merge_into(named, adapters, options)
-    except (Mismatch, Unsupported):
-        if named.weights.came_from == own.weights.came_from or not has_modules(own.layout, adapters):
-            raise
-    return merge_into(own, adapters, options)
-
-
-def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
-    """Merge adapters into a base of plain weights whose names and shapes fit the adapters."""
-    whole = restore_tied(base.layout, base.config)
-    # an adapter may use transformers' in-memory names instead of the names in the base's files
-    memory = None if has_modules(whole, adapters) else layout_in_memory(base.part, base.weights, base.config)
-    is_moved = memory is not None and has_modules(memory, adapters)
-    specs = base.layout.specs
-    named = (memory if memory is not None and is_moved else whole).tensors
-    names = named.keys() - predictors_in(named, base.config)
-    merging = Merging(
-        restore_tied(memory, base.config) if memory is not None and is_moved else whole,
-        {name: recipe(name, specs[name].dtype) for name, recipe in base.recipes.items()},
-    )
-    model = base
-    for number, fitted in enumerate(adapters, 1 + len(base.others)):
-        weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
-        base_beside = fitted.opened.adapted.base
-        merging.add(AdapterSource(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout))
-        times = f"{weight:g} times " if options.scales else ""
-        merged = (
-            f"merged {times}the adapter of {fitted.path}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
-        )
-        gaps = find_gaps(fitted.adapter, fitted.config, names)
-        model = model.say(*check_base(fitted, base.part), merged, *gaps)
-    check_experts_layout(merging, adapters, options)
-    if is_moved:
-        merging = updates_in_files(merging, whole)
-        model = model.say(
-            "the adapter has the tensor names of the model in memory; the output has those of the base's files"
-        )
-    model = replace(
-        model.with_layout(replace(whole, tensors=merging.tensors)),
-        others=(*base.others, *(fitted.adapter.layout for fitted in adapters)),
-        recipes={name: partial(merging.recipe, name) for name in merging.computed},
-        made_of=source_of(base.part.layout) | {"adapters": ", ".join(fitted.path.name for fitted in adapters)},
-    )
-    model = choose_ties(with_vocabulary(model, whole), merging, base.layout, adapters).say(*merging.notes)
-    model = fit_config(model, options)
-    return model.select(model.layout.tensors.keys())
-
-
-def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
-    """Raise `Usage` for --experts-layout without fused experts, or with several adapters.
-
-    Several adapters may have different layouts.
-    """
-    if options.experts_layout is None:
-        return
-    if len(adapters) > 1:
-        message = f"--experts-layout: expected one adapter, found {len(adapters)}"
-        raise Usage(message, hint="merge one adapter at a time")
-    if not merging.has_fused_experts:
-        hint = "drop --experts-layout"
-        raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
-
-
-def check_base(one: CheckedAdapter, base: Component) -> list[str]:
-    """Raise `Unsupported` if the adapter's training modified its base and `base` is another checkpoint.
-
-    Returns a remark if the base's path does not contain the name in the adapter's config: another model may have the
-    same shapes.
-    """
-    config = one.config
-    if one.path == base.path:
-        return []
-    if config.has_changed_base:
-        said = config.values["init_lora_weights"]
-        message = f"training modified the base before the first step (`init_lora_weights` is {said})"
-        hint = (
-            "merge a checkpoint that contains this base, or save the adapter with PEFT's "
-            "`path_initial_model_for_weight_conversion`"
-        )
-        raise Unsupported(message, path=config.path, hint=hint)
-    if config.base and Path(config.base).name.lower() not in str(base.path).lower():
-        return [f"{config.path} says that the base was {config.base}: check that {base.path} is the same model"]
-    return []
-
-
-def has_modules(layout: Layout, adapters: Sequence[CheckedAdapter]) -> bool:
-    base_modules = {name.rpartition(".")[0] for name in layout.tensors}
-    return all(module in base_modules for adapter in adapters for module in adapter.adapter.modules)
 
 
 def with_vocabulary(model: Model, before: Layout) -> Model:

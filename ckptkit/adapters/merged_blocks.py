@@ -57,10 +57,7 @@ class Product:
 
 
 class LinearProduct(Product):
-    """The update of a weight `[out, in, *kernel]`: B `[out, r]` times A `[r, in, *kernel]`.
-
-    The kernel axes of B have size 1.
-    """
+    """The update of `[out, in, *kernel]`: B `[out, r]`, with kernel axes of size 1, times A `[r, in, *kernel]`."""
 
     def box_of_a(self, box: Box) -> Box:
         """Return the columns of A."""
@@ -220,10 +217,7 @@ class DoraRescale:
         return Box(tuple(start for start, _ in pairs), tuple(size for _, size in pairs))
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
-        """Return the rescaled elements.
-
-        Raises `Corrupt` for an output whose weights are all 0, because it has no direction.
-        """
+        """Return the rescaled elements. Raises `Corrupt` for an output without direction: its weights are all 0."""
         *factors, magnitude = inputs
         delta = self.product.delta(box, *factors)
         others = tuple(axis for axis in range(base.ndim) if axis != self.axis)

@@ -39,14 +39,13 @@ _SAVED_NAMES = {
     "tokens": "trainable_tokens_delta",
 }
 _KNOWN_PARTS = {part for saved in _SAVED_NAMES.values() for part in saved.split(".")}
-_WRAPPERS = frozenset(
-    {"base_layer", "original_module", "token_adapter"}
-)  # name components of PEFT's wrappers around the model's own modules
+# name components of PEFT's wrappers around the model's own modules
+_WRAPPERS = frozenset({"base_layer", "original_module", "token_adapter"})
 _INSIDE_ATTENTION = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj\.lora_[AB]\..+")
 # matrices of other libraries, or of PEFT with a dot in the adapter's name
 _OTHER_LIBRARY = re.compile(r"(.+\.lora_)(a|A|down)((?:\..+)?)")
 _PARTNER = {"a": "b", "A": "B", "down": "up"}
-_UNUSED = re.compile(r".+\.trainable_tokens_original(?:\.[^.]+)?")
+UNUSED = re.compile(r".+\.trainable_tokens_original(?:\.[^.]+)?")  # a copy inside of the wrapper, never loaded
 # tensor names of other methods -> method
 _OTHER_METHODS = {
     "lora_E": "AdaLoRA",
@@ -86,6 +85,11 @@ class Entry(NamedTuple):
     module: str
     depth: int
     saved: str
+
+    @property
+    def of_experts(self) -> ExpertPlace | None:
+        """Return the location of a matrix of experts; None for any other tensor."""
+        return expert_place(self.module) if self.kind in ("A", "B") else None
 
     @property
     def attention(self) -> str | None:
@@ -133,28 +137,12 @@ def read_entry(name: str) -> Entry | None:
 
 
 def own_name(name: str) -> str:
-    """Return a name without the wrapper's prefix."""
     return name.rpartition(WRAPPER)[2]
 
 
 def base_name(name: str) -> str:
     """Return the base model's name of a parameter or module inside PEFT's wrappers."""
     return ".".join(part for part in own_name(name).split(".") if part not in _WRAPPERS)
-
-
-def is_unused(name: str) -> bool:
-    """Return whether a tensor is an internal copy of the wrapper that PEFT never loads."""
-    return _UNUSED.fullmatch(name) is not None
-
-
-def is_copy(name: str) -> bool:
-    """Return whether a tensor is the untrained original of a module that was trained in full."""
-    return ".original_module." in name
-
-
-def trained_name(name: str) -> str:
-    """Return the name under which PEFT saves a parameter that was trained in full."""
-    return name.replace(".modules_to_save.", ".")
 
 
 def unsupported_method(names: Collection[str]) -> str | None:
@@ -177,8 +165,3 @@ def find_unknown_name(names: Collection[str]) -> str | None:
         if match and read_entry(name) is None and f"{match[1]}{_PARTNER[match[2]]}{match[3]}" in names:
             return name
     return None
-
-
-def is_wrapped(name: str) -> bool:
-    """Return whether a name is inside PEFT's wrapper of a model."""
-    return name.startswith(WRAPPER) or f".{WRAPPER}" in name

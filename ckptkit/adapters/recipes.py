@@ -99,7 +99,8 @@ class Merging:
     def replace_parameters(self, source: AdapterSource) -> None:
         """Replace the parameters that were trained in full."""
         replaced = {entry.module: name for name, entry in source.adapter.entries.items() if entry.kind == "module"}
-        replaced |= {own: name for name, own in own_biases(source)}
+        biases = trained_biases(source.adapter, source.config, source.base)
+        replaced |= {own: name for own, name in source.base.items() if name in biases}
         replaced = self.resized_embeddings(source) | replaced
         for own, name in replaced.items():
             require_weight_one(source, name, f"`{own}`, which was trained in full")
@@ -122,10 +123,7 @@ class Merging:
             self.begins[own] = Operand(source.number, name, dtype)
 
     def resized_embeddings(self, source: AdapterSource) -> dict[str, str]:
-        """Return the embedding and head beside an adapter whose row counts differ from the base's.
-
-        The training resized the vocabulary, so these tensors belong to the adapter, as in PEFT's own files.
-        """
+        """Return the embedding and head that training resized: they belong to the adapter, as in PEFT's own files."""
         ends = (HEAD, find_embedding(source.base))
         sought = [own for own in source.base if own in ends and own in self.tensors]
         shapes = {own: (self.tensors[own].spec.shape, source.shape(source.base[own])) for own in sought}
@@ -160,10 +158,7 @@ class Merging:
         return own, kind(a, b, source.shape(update.a), source.shape(update.b), scaling)
 
     def lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
-        """Return the name that PEFT uses to look up the rank and the alpha of an update.
-
-        It is the updated parameter `own` if that is a target itself, else the module that PEFT wrapped.
-        """
+        """Return the name by which PEFT looks up rank and alpha: `own` if it is a target itself, else the module's."""
         if own in source.config.parameters_of(update.module):
             return own
         return self.attention_around(source, update) or update.module
@@ -176,10 +171,7 @@ class Merging:
         return None if weight in source.config.parameters_of(update.attention) else update.attention
 
     def times_added(self, source: AdapterSource, update: WeightUpdate) -> int:
-        """Return how often PEFT adds a product to the weight, in training as in a merge.
-
-        Raises `Unsupported` if that depends on a version of PEFT that ckptkit does not know.
-        """
+        """Return how often PEFT adds a product to a weight. Raises `Unsupported` for an unknown version of PEFT."""
         if self.attention_around(source, update) is None:
             return 1
         if source.config.may_add_once:
@@ -197,10 +189,7 @@ class Merging:
             self.notes.append(note)
 
     def kind_of(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
-        """Return the orientation in which a layer stores its weight.
-
-        The shapes decide; for a square weight the type of the layer does.
-        """
+        """Return the orientation in which a layer stores its weight: by shapes, or by its type if it is square."""
         shape, a, b = self.tensors[own].spec.shape, source.shape(update.a), source.shape(update.b)
         if len(shape) < 2:
             raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", update.a)
@@ -285,15 +274,11 @@ class Merging:
     def layout_of(self, source: AdapterSource, update: WeightUpdate, own: str, rank: int) -> str:
         """Return the layout of lora_B of fused experts; notes if `--experts-layout` contradicts the files."""
         count, given = self.tensors[own].spec.shape[0], source.experts_layout
-        layout = choose_layout(source.config, own, count, rank, given, update.b)
-        recorded_layout = find_layout(source.config, own) if given and 1 not in (count, rank) else None
-        note = (
-            f"ckptkit reads lora_B of experts as {given} (--experts-layout), but {source.config.path} says "
-            f"{recorded_layout}"
-        )
-        if recorded_layout and recorded_layout != given:
-            self.note_once(note)
-        return layout
+        recorded = find_layout(source.config, own) if given and 1 not in (count, rank) else None
+        if recorded and recorded != given:
+            reads = f"ckptkit reads lora_B of experts as {given} (--experts-layout)"
+            self.note_once(f"{reads}, but {source.config.path} says {recorded}")
+        return choose_layout(source.config, own, count, rank, given, update.b)
 
     def dora_step(self, source: AdapterSource, update: WeightUpdate, own: str, product: Product) -> DoraRescale:
         """Return DoRA's step. It needs all weights of each output in memory at once."""
@@ -310,9 +295,8 @@ class Merging:
             message = f"DoRA needs full columns of this weight ({spec}), more than fits in memory"
             raise Unsupported(message, path=source.adapter.layout.path, tensor=update.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
-        return DoraRescale(
-            product, Operand(source.number, update.magnitude, product.a.dtype), magnitude, int(is_turned)
-        )
+        operand = Operand(source.number, update.magnitude, product.a.dtype)
+        return DoraRescale(product, operand, magnitude, int(is_turned))
 
     def replace_rows(self, source: AdapterSource, own: str, name: str, module: str) -> None:
         """Replace the rows of an embedding that were trained."""
@@ -325,10 +309,9 @@ class Merging:
         if row_shape != (len(indices), *shape[1:]):
             message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(row_shape)}"
             raise source.blame(message, name)
-        if max(indices, default=0) >= shape[0]:
-            raise source.blame(
-                f"expected row indices below {shape[0]} (rows of `{own}` in the base), found {max(indices)}", name
-            )
+        if (last := max(indices, default=0)) >= shape[0]:
+            message = f"expected row indices below {shape[0]} (rows of `{own}` in the base), found {last}"
+            raise source.blame(message, name)
         taken = {row for step in self.steps[own] if isinstance(step, Rows) for row in step.indices}
         if both := taken & set(indices):
             raise source.blame(f"two adapters contain row {min(both)} of `{own}`, trained in full", name)
@@ -359,10 +342,7 @@ class Merging:
 
     def have_same_rows(self, name: str, source: str) -> bool:
         """Return whether `source` was changed only by rows, and `name` by the same rows or not at all."""
-        rows, others = (
-            [getattr(step, "indices", None) for step in self.steps.get(tensor_name, [])]
-            for tensor_name in (source, name)
-        )
+        rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
         is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
         return is_by_rows and others in ([], rows)
 
@@ -379,20 +359,10 @@ class Merging:
 
 
 def require_weight_one(source: AdapterSource, name: str, what: str) -> None:
-    """Raise `Unsupported` if the adapter has a weight other than 1.
-
-    A tensor that replaces the base's cannot be scaled.
-    """
+    """Raise `Unsupported` if the adapter has a weight other than 1. What replaces the base cannot be scaled."""
     if source.weight != 1:
         message = f"--factors: expected 1 for {what}, found {source.weight:g}"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=name, hint="pass 1 for this adapter")
-
-
-def own_biases(source: AdapterSource) -> Iterator[tuple[str, str]]:
-    """Yield (name in the checkpoint, name in the base) of the biases outside an adapter that were trained with it."""
-    names = {name: own for own, name in source.base.items()}
-    for name in trained_biases(source.adapter, source.config, source.base):
-        yield name, names[name]
 
 
 def rows_of(shape: Shape) -> Region:
@@ -405,7 +375,6 @@ def columns_of(shape: Shape) -> Region:
 
 
 def hint_similar_name(name: str, base: Layout) -> str:
-    """Return a hint that names a similar tensor of the base."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     alike = next((own for own in base.tensors if f".{last}." in f".{own}"), None) or next(iter(base.tensors), "nothing")
     return f"the base has {alike}: pass the base that the adapter was trained on, with unchanged tensor names"

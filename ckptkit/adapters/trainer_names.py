@@ -33,10 +33,7 @@ class TrainerNames(Protocol):
 
 
 class KnownNames(NamedTuple):
-    """A row of the table: `where` is the import path of the module, `tells` a regex for tensor names.
-
-    The module is imported when a name matches.
-    """
+    """A row of the table: `where` is the path of the module, imported if the regex `tells` matches a tensor name."""
 
     where: str
     tells: str

@@ -75,17 +75,14 @@ def both_consolidated(
     one, two = sides
     two = replace(two, layout=locate(edits.cast_to(two.layout, one.layout.specs)))
     require_same_specs(one, two)
-    return one, replace(two, layout=in_order_of(two.layout, one.layout))
+    in_order = {name: two.layout.tensors[name] for name in one.layout.tensors}
+    return one, replace(two, layout=replace(two.layout, tensors=in_order))
 
 
 def options_for(dtype: Sequence[str], base: Path | None) -> Keywords:
     """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
     asked: Keywords = {"dtype": dtype} if dtype else {}
     return {**asked, "base": str(base)} if base is not None else asked
-
-
-def in_order_of(layout: Layout, other: Layout) -> Layout:
-    return replace(layout, tensors={name: layout.tensors[name] for name in other.tensors})
 
 
 def require_same_specs(one: ConsolidatedView, two: ConsolidatedView) -> None:

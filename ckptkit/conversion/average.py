@@ -58,24 +58,17 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     given = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
     if last is None:
         if len(given) < 2:
+            path = path_of(given[0]) if given else None
             hint = "pass another checkpoint, or --last N for the last N of a run"
-            raise Usage(
-                "expected at least 2 checkpoints to average, found 1",
-                path=path_of(given[0]) if given else None,
-                hint=hint,
-            )
+            raise Usage("expected at least 2 checkpoints to average, found 1", path=path, hint=hint)
         return [Checkpoint.open(source) for source in given]
     if len(given) != 1:
         raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")
     run = path_of(given[0])
     complete = RunFolder(run).up_to_latest()
     if not 0 < last <= len(complete):
-        hint = f"run `ckptkit ls {run}` to list its checkpoints"
-        raise Usage(
-            f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}",
-            path=run,
-            hint=hint,
-        )
+        message = f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}"
+        raise Usage(message, path=run, hint=f"run `ckptkit ls {run}` to list its checkpoints")
     return list(complete[-last:])
 
 
@@ -84,10 +77,8 @@ def normalize_weights(weights: Sequence[float], sources: int) -> tuple[float, ..
     if not weights:
         return (1 / sources,) * sources
     if len(weights) != sources:
-        raise Usage(
-            f"expected {count(sources, 'factor')}, one for each checkpoint, found {len(weights)}",
-            hint="pass a factor for each, like 2,1,1",
-        )
+        message = f"expected {count(sources, 'factor')}, one for each checkpoint, found {len(weights)}"
+        raise Usage(message, hint="pass a factor for each, like 2,1,1")
     if not all(isfinite(weight) and weight > 0 for weight in weights):
         raise Usage(f"expected positive factors, found {', '.join(map(str, weights))}")
     largest = max(weights)  # so that the sum is finite

@@ -6,8 +6,7 @@ data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
@@ -16,7 +15,6 @@ from ckptkit.layout import Layout
 from ckptkit.models.names import KEEP
 from ckptkit.state.model import Model
 from ckptkit.state.options import MODULE, QUANTIZERS, ConvertOptions
-from ckptkit.state.quantized.signs import may_hold_quantized
 from ckptkit.state.steps import (
     cast,
     fit_config,
@@ -42,7 +40,7 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
         if options.vocab_size is not None:
             model = resize_vocabulary(model, options.vocab_size)
         if options.from_base:
-            from ckptkit.state.from_base import copy_from_base
+            from ckptkit.state.base_tensors import copy_from_base
 
             model = copy_from_base(model, options)
         if options.is_for_hub:
@@ -52,7 +50,7 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
             model = restore_keys(model, options)
     if options.dtype:
         model = cast(model, options)
-        if options.quantize is None and may_be_quantized(model):
+        if options.quantize is None and model.may_be_quantized:
             from ckptkit.state.quantized.plain import check_casts
 
             model = check_casts(model, options)
@@ -90,30 +88,23 @@ def open_models(components: Sequence[Component], options: ConvertOptions) -> Mod
 
 
 def open_named(component: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
-    """Return the weights in a component under the names that `options` ask for.
-
-    Reads the layout `instead` if it is given, or else the component's own.
-    """
+    """Return the weights in a component, or in a layout `instead`, under the names that `options` ask for."""
     model = open_model(component, options, instead)
     if options.is_for_hub:
         refuse_copies(model)
-    if options.quantize is not None or may_be_quantized(model):
+    if options.quantize is not None or model.may_be_quantized:
         from ckptkit.state.quantized.plain import dequantize_if_asked
 
         model = dequantize_if_asked(model, options)
     if options.wanted_names != KEEP and not options.rename and needs_names(model, options):
         model = unwrap(model)
     if needs_names(model, options):
-        model = translate_names(model, options)
+        model = translate_names(model, options.wanted_names, options)
     if options.text_only:
         from ckptkit.state.text_only import take_text
 
         model = take_text(model)
     return model
-
-
-def may_be_quantized(model: Model) -> bool:
-    return may_hold_quantized(model.part.layout.specs, model.config)
 
 
 def needs_names(model: Model, options: ConvertOptions) -> bool:
@@ -124,25 +115,17 @@ def needs_names(model: Model, options: ConvertOptions) -> bool:
 
 def compare_with_sources(model: Model, options: ConvertOptions) -> Model:
     """Add notes on differences from the base, and correct the number of predictor layers in config.json."""
-    has_base = bool(options.base or model.config.get("_name_or_path"))
-    if has_base and not options.text_only:  # with --text-only, the base has the names of the larger model
-        from ckptkit.state.against_base import compare_with_base
+    # with --text-only, the base has the names of the larger model
+    if (options.base or model.config.get("_name_or_path")) and not options.text_only:
+        from ckptkit.state.base_tensors import compare_with_base
 
         model = compare_with_base(model, options)
-    if any("mtp" in key or "nextn" in key for key in keys_in(model.config)):
+    if any(word in str(model.config) for word in ("mtp", "nextn")):
         from ckptkit.models.predictors import with_counts
 
         config, words = with_counts(model.config, model.layout.tensors)
-        model = model.with_config(config).say(*words) if words else model
+        model = model.with_config(config).say(*words)
     return model
-
-
-def keys_in(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a config.json, and those of its nested sections."""
-    for key, value in config.items():
-        yield key
-        if isinstance(value, dict):
-            yield from keys_in(value)
 
 
 def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:

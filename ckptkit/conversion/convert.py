@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -71,9 +72,13 @@ def convert(
     never received a gradient, get zeros. For the other options see `ConvertOptions`. Raises a `CkptError`, and leaves
     `dst` unchanged, if anything does not fit or a checksum differs.
     """
+    to = to or format_of_file(to_destination(dst).name)
+    if to is None:
+        formats = either((*writable_formats(), ADAPTER))
+        raise Usage(f"--to: expected {formats}, found none", hint="pass --to with one of them")
     own = ConvertOptions.of(
         options,
-        to=to or require_format(to_destination(dst)),
+        to=to,
         world_size=world_size,
         under=under,
         optimizer_keys=optimizer_keys,
@@ -81,16 +86,6 @@ def convert(
         complete_optimizer=complete_optimizer,
     )
     return run_conversion([src], dst, own)
-
-
-def require_format(output: Path) -> str:
-    """Return the format that the output's file name implies. Raises `Usage` if the name may be a directory's."""
-    format_name = format_of_file(output.name)
-    if format_name is None:
-        raise Usage(
-            f"--to: expected {either((*writable_formats(), ADAPTER))}, found none", hint="pass --to with one of them"
-        )
-    return format_name
 
 
 def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
@@ -108,19 +103,15 @@ def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertO
 
 def older_than_latest(run: Path) -> Checkpoint | None:
     """Return the last checkpoint of a run before the latest one that can be read; None without one, or for no run."""
-    checkpoint = Checkpoint.at(run)
-    if not run.is_dir() or (checkpoint.is_direct and not checkpoint.is_run_with_strays):
+    newest = Checkpoint.at(run)
+    if not run.is_dir() or (newest.is_direct and not newest.is_run_with_strays):
         return None
     complete = [checkpoint for checkpoint in named_in(run) if checkpoint.is_complete]
-    return next(filter(can_be_read, complete[-2::-1]), None)
-
-
-def can_be_read(checkpoint: Checkpoint) -> bool:
-    """Return whether no file of a checkpoint is missing or too short."""
-    try:
-        return not any(checkpoint.problems()) and bool(checkpoint.layout.names)
-    except (Corrupt, IOFailure, Unsafe, Unsupported):
-        return False
+    for checkpoint in complete[-2::-1]:
+        with suppress(Corrupt, IOFailure, Unsafe, Unsupported):
+            if checkpoint.layout.names:
+                return checkpoint
+    return None
 
 
 def report_on(
@@ -178,7 +169,7 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
     Raises `Mismatch` for states that do not fit their parameters, if the output format requires it.
     """
     for checkpoint in checkpoints:
-        if options.writer.is_model_only or not has_states(checkpoint, options):
+        if options.writer.is_model_only or not any(map(options.edits.admit, names_of_training(checkpoint.layout))):
             yield from warn_of_weights(checkpoint)
             continue
         for inconsistency in examine_checkpoint(checkpoint, RULES):
@@ -186,11 +177,6 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
                 raise inconsistency.to_error(checkpoint.path)
             if inconsistency.certainty > Certainty.NOTE:
                 yield Caution(f"{checkpoint.path}: {inconsistency.line}")
-
-
-def has_states(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
-    """Return whether the selected tensors include training state."""
-    return any(map(options.edits.admit, names_of_training(checkpoint.layout)))
 
 
 def warn_of_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
@@ -202,10 +188,7 @@ def warn_of_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
 def draft_salvage(
     checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: SurveyFunction | None = None
 ) -> Conversion:
-    """Plan the output of the undamaged tensors of a damaged checkpoint, with an account of the lost ones.
-
-    By default, `look` reads every byte to find the damage.
-    """
+    """Plan the output of the undamaged tensors. By default, `look` reads every byte to find the damage."""
     from ckptkit.conversion.salvaging.salvage import salvage
 
     salvaged = salvage(checkpoint, dst, options, look)
@@ -230,11 +213,10 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
             if adapted := [opened for part in parts if (opened := open_adapters(part, options))]:
                 conversion = draft_adapters(adapted, dst, options)
                 return replace(conversion, notes=[*remarks, *conversion.notes])
-        if options.to == ADAPTER or options.experts:
-            hint = "drop --experts" if options.experts else "pass --to hf to write the model"
+        if options.to == ADAPTER or options.experts or options.adapter_config:
+            hint = "pass --to hf to write the model" if options.to == ADAPTER else "drop --adapter-config"
+            hint = "drop --experts" if options.experts else hint
             raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint=hint)
-        if options.adapter_config:
-            raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="drop --adapter-config")
     conversion = draft_of_model(build_model(parts, options), dst, options)
     return replace(conversion, notes=[*remarks, *conversion.notes])
 
@@ -256,9 +238,11 @@ def draft_training(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -
 
 def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:
     """Return the conversion with the files of its sources that it does not copy."""
+    read = {path for draft in conversion.drafts for path in draft.read} | set(conversion.copied_files.values())
+    read |= {entries.read.root / name for entries in conversion.entries for name in entries.read.files}
     files: list[LeftBehind] = []
     for checkpoint in checkpoints:
-        used = {*conversion.files_used, *files_taken(checkpoint, conversion.made, conversion.output)}
+        used = {*read, *files_taken(checkpoint, conversion.made, conversion.output)}
         if len(checkpoints) > 1:  # `conversion` only knows the files of the first source
             layout = checkpoint.model_component.layout
             used |= {layout.root / name for name in layout.files}

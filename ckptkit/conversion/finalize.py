@@ -35,11 +35,8 @@ def finalize(
     output = to_destination(dst)
     begun, text = find_staging_key(output)
     if text is None:
-        raise NotACheckpoint(
-            "expected the parts of an output, found none",
-            path=output,
-            hint="run `ckptkit consolidate SRC OUT --part 1/N` to `--part N/N` first",
-        )
+        hint = "run `ckptkit consolidate SRC OUT --part 1/N` to `--part N/N` first"
+        raise NotACheckpoint("expected the parts of an output, found none", path=output, hint=hint)
     sources, options, count = parse_key(text, begun)
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)
     return report_on(sources, output, asked, partial(write_rest, count=count))
@@ -58,10 +55,7 @@ def find_staging_key(place: Path) -> tuple[Path, bytes | None]:
 
 
 def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:
-    """Return the sources, the options and the number of parts from the key at `path`.
-
-    Raises `Corrupt` for a key that this version of ckptkit cannot read.
-    """
+    """Return sources, options and number of parts from the key at `path`. Raises `Corrupt` for an unreadable one."""
     try:
         words = json.loads(text)
         sources = [join_places(to_path(first), others) for first, *others in words["sources"]]

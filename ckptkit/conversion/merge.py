@@ -39,10 +39,8 @@ def merge(
     if not given:
         raise Usage("expected at least one adapter to merge, found none")
     if weights and len(weights) != len(given):
-        raise Usage(
-            f"expected {count(len(given), 'factor')}, one for each adapter, found {len(weights)}",
-            hint="pass a factor for each, like 1,0.5",
-        )
+        message = f"expected {count(len(given), 'factor')}, one for each adapter, found {len(weights)}"
+        raise Usage(message, hint="pass a factor for each, like 1,0.5")
     if not all(map(isfinite, weights)):
         raise Usage(f"expected finite factors, found {', '.join(map(str, weights))}")
     options["merge"] = True

@@ -47,7 +47,6 @@ def own_format(source: Checkpoint) -> str:
 
 
 def default_source() -> Path:
-    """Return the run in the current directory, or the current directory itself."""
     return Path(RUN) if Path(RUN).is_dir() else Path()
 
 

@@ -27,7 +27,7 @@ from ckptkit.models.names.parameters import (
 )
 from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.state.draft import Conversion, Draft, Entries
-from ckptkit.state.optimizers import Completed, by_name, complete_optimizers, nest_optimizers
+from ckptkit.state.optimizers import by_name, complete_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.parts import with_other_files, without_copy
 
@@ -44,10 +44,8 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     if options.changes_names:
         raise Usage("this format keeps names and shapes", hint="convert to another format first")
     named_layout, remarks = with_names_for_numbers(checkpoint, options.order)
-    completed = Completed([named_layout])
-    if options.complete_optimizer:
-        completed = complete_optimizers(checkpoint, [named_layout], options.order)
-        (named_layout,) = completed.layouts
+    completed = complete_optimizers(checkpoint, [named_layout], options)
+    (named_layout,) = completed.layouts
     options.edits.check_globs([named_layout], checkpoint.path)
     chosen = edits.select(named_layout, options.edits.admit)
     weights = frozenset(find_weights(chosen).came_from.values())
@@ -65,22 +63,18 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         drafts=[Draft.of([layout], options, world_size, renamed=names)],
         entries=[Entries.of(named_layout, written, no_place | options.edits.reasons_to_drop(named_layout.names))],
         notes=[*remarks, *completed.remarks],
-        completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
+        completed=completed.entries,
     )
     if not checkpoint.path.is_dir():
         return conversion
-    conversion = with_other_files(
-        conversion, checkpoint.path, [part.layout for part in checkpoint.components], world_size
-    )
+    layouts = [part.layout for part in checkpoint.components]
+    conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
     copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
     return without_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
 
 
 def with_names_for_numbers(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
-    """Return the checkpoint with parameter groups in each optimizer and names instead of indices, and remarks.
-
-    Raises `Unsupported` if the names are uncertain.
-    """
+    """Return the checkpoint with groups and names in each optimizer. Raises `Unsupported` for uncertain names."""
     layout, remarks = nest_optimizers(checkpoint, checkpoint.layout, order)
     for optimizer in find_optimizers(layout):
         if not optimizer.is_named:

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import is_left, is_save_marker
 from ckptkit.checkpoints.replaceable import require_no_checkpoint, states_only_at
 from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, format_of_file, get_format
 from ckptkit.io.destination import check_absent, keeps_others
 from ckptkit.io.file import children
-from ckptkit.io.joined import JoinedPath, roots_of
+from ckptkit.io.joined import roots_of
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import is_remote
 from ckptkit.io.staging import check_destination
@@ -56,11 +55,18 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     for path in (source.path, *(part.path for part in source.components)):
         require_outside(path, dst)
     target = dst.resolve()
-    if target.parent in real_path(source.path):
-        check_beside_parts(source, dst)
+    # in the source's own directory, the result would be read as a component of it
+    if target.parent in real_path(source.path) and (not source.is_direct or dst.name == TRAINING):
+        raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
+    order = list(FORMATS)
     for part in source.components:
-        if target.parent in real_path(part.path):
-            check_in_part(part, dst, writer)
+        if target.parent not in real_path(part.path):
+            continue
+        if part.reader.owns(dst.name) or target in (file.resolve() for file in own_files(part.layout)):
+            raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
+        if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(part.reader.name):
+            message = "the destination is beside the source's files and would be read as a part of the source"
+            raise Unsafe(message, path=dst, hint=_HINT)
 
 
 def require_outside(source: Path, dst: Path) -> None:
@@ -71,31 +77,12 @@ def require_outside(source: Path, dst: Path) -> None:
 
 def real_path(path: Path) -> list[Path]:
     """Return the real path without links; for a joined path, the real path of each directory."""
-    return [place.resolve() for place in roots_of(path)] if isinstance(path, JoinedPath) else [path.resolve()]
+    return [place.resolve() for place in roots_of(path)]
 
 
 def contains(outer: Path, inner: Path) -> bool:
     """Return whether two paths are equal, or the first contains the second."""
     return outer == inner or outer in inner.parents
-
-
-def check_beside_parts(source: Checkpoint, dst: Path) -> None:
-    """Raise `Unsafe` if a result directly in a checkpoint's directory would be read as a component of it."""
-    if not source.is_direct or dst.name == TRAINING:
-        raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
-
-
-def check_in_part(component: Component, dst: Path, writer: FormatWriter) -> None:
-    """Raise `Unsafe` if a result in a component's directory is one of its files, or would be read as one."""
-    if component.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(component.layout)):
-        raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
-    order = list(FORMATS)
-    if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(component.reader.name):
-        raise Unsafe(
-            "the destination is beside the source's files and would be read as a part of the source",
-            path=dst,
-            hint=_HINT,
-        )
 
 
 def entry_at(root: Path, dst: Path) -> Path | None:
@@ -116,18 +103,16 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     skipped: list[str] = []
     with translate_os_errors(root):
         for path in walk(root, taken):
+            name = str(path.relative_to(root))
             if is_strange_link(path) or not path.is_file():
-                skipped.append(str(path.relative_to(root)))
+                skipped.append(name)
             else:
-                regular[str(path.relative_to(root))] = path
+                regular[name] = path
     return regular, skipped
 
 
 def walk(folder: Path, taken: frozenset[Path], *, hidden: bool = False) -> Iterator[Path]:
-    """Yield all entries below a directory that are not directories and not in `taken`; deeper ones last.
-
-    With `hidden`, hidden files are included.
-    """
+    """Yield all entries below a directory except directories and those `taken`; deeper ones last, `hidden` if asked."""
     entries = children(folder)
     names = {path.name for path in entries}
     included = [path for path in entries if path not in taken and (hidden or not is_left(path.name, names))]
@@ -147,5 +132,5 @@ def files_taken(checkpoint: Checkpoint, generated: Iterable[str], dst: Path) -> 
     """Yield further paths that count as used: companions with `generated` names, and the output at `dst`."""
     places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.components)]
     yield from (place / name for name in generated for place in places)
-    result = entry_at(checkpoint.path, dst)
-    yield from [result] if result else []
+    if result := entry_at(checkpoint.path, dst):
+        yield result

@@ -27,7 +27,7 @@ from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.expected import Form
 from ckptkit.models.fit import abridge
-from ckptkit.models.names.weights import NOT_ASKED, LeftOut, Weights, names_of_training, summarize
+from ckptkit.models.names.weights import LeftOut, names_of_training, summarize
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
@@ -40,15 +40,10 @@ DAMAGED = "damaged"
 class Draft:
     """The files to write for one component of a checkpoint, or for the same component of several checkpoints.
 
-    If several processes share the work, each locates the byte ranges of its own share later.
-
-    `place` is the directory in the output for the files; "" is the output itself.
-    `read` are the source files.
-    `made_of` describes the source in the manifest.
-    `renamed` and `cast` are changes of names and dtypes.
-    `remarks` are notes of the format.
-    `recipes` compute tensors; every tensor without a recipe comes from the first source.
-    `given` is the first source before lost tensors were dropped.
+    If several processes share the work, each locates the byte ranges of its own share later. `place` is the directory
+    in the output for the files; "" is the output itself. `read` are the source files, `made_of` describes them in the
+    manifest. `renamed` and `cast` are changes of names and dtypes, `remarks` are notes of the format. `recipes` compute
+    tensors; every tensor without a recipe comes from the first source, which was `given` with its lost tensors.
     """
 
     place: str
@@ -61,7 +56,7 @@ class Draft:
     cast: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
-    given: Layout | None = None
+    given: Layout
     sums: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -88,7 +83,10 @@ class Draft:
         remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
         located, more_remarks = find_bytes(unpacked, options)
-        remarks += (*more_remarks, *say_unwritten(given, options))
+        remarks += more_remarks
+        if given.texts and not options.writer.is_model_only:
+            texts = abridge(sorted(given.texts))
+            remarks += (f"not in the output: `__metadata__` of the safetensors ({texts})",)
         more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
         return cls(sources=located, read=read, writer=options.writer, files=files, **more)
 
@@ -116,12 +114,6 @@ def find_bytes(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tu
         return tuple(sample.layout for sample in checked), tuple(remarks)
     located = tuple(map(locate, sources))
     return located, tuple(say_widened(sources[0], located[0]))
-
-
-def say_unwritten(given: Layout, options: ConvertOptions) -> Iterator[str]:
-    """Yield a remark if the source has safetensors metadata that the output format cannot store."""
-    if given.texts and not options.writer.is_model_only:
-        yield f"not in the output: `__metadata__` of the safetensors ({abridge(sorted(given.texts))})"
 
 
 def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
@@ -178,15 +170,9 @@ class Entries:
         forgotten = [name for name in unaccounted if name not in names]
         if forgotten:
             message = f"no rule or option drops it, but it would be lost{and_more(len(forgotten) - 1)}"
-            raise Unsupported(
-                message, path=read.root, tensor=forgotten[0], hint=f"drop it with --exclude '{forgotten[0]}'"
-            )
+            hint = f"drop it with --exclude '{forgotten[0]}'"
+            raise Unsupported(message, path=read.root, tensor=forgotten[0], hint=hint)
         return cls(read, names, {name: why for name, why in dropped.items() if name not in names}, prefix)
-
-    @property
-    def left(self) -> int:
-        """Return how many tensors are dropped although no rule or option asks for it."""
-        return sum(why in NOT_ASKED for why in self.dropped.values())
 
     def groups(self) -> tuple[LeftOut, ...]:
         """Count the dropped entries by location and reason."""
@@ -247,18 +233,9 @@ class Conversion:
 
     @property
     def replaces_training(self) -> bool:
-        """Return whether the output is a file with training state.
-
-        It has no manifest, and may replace a training checkpoint.
-        """
+        """Return whether the output is a file with training state: without a manifest, it may replace such a file."""
         has_states = any(names_of_training(one.read) for one in self.entries)
         return self.is_file and has_states and not self.options.writer.is_model_only
-
-    @property
-    def files_used(self) -> set[Path]:
-        """Return the source files that are read or copied unchanged."""
-        read = {path for draft in self.drafts for path in draft.read} | set(self.copied_files.values())
-        return read | {one.read.root / name for one in self.entries for name in one.read.files}
 
     @property
     def file_sizes(self) -> dict[str, int]:
@@ -273,7 +250,12 @@ class Conversion:
         digest = blake2b(__version__.encode(), digest_size=16)
         for draft in self.drafts:
             files = [(file.name, file.nbytes) for file in draft.files]
-            stamps = [(path.name, *stamp(path)) for path in draft.read]
+            stamps = []
+            for path in draft.read:
+                with translate_os_errors(path):
+                    status = path.stat()
+                inode = status.st_ino if is_remote(path) else 0  # of a remote file, a hash of its version
+                stamps.append((path.name, status.st_size, status.st_mtime_ns, inode))
             digest.update(repr((draft.place, draft.writer.name, files, stamps)).encode())
         return digest.hexdigest()
 
@@ -288,12 +270,7 @@ class Conversion:
         return json.dumps(agreed, indent=1, sort_keys=True).encode()
 
     def say(self, *notes: str) -> Conversion:
-        """Return the conversion with more notes."""
         return replace(self, notes=(*self.notes, *notes))
-
-    def names_in(self, place: str) -> list[str]:
-        """Return the names of the files directly in a directory of the output."""
-        return [path.name for path in map(Path, self.file_sizes) if path.parent == Path(place)]
 
 
 def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conversion:
@@ -315,6 +292,10 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         recipes=model.made_recipes(),
         stem=model.companions.stem if is_alone else "model",
     )
+    weights = model.weights
+    written = weights.origins_of(draft.wanted.tensors) | model.merged
+    lost = weights.origins_of(draft.given.tensors.keys() - draft.wanted.tensors)
+    dropped = {**weights.left_out, **model.dropped, **dict.fromkeys(lost, DAMAGED)}
     return Conversion(
         origins=[Origin.of(path) for path in model.origins],
         also_read=[Origin.of(model.base.path)] if model.base is not None else [],
@@ -322,41 +303,18 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         options=options,
         drafts=[draft],
         made=model.companions.to_files() if is_alone else {},
-        entries=[model_entries(model, draft)],
-        wrapper=model.weights.wrapper if is_alone else "",
+        entries=[Entries.of(model.part.layout, written, dropped, weights.prefix, draft.sources)],
+        wrapper=weights.wrapper if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
         notes=model.remarks,
         is_fitted=isinstance(model.expected, Form),
     )
 
 
-def model_entries(model: Model, draft: Draft) -> Entries:
-    """Return which entries of the source are written and dropped."""
-    written = model.weights.origins_of(draft.wanted.tensors) | model.merged
-    dropped = {**model.weights.left_out, **model.dropped, **lost_in(draft, model.weights)}
-    return Entries.of(model.part.layout, written, dropped, model.weights.prefix, draft.sources)
-
-
-def lost_in(draft: Draft, weights: Weights) -> dict[str, str]:
-    """Return the reasons for entries that are not written because they are damaged."""
-    lost = draft.given.tensors.keys() - draft.wanted.tensors if draft.given else ()
-    return dict.fromkeys(weights.origins_of(lost), DAMAGED)
-
-
 def renamed_in(model: Model) -> dict[str, str]:
-    """Return the new name of each renamed weight, by its name in the checkpoint.
-
-    If several tensors come from one entry, the value is the first name and the number of others.
-    """
+    """Return the new name of each renamed weight by its name in the checkpoint, and how many more there are."""
     new_names: dict[str, list[str]] = {}
     for new, old in model.weights.came_from.items():
         if new in model.layout.tensors and old != new:
             new_names.setdefault(old, []).append(new)
     return {old: news[0] + and_more(len(news) - 1) for old, news in new_names.items()}
-
-
-def stamp(path: Path) -> tuple[int, int, int]:
-    """Return a file's size in bytes, its modification time in nanoseconds, and its inode if it is remote (else 0)."""
-    with translate_os_errors(path):
-        status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino if is_remote(path) else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from ckptkit.checkpoints.seal import seal as seal_files
 from ckptkit.engine.check_sources import bytes_at
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
-from ckptkit.errors import Corrupt, Mismatch
+from ckptkit.errors import Corrupt, Mismatch, Occupied
 from ckptkit.formats import locate
 from ckptkit.io.allocation import create_file, make_folder, write_file
 from ckptkit.io.file import file_size, opening, read_at
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout
 from ckptkit.layout.box import Box
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.plan import Plan, Recipe, make_plan, needed, same
+from ckptkit.layout.plan import Plan, make_plan, needed, same
 from ckptkit.state.draft import Conversion, Draft
 
 _COPY_BYTES = 1 << 22  # bytes in memory for a file copy
@@ -46,34 +46,28 @@ def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     Tensors inside non-tensor entries are already written with these entries. For a shared plan, only the range of this
     share is planned.
     """
-    wanted = draft.wanted
-    destination = read_made(draft.writer, root, wanted.tensors, wanted.blobs)
-    if share.count == 1:
-        return plan_copies(draft.sources, destination, draft.recipes)
-    destination, before, behind = narrow(destination, wanted, share)
-    planned = plan_copies(sources_needed_by(draft, destination), destination, draft.recipes)
-    return replace(planned, before=before, behind=behind)
+    wanted, sources = draft.wanted, draft.sources
+    destination, before, behind = read_made(draft.writer, root, wanted.tensors, wanted.blobs), 0, 0
+    if share.count > 1:
+        destination, before, behind = narrow(destination, wanted, share)
+        sources = sources_needed_by(draft, destination)
+    src, *others = map(locate, sources)
+    planned = make_plan(src, locate(destination), others, draft.recipes)
+    if draft.recipes:
+        check_ties(planned)
+    return replace(planned, before=before, behind=behind) if share.count > 1 else planned
 
 
-def sources_needed_by(draft: Draft, destination: Layout) -> list[Layout]:
+def sources_needed_by(draft: Draft, destination: Layout) -> tuple[Layout, ...]:
     """Return the section of each source that `destination`, a section of the output, is computed from."""
     computed = [
         (name, one) for name in destination.tensors if name in draft.recipes for one in draft.recipes[name].operands
     ]
     apart = [one for name, one in computed if one.name != name or one.region is not same]
-    return [
+    return tuple(
         needed(layout, destination, {one.name for one in apart if one.source == number})
         for number, layout in enumerate(draft.sources)
-    ]
-
-
-def plan_copies(sources: Sequence[Layout], destination: Layout, recipes: Mapping[str, Recipe]) -> Plan:
-    """Return the plan that fills a layout from one source, or by recipes from several. Locates every byte."""
-    src, *others = map(locate, sources)
-    planned = make_plan(src, locate(destination), others, recipes)
-    if recipes:
-        check_ties(planned)
-    return planned
+    )
 
 
 def check_ties(plan: Plan) -> None:
@@ -89,16 +83,9 @@ def check_ties(plan: Plan) -> None:
 
 
 def write_made(conversion: Conversion, room: Path) -> None:
-    """Write the files whose content the conversion generated."""
     for name, content in conversion.made.items():
         make_folder((room / name).parent)
         write_file(room / name, content, anew=False)
-
-
-def write_copied_files(conversion: Conversion, room: Path) -> None:
-    """Copy the files that do not change."""
-    for name, path in conversion.copied_files.items():
-        copy_file(path, room / name)
 
 
 def seal(
@@ -111,12 +98,15 @@ def seal(
     """
     file_sums: dict[str, FileSum] = {}
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
-        require_sums(draft, plan.dst, done.checksums)
+        for tensor, written in sums_of_tensors(plan.dst, done.checksums).items() if draft.sums else ():
+            if (expected := draft.sums.get(tensor, written)) != written:
+                raise Corrupt(f"expected CRC-32 {expected:08x} in the output, found {written:08x}", tensor=tensor)
         seal_files(draft.writer, plan.dst, done.checksums)
         own = [file.name for file in draft.files]
         if conversion.is_file:  # a single file has no directory for a manifest
             return sum_files(plan.dst.root, own, extents_of(plan.dst, done.checksums))
-        names = {*conversion.names_in(draft.place), *own}
+        beside = (path.name for path in map(Path, conversion.file_sizes) if path.parent == Path(draft.place))
+        names = {*beside, *own}
         known = [
             Extent(name, 0, file_size(plan.dst.root / name), crc, "")
             for name in names
@@ -127,13 +117,13 @@ def seal(
     return file_sums
 
 
-def require_sums(draft: Draft, destination: Layout, checksums: Mapping[FileOffset, int]) -> None:
-    """Raise `Corrupt` without a path if a tensor's CRC-32 differs from the expected one."""
-    crc_by_tensor = sums_of_tensors(destination, checksums) if draft.sums else {}
-    for name, crc in crc_by_tensor.items():
-        if (expected := draft.sums.get(name, crc)) != crc:
-            message = f"expected CRC-32 {expected:08x} in the output, found {crc:08x}"
-            raise Corrupt(message, tensor=name)
+def require_all_done(conversion: Conversion, done: Collection[int], count: int) -> None:
+    """Raise `Occupied` if some of `count` shares are unfinished."""
+    missing = [number for number in range(count) if number not in done]
+    if missing:
+        parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
+        hint = "run these parts, or run them again: they continue where they stopped"
+        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
 
 
 def copy_file(src: Path, dst: Path) -> None:

@@ -13,7 +13,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.models.names.weights import find_weights
-from ckptkit.state.model import Model, always
+from ckptkit.state.model import Model, RecipeFor, always
 from ckptkit.state.options import MASTER, ConvertOptions
 from ckptkit.state.selection import apply_dtypes
 from ckptkit.words import count
@@ -33,14 +33,10 @@ def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
         require_wide(weights.layout)
         return checkpoint
     check_options(options)
-    layout = part.in_whole
-    master_tensors = {
-        weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()
-    }
-    masters = replace(layout, tensors={**layout.tensors, **master_tensors}, twins={})
-    parts = (
-        replace(component, masters=masters) if component is part else component for component in checkpoint.components
-    )
+    tensors = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()}
+    masters = replace(part.in_whole, tensors={**part.in_whole.tensors, **tensors}, twins={})
+    with_own = replace(part, masters=masters)
+    parts = (with_own if component is part else component for component in checkpoint.components)
     return replace(checkpoint, components=tuple(parts))
 
 
@@ -70,13 +66,14 @@ def join_masters(model: Model, masters: Model) -> Model:
     Raises `Unsupported` if only a part of a weight has master weights.
     """
     names = replaced_weights(model.layout, masters.layout)
-    stored = {name: describe_master(name, model.layout, masters.layout) for name in names}
-    remainders = [name for name in names if dtype_of(masters.layout, name) == REMAINDERS]
+    dtypes = {name: dtype_of(masters.layout, name) for name in names}
+    remainders = [name for name, dtype in dtypes.items() if dtype == REMAINDERS]
+    stored = {name: f"masters in {dtype}" for name, dtype in dtypes.items()}
+    stored |= {name: f"{dtype_of(model.layout, name)} and remainders in {REMAINDERS}" for name in remainders}
     layout = edits.cast(model.layout, lambda name, spec: _FLOAT32 if name in stored else spec.dtype)
     without = [name for name, spec in layout.specs.items() if spec.dtype.kind == "float" and name not in stored]
-    notes = [
-        f"{count(len(names), 'weight')} taken from masters, {len(remainders)} of them from remainders in {REMAINDERS}"
-    ]
+    taken = f"{count(len(names), 'weight')} taken from masters"
+    notes = [f"{taken}, {len(remainders)} of them from remainders in {REMAINDERS}"]
     notes += [f"no master: {count(len(without), 'weight')}, such as `{without[0]}`"] if without else []
     return replace(model.with_layout(layout), siblings=(masters.layout,), stored_as=stored).say(*notes)
 
@@ -87,14 +84,12 @@ def make_masters(model: Model) -> Model:
 
     (masters,) = model.siblings
     number = len(model.others) + 1
-    recipes = {
-        name: always(
-            Remainder(name, number)
-            if dtype_of(masters, name) == REMAINDERS
-            else Master(name, number, dtype_of(model.layout, name))
-        )
-        for name in replaced_weights(model.layout, masters)
-    }
+    recipes: dict[str, RecipeFor] = {}
+    for name in replaced_weights(model.layout, masters):
+        if dtype_of(masters, name) == REMAINDERS:
+            recipes[name] = always(Remainder(name, number))
+        else:
+            recipes[name] = always(Master(name, number, dtype_of(model.layout, name)))
     others = (*model.others, edits.select(masters, recipes.__contains__))
     return replace(model, others=others, recipes={**model.recipes, **recipes})
 
@@ -110,10 +105,7 @@ def note_remainders(model: Model) -> Model:
 
 
 def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
-    """Raise `Unsupported` for a cast of weights whose remainders the optimizer keeps.
-
-    Remainders complete bfloat16 weights to fp32 and are useless with another dtype.
-    """
+    """Raise `Unsupported` for a cast of bfloat16 weights that remainders in the optimizer complete to fp32."""
     found = find_weights(checkpoint.layout)
     weights, tensors = found.layout, checkpoint.layout.tensors
     kept = {
@@ -122,9 +114,8 @@ def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
         if tensors[name].spec.dtype == REMAINDERS and options.edits.admit(name)
     }
     made_of = {new: (old,) for new, old in found.came_from.items()}
-    _, casts = apply_dtypes(
-        edits.select(weights, kept.__contains__), options.edits.dtype_rules(tensors), made_of, lambda _: True
-    )
+    rules = options.edits.dtype_rules(tensors)
+    _, casts = apply_dtypes(edits.select(weights, kept.__contains__), rules, made_of, lambda _: True)
     if casts:
         parameter = next(iter(casts))
         message = f"--dtype would cast `{parameter}`, which the optimizer completes by remainders in {REMAINDERS}"
@@ -135,12 +126,6 @@ def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
 def replaced_weights(layout: Layout, masters: Layout) -> list[str]:
     """Return the weights whose data comes from another place in the second layout."""
     return [name for name, tensor in layout.tensors.items() if masters.tensors[name].chunks != tensor.chunks]
-
-
-def describe_master(name: str, layout: Layout, masters: Layout) -> str:
-    """Return a phrase for the stored form of a master weight."""
-    weight, master = dtype_of(layout, name), dtype_of(masters, name)
-    return f"{weight} and remainders in {master}" if master == REMAINDERS else f"masters in {master}"
 
 
 def dtype_of(layout: Layout, name: str) -> DType:

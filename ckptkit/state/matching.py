@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -41,15 +42,12 @@ class Side:
     left_out: tuple[LeftOut, ...] = ()
 
     def select(self, keep: Callable[[str], bool]) -> Self:
-        """Return the entries whose names `keep` accepts."""
         return replace(self, layout=edits.select(self.layout, keep), weights=frozenset(filter(keep, self.weights)))
 
     def only_tensors(self) -> Self:
-        """Return the side without non-tensor entries."""
         return replace(self, layout=replace(self.layout, blobs={}))
 
     def only_weights(self) -> Self:
-        """Return the model's weights only."""
         return replace(self.select(self.weights.__contains__), left_out=())
 
     def renamed(self, new_name: NewName) -> Self:
@@ -59,7 +57,7 @@ class Side:
             name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
         }
         weights = frozenset(new_name(name) for name in self.weights)
-        return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
+        return replace(self, layout=edits.rekey(rename_lists(self.layout, new_name), keys), weights=weights)
 
 
 class Compared(NamedTuple):
@@ -69,8 +67,11 @@ class Compared(NamedTuple):
     layout: Layout
     remarks: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, component: Component) -> Compared:
+        return cls(component.path, split_groups(component.layout))
+
     def becomes(self, layout: Layout, *remarks: str) -> Compared:
-        """Return this side with another layout, and more remarks."""
         return Compared(self.path, layout, (*self.remarks, *remarks))
 
 
@@ -87,7 +88,7 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
     """
     ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
-        pairs = [((one, as_part(ours[place])), (two, as_part(theirs[place]))) for place in ours]
+        pairs = [((one, Compared.of(part)), (two, Compared.of(theirs[place]))) for place, part in ours.items()]
         return [with_same_optimizer_keys(*pair, order) for pair in pairs], []
     joined = join_files(one), join_files(two)
     if joined[0] is not None and joined[1] is not None:
@@ -97,11 +98,7 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
         model = checkpoint.model_component
         rest = ", ".join(part.path.name for part in checkpoint.components if part is not model)
         remarks += [f"compared only {model.path.name} of {model.path.parent}, not {rest}"] if rest else []
-    return [(as_part(one.model_component), as_part(two.model_component))], remarks
-
-
-def as_part(component: Component) -> Compared:
-    return Compared(component.path, split_groups(component.layout))
+    return [(Compared.of(one.model_component), Compared.of(two.model_component))], remarks
 
 
 def join_files(checkpoint: Checkpoint) -> Compared | None:
@@ -201,27 +198,19 @@ def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
         return unchanged_side(a), unchanged_side(b), remarks
     one, two = by_own_names(a), by_own_names(b)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
-        remarks.append(f"compared only the model: {describe_rest(one if one.left_out else two)}")
+        larger = one if one.left_out else two
+        rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in larger.left_out[:4])
+        more = ", ..." if larger.left_out[4:] else ""
+        remarks.append(f"compared only the model: {larger.layout.root} also has {rest}{more}")
         one, two = one.only_weights(), two.only_weights()
-    if one.wrapper != two.wrapper:
-        remarks += [
-            f"removed the prefix `{side.wrapper}.` from the names in {side.layout.root}"
-            for side in (one, two)
-            if side.wrapper
-        ]
+    wrapped = [side for side in (one, two) if side.wrapper and one.wrapper != two.wrapper]
+    remarks += [f"removed the prefix `{side.wrapper}.` from the names in {side.layout.root}" for side in wrapped]
     return with_ties_of(one, two), with_ties_of(two, one), remarks
 
 
 def has_more(layout: Layout, other: Layout) -> bool:
     """Return whether a layout has non-tensor entries, and the other one has a format that cannot store them."""
     return bool(layout.blobs) and get_format(other.format).is_model_only
-
-
-def describe_rest(side: Side) -> str:
-    """Return a phrase for the entries of a side outside the model."""
-    rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in side.left_out[:4])
-    more = ", ..." if side.left_out[4:] else ""
-    return f"{side.layout.root} also has {rest}{more}"
 
 
 def find_model(layout: Layout) -> Weights | None:
@@ -245,18 +234,14 @@ def by_own_names(layout: Layout) -> Side:
     keys = own_keys(layout, weights)
     if len(set(keys.values())) < len(keys):  # two entries would get one name
         return Side(layout)
-    return Side(
-        with_keys(layout, keys, own_name_function(weights)),
-        frozenset(weights.came_from),
-        weights.wrapper,
-        weights.summarize(),
-    )
+    renamed = rename_lists(layout, partial(own_name, known=weights.came_from))
+    return Side(edits.rekey(renamed, keys), frozenset(weights.came_from), weights.wrapper, weights.summarize())
 
 
 def own_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     """Return the key path for the comparison of each entry, without the key above the model and torch's prefixes."""
     keys: dict[str, KeyPath] = {old: (new,) for new, old in weights.came_from.items()}
-    above, clean = find_model_key(layout)[:-1], own_name_function(weights)
+    above, clean = find_model_key(layout)[:-1], partial(own_name, known=weights.came_from)
     for name in layout.names:
         if name not in keys:
             key = layout.key(name)
@@ -265,25 +250,8 @@ def own_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     return keys
 
 
-def own_name_function(weights: Weights) -> NewName:
-    """Return the function that maps the name of a parameter in the optimizer to the model's own name."""
-
-    def clean(name: str) -> str:
-        return own_name(name, weights.came_from)
-
-    return clean
-
-
-def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) -> Layout:
-    """Return the layout with other key paths, and other names in the optimizer's lists."""
-    return edits.rekey(rename_lists(layout, new_name), keys)
-
-
 def with_ties_of(side: Side, other: Side) -> Side:
-    """Return the side with the tied tensors that the other side has and this one left out.
-
-    An example is a head that config.json ties to the embedding.
-    """
+    """Return the side with the tied tensors, such as the head, that the other side has and this one left out."""
     missing = other.weights - side.layout.tensors.keys()
     config = find_companions(side.layout.root, None).config if missing else None
     if config is None:

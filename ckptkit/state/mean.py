@@ -11,7 +11,6 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.errors import Caution, Mismatch, and_more
 from ckptkit.layout import Layout, Spec, edits
-from ckptkit.layout.dtypes import DType
 from ckptkit.models.companions import find_companions
 from ckptkit.models.computation import describe_differences
 from ckptkit.models.fit import restore_tied
@@ -30,7 +29,9 @@ def align(models: Sequence[Model]) -> Model:
     unknown = check_configs(models)
     names = {name for model in models for name in model.layout.tensors}
     if any(model.layout.tensors.keys() != names for model in models):
-        models = [with_tied(model) for model in models]
+        configs = [find_companions(model.part.path, None).config or {} for model in models]
+        pairs = zip(models, configs, strict=True)
+        models = [model.with_layout(restore_tied(model.layout, config)) for model, config in pairs]
     first, *others = models
     for other in others:
         check_same(first.part.path, first.layout, other.part.path, other.layout)
@@ -63,17 +64,10 @@ def check_configs(models: Sequence[Model]) -> list[str]:
             words = describe_differences(different, str(other.found_in))
             both = f"{first.found_in} and {other.found_in}"
             remarks.append(Caution(f"{both} differ in keys that {change} the computation: {words}"))
-    missing = len(models) - len(described)
-    if missing:
-        remarks.append(
-            f"{missing} of {len(models)} sources have no config.json, so their heads and rope were not compared"
-        )
+    if missing := len(models) - len(described):
+        lack = f"{missing} of {len(models)} sources have no config.json"
+        remarks.append(f"{lack}, so their heads and rope were not compared")
     return remarks
-
-
-def with_tied(model: Model) -> Model:
-    """Return a model with the tensor that was left out because it is tied to another."""
-    return model.with_layout(restore_tied(model.layout, find_companions(model.part.path, None).config or {}))
 
 
 def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> None:
@@ -86,9 +80,8 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
             raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
     for name, spec in layout.specs.items():
         other_spec = other.tensors[name].spec
-        if other_spec.shape != spec.shape or not (
-            other_spec.dtype == spec.dtype or other_spec.dtype.can_become(spec.dtype)
-        ):
+        fits = other_spec.dtype == spec.dtype or other_spec.dtype.can_become(spec.dtype)
+        if other_spec.shape != spec.shape or not fits:
             raise Mismatch(f"expected {spec} as in {path}, found {other_spec}", path=other_path, tensor=name)
 
 
@@ -98,23 +91,16 @@ def average(model: Model, options: ConvertOptions) -> Model:
 
     made_of = model.weights.origins_by_name(model.layout.tensors)
     rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
-    kept = {name: spec for name, spec in model.layout.specs.items() if wanted_dtype(rules, name, made_of[name]) is None}
+    specs = model.layout.specs
+    kept = {name: spec for name, spec in specs.items() if wanted_dtype(rules, name, made_of[name]) is None}
     remarks = describe_dtypes(model.layout.root, kept, model.siblings)
+    others = (edits.select(other, specs.__contains__) for other in model.siblings)
     return replace(
         model.say(*remarks),
-        others=tuple(cast_to(other, model.layout.specs) for other in model.siblings),
+        others=tuple(edits.cast_to(other, specs) for other in others),
         recipes=dict.fromkeys(model.layout.tensors, partial(Mean, weights=options.weights)),
         made_of=sources_for_manifest((model.layout, *model.siblings), options.weights),
     )
-
-
-def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
-    """Return the layout with the names and dtypes of `specs`."""
-
-    def choose(name: str, _: Spec) -> DType:
-        return specs[name].dtype
-
-    return edits.cast(edits.select(layout, specs.__contains__), choose)
 
 
 def describe_dtypes(first: Path, specs: Mapping[str, Spec], others: Sequence[Layout]) -> Iterator[str]:
@@ -130,14 +116,10 @@ def describe_dtypes(first: Path, specs: Mapping[str, Spec], others: Sequence[Lay
 
 
 def sources_for_manifest(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
-    """Return the manifest's description of the sources.
-
-    Paths of all but the first are left out, so that none is published.
-    """
-    terms = [f"{weight:.6g} x {checkpoint_name(layout.root)}" for layout, weight in zip(layouts, weights, strict=True)]
+    """Return the manifest's description of the sources. It publishes the names of the others, but not their paths."""
+    terms = []
+    for layout, weight in zip(layouts, weights, strict=True):
+        root = layout.root  # the model may be a component of the directory with the step
+        name = root.parent.name if step_of(root.parent) is not None else root.absolute().name
+        terms.append(f"{weight:.6g} x {name}")
     return source_of(layouts[0]) | {"mean": " + ".join(terms)}
-
-
-def checkpoint_name(root: Path) -> str:
-    """Return the name of a checkpoint: the directory with the step, also if the model is a component of it."""
-    return root.parent.name if step_of(root.parent) is not None else root.absolute().name

@@ -16,6 +16,7 @@ from ckptkit.layout.plan import Recipe
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.expected import AskBase, Form
 from ckptkit.models.names.weights import Weights, find_weights
+from ckptkit.state.quantized.signs import is_declared_quantized, may_be_quantized
 
 RecipeFor = Callable[[str, DType], Recipe]  # called with the final name and dtype of the tensor
 
@@ -61,13 +62,21 @@ class Model:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the tensors."""
         return self.weights.layout
 
     @property
     def config(self) -> Mapping[str, Any]:
         """Return config.json, {} without one."""
         return self.companions.config or {}
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Return whether tensors of the component may be quantized, or config.json declares that they are."""
+        return is_declared_quantized(self.config) or may_be_quantized(self.part.layout.specs)
+
+    def kept_in_fp32(self, dtype: str) -> frozenset[str]:
+        """Return the tensors that loaders keep in fp32 if they load the others in `dtype`."""
+        return self.expected.in_fp32.get(dtype, frozenset()) if isinstance(self.expected, Form) else frozenset()
 
     def say(self, *remarks: str) -> Model:
         """Return the model with more remarks. Repeated remarks are kept once."""
@@ -117,5 +126,4 @@ class Model:
 
 
 def always(recipe: Recipe) -> RecipeFor:
-    """Return a function that returns the recipe for any name and dtype."""
     return lambda _name, _dtype: recipe

@@ -65,10 +65,7 @@ def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
 
 
 def names_of_weights(layout: Layout) -> frozenset[str]:
-    """Return the entries that are the model's weights.
-
-    Raises `Mismatch` if it is ambiguous which entries are the model.
-    """
+    """Return the entries that are the model's weights. Raises `Mismatch` if it is ambiguous which they are."""
     return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,13 @@ class Completed:
     remarks: Sequence[str] = ()
 
 
-def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], order: Order | None) -> Completed:
-    """Complete the optimizers in the layouts of a checkpoint. `order` is the user's order of parameter indices.
+def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: ConvertOptions) -> Completed:
+    """Complete the optimizers in the layouts of a checkpoint, if `options` ask for it.
 
     Raises `Unsupported` if there is no optimizer with groups, or if the form of a state is uncertain.
     """
+    if not options.complete_optimizer:
+        return Completed(layouts)
     states_by_layout = [find_states(layout) for layout in layouts]
     if not any(states_by_layout):
         raise without_groups(checkpoint, layouts, "--complete-optimizer")
@@ -63,9 +65,10 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], order
     for before, optimizers in zip(layouts, states_by_layout, strict=True):
         layout = before
         for states in optimizers:
-            parameters = parameters_for(checkpoint, layout, states, order) if states.lacking else {}
+            parameters = parameters_for(checkpoint, layout, states, options.order) if states.lacking else {}
             layout, more = complete_states(layout, states, parameters)
-            new_entries |= {name: "0" if spec is None else str(spec) for name, spec in more.items()}
+            chosen = {name: spec for name, spec in more.items() if options.edits.admit(name)}
+            new_entries |= {name: "0" if spec is None else str(spec) for name, spec in chosen.items()}
             remarks += describe_completed(checkpoint, states, parameters)
         completed.append(layout)
     return Completed(completed, new_entries, remarks)
@@ -74,18 +77,17 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], order
 def parameters_for(
     checkpoint: Checkpoint, layout: Layout, states: States, order: Order | None
 ) -> dict[str, StoredTensor]:
-    """Return the model's parameters by the name or index that an optimizer uses.
-
-    Raises `Unsupported` if it is uncertain which parameter an index means, `Mismatch` if there is no model.
-    """
+    """Return the parameters by the optimizer's names or indices. Raises `Unsupported` or `Mismatch` if uncertain."""
     if states.optimizer is not None and not states.optimizer.is_named:
         named = names_in(checkpoint, layout, states.optimizer, order)
         tensors = own_tensors(named.model.layout)
         return {str(number): tensors[name] for number, name in named.names.items()}
     names = {one for group in states.groups for one in group} | states.of.keys()
-    candidates = [
-        parameters_by_optimizer_name(names, find_weights(model.layout).layout) for model in models_of(checkpoint)
-    ]
+    candidates: list[dict[str, StoredTensor]] = []  # of each model, by the names that the optimizer uses
+    for model in models_of(checkpoint):
+        known = find_weights(model.layout).layout.tensors
+        own = {name: own_name(name, known) for name in names}
+        candidates.append({name: known[known_name] for name, known_name in own.items() if known_name in known})
     fitting = [one for one in candidates if one.keys() == names and is_of(layout, states, one)] or candidates[:1]
     for other in fitting[1:]:
         name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
@@ -93,12 +95,6 @@ def parameters_for(
             message = f"two models contain this tensor: one as {fitting[0][name].spec}, the other as {other[name].spec}"
             raise Unsupported(message, path=layout.path, tensor=name, hint="drop --complete-optimizer")
     return fitting[0]
-
-
-def parameters_by_optimizer_name(names: Iterable[str], model: Layout) -> dict[str, StoredTensor]:
-    """Return the tensors of a model by the names that an optimizer uses, as far as the model has them."""
-    own = {name: own_name(name, model.tensors) for name in names}
-    return {name: model.tensors[known_name] for name, known_name in own.items() if known_name in model.tensors}
 
 
 def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]) -> bool:
@@ -114,17 +110,15 @@ def describe_completed(checkpoint: Checkpoint, states: States, parameters: Mappi
     """Return notes on the states that were completed, and on parameters that are in no group."""
     if not states.lacking:
         return [f"`{states.name}` has a state for every parameter in its groups: nothing to complete"]
-    total = sum(map(len, states.groups))
-    lacking = f"`{states.name}` had no state for {len(states.lacking)} of its {count(total, 'parameter')}"
+    parameter_count = count(sum(map(len, states.groups)), "parameter")
+    lacking = f"`{states.name}` had no state for {len(states.lacking)} of its {parameter_count}"
     notes = [f"{lacking}: wrote zeros, the optimizer's initial state"]
     trained = {tensor.chunks for tensor in parameters.values()}
     floats = {name: one for name, one in checkpoint.weights.layout.tensors.items() if one.spec.dtype.kind == "float"}
     others = [name for name, one in floats.items() if one.chunks not in trained and not is_buffer(name)]
     if others:
-        notes.append(
-            f"{count(len(others), 'tensor')} of the model are not in any group of `{states.name}` and have no state; "
-            f"this is normal if frozen: `{others[0]}`"
-        )
+        lack = f"{count(len(others), 'tensor')} of the model are not in any group of `{states.name}` and have no state"
+        notes.append(f"{lack}; this is normal if frozen: `{others[0]}`")
     return notes
 
 
@@ -186,12 +180,11 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
     Raises `Unsupported` if names were requested and are uncertain, or indices for an optimizer without groups.
     """
     wanted = options.wanted_keys
-    if wanted is None:
-        becomes_shards = options.writer.is_sharded
-        wants = [NAMES if becomes_shards and not get_format(each.format).is_sharded else None for each in layouts]
-    else:
-        wants = [wanted] * len(layouts)
-    by_layout = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
+    to_shards = options.writer.is_sharded  # then an optimizer in one file gets names, if they are certain
+    by_layout = [
+        find_optimizers(layout) if wanted or (to_shards and not get_format(layout.format).is_sharded) else []
+        for layout in layouts
+    ]
     is_done = options.optimizer_keys == NAMES and any(kind_of_keys(layout) == NAMES for layout in layouts)
     if wanted is not None and not any(by_layout) and (options.order or not is_done):
         raise without_groups(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
@@ -223,20 +216,15 @@ def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options:
 def by_name(
     checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None, *, must: bool
 ) -> Rekeying:
-    """Return names for the indices of an optimizer; no change if they are uncertain.
-
-    Raises `Unsupported` or `Mismatch` for uncertain names if they are required (`must`).
-    """
+    """Return names for an optimizer's indices; no change for uncertain ones, or an error if they are a `must`."""
     try:
         certain = names_in(checkpoint, layout, optimizer, order)
     except (Mismatch, Unsupported) as error:
         if must:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
-        keeps = (
-            f"`{optimizer.name}` keeps its parameter indices, because the names are not certain ({why}); see {ORDER}"
-        )
-        return Rekeying(optimizer, {}, keeps)
+        keeps = f"`{optimizer.name}` keeps its parameter indices, because the names are not certain"
+        return Rekeying(optimizer, {}, f"{keeps} ({why}); see {ORDER}")
     return Rekeying(optimizer, {**certain.names}, describe_names(optimizer, certain))
 
 
@@ -246,10 +234,7 @@ def describe_names(optimizer: Optimizer, named: NamedNumbers) -> str:
 
 
 def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None) -> NamedNumbers:
-    """Return the names for the parameter indices of an optimizer, from the models of the checkpoint.
-
-    Raises `Unsupported` or `Mismatch` if they are uncertain, or if the user's `order` does not fit.
-    """
+    """Return the names for an optimizer's indices. Raises `Unsupported` or `Mismatch` for uncertain ones."""
     path = checkpoint.model_component.path
     return find_names(layout, optimizer, models_of(checkpoint), path, order)
 

@@ -30,11 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # fp32 weights that the optimizer updates, and their 16-bit copy
 PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # layouts of lora_B for fused experts, see `adapters.experts`
-FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = (
-    "flat",
-    "per-expert",
-    "3d",
-)  # forms of experts in adapters, see `adapters.expert_pairs`
+FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # in adapters, see `adapters.expert_pairs`
 ADAPTER = "adapter"  # output: the checkpoint's adapter as Hugging Face files
 RANK = "rank"  # `--part rank`: one part per process of torchrun
 
@@ -48,11 +44,10 @@ class KnownQuantizer(NamedTuple):
 QUANTIZERS = PluginTable(
     "ckptkit.quantizers",
     KnownQuantizer,
-    {
-        "fp8-block": KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
-        "fp8-channel": KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
-        "fp8-block-ue8m0": KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
-    },
+    dict.fromkeys(
+        ("fp8-block", "fp8-channel", "fp8-block-ue8m0"),
+        KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
+    ),
 )
 
 _OF_THIS_PROCESS = {"of_this_process": True}  # not compared between processes that share the work
@@ -242,7 +237,6 @@ class ConvertOptions:
 
     @property
     def writer(self) -> FormatWriter:
-        """Return the format to write."""
         return get_writer("hf" if self.to == ADAPTER else self.to)
 
     @property
@@ -268,7 +262,6 @@ class ConvertOptions:
 
     @property
     def edits(self) -> Edits:
-        """Return the changes of names and dtypes."""
         return Edits(self.include, self.exclude, self.rename, self.dtype, self.allow_unmatched)
 
     def to_json(self) -> dict[str, Any]:
@@ -471,16 +464,13 @@ def spell_out(function: Function) -> Function:
     signature = inspect.signature(function)
     explicit = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     defaults = {field.name: field.default for field in fields(ConvertOptions)}
+    hints = {name: getattr(hint, "__forward_arg__", hint) for name, hint in Keywords.__annotations__.items()}
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=written(hint))
-        for name, hint in Keywords.__annotations__.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+        for name, hint in hints.items()
     ]
     function.__signature__ = signature.replace(parameters=[*explicit, *options])  # type: ignore[attr-defined]
     return function
-
-
-def written(hint: Any) -> Any:
-    return getattr(hint, "__forward_arg__", hint)
 
 
 _LISTS = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
@@ -515,7 +505,6 @@ def absolute_like_rule(rule: str) -> str:
 
 
 def require_least(options: ConvertOptions) -> None:
-    """Raise `Usage` for a number below its minimum."""
     for name, setting in settings_of(ConvertOptions).items():
         value = getattr(options, name)
         if setting.least is not None and value is not None and value < setting.least:
@@ -526,7 +515,6 @@ def parse_part(part: str) -> tuple[int, int]:
     """Return the numbers in `3/8`. Raises `Usage` for anything else."""
     number, _, count = part.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise Usage(
-            f"expected a part like 1/8, found `{part}`", hint="pass 1/8 for the first of eight parts, 8/8 for the last"
-        )
+        hint = "pass 1/8 for the first of eight parts, 8/8 for the last"
+        raise Usage(f"expected a part like 1/8, found `{part}`", hint=hint)
     return int(number), int(count)

@@ -67,10 +67,7 @@ class Piece:
         return self.parts[0].place
 
     def entries(self, chosen: Layout, sources: Sequence[Layout], options: ConvertOptions) -> Entries:
-        """Return which entries are written if `chosen` become `sources`.
-
-        Renamed entries are identified by their bytes.
-        """
+        """Return which entries are written if `chosen` become `sources`. Bytes identify renamed entries."""
         layout = edits.select(self.layout, lambda name: name not in self.restored)
         lost = [name for name in chosen.tensors if chosen.tensors[name].is_lost] if options.salvage else []
         dropped = reasons_of_ranks(layout) | options.edits.reasons_to_drop(layout.names) | dict.fromkeys(lost, DAMAGED)
@@ -119,24 +116,21 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         world_size=world_size if options.writer.is_sharded else None,
         notes=[*notes, *(say_unrenamed(checkpoint, pieces, options) if options.rename else ())],
         made=files_of_family(checkpoint, options),
-        completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
+        completed=completed.entries,
     )
-    if conversion.is_file and len(drafts) > 1:
-        names = ", ".join(draft.place for draft in drafts)
-        hint = "choose one component, or pass a directory as destination"
-        raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
     if conversion.is_file:
+        if len(drafts) > 1:
+            names = ", ".join(draft.place for draft in drafts)
+            hint = "choose one component, or pass a directory as destination"
+            raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
         return replace(conversion, drafts=[replace(draft, place="") for draft in drafts])
     if not checkpoint.path.is_dir():
         return conversion
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
     if options.vocab_size is not None:
         conversion = with_config_of(conversion, options.vocab_size)
-    return (
-        conversion
-        if any(not part.place for part in checkpoint.components)
-        else without_copy(conversion, checkpoint.path)
-    )
+    is_component = any(not part.place for part in checkpoint.components)
+    return conversion if is_component else without_copy(conversion, checkpoint.path)
 
 
 def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
@@ -147,9 +141,7 @@ def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[P
     if options.optimizer_keys == IDS:
         nested = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
         layouts, remarks = [layout for layout, _ in nested], [remark for _, more in nested for remark in more]
-    completed = Completed(layouts)
-    if options.complete_optimizer:
-        completed = complete_optimizers(checkpoint, layouts, options.order)
+    completed = complete_optimizers(checkpoint, layouts, options)
     pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, completed.layouts, strict=True)]
     return pieces, replace(completed, remarks=[*remarks, *completed.remarks])
 
@@ -161,10 +153,8 @@ def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: Conv
         if part.under is not None and part not in written:
             renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.renaming())
             if renamed is not part.layout:
-                yield (
-                    f"copied `{part.place}` unchanged, with the old names in its optimizer "
-                    f"(`convert --to dcp` renames them)"
-                )
+                copied = f"copied `{part.place}` unchanged, with the old names in its optimizer"
+                yield f"{copied} (`convert --to dcp` renames them)"
 
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
@@ -211,10 +201,7 @@ def draft_piece(
     optimizers: Sequence[Rekeying],
     dtype_rules: Sequence[DtypeRule],
 ) -> tuple[Draft, list[str]]:
-    """Draft a piece: change the keys of its optimizer, rename it, put it under a key, and cast it.
-
-    Also returns remarks.
-    """
+    """Draft a piece, with remarks: change the keys of its optimizer, rename it, put it under a key, and cast it."""
     remarks: list[str] = []
     weights = names_of_weights(chosen) if options.edits.are_of_weights or options.changes_names else frozenset()
     layout = chosen
@@ -233,10 +220,8 @@ def draft_piece(
         layout = edits.nest(layout, (options.under,))
     casts: Mapping[str, str] = {}
     if dtype_rules:
-        if is_named:
-            pairs = pairs_with_bytes(chosen, chosen.tensors, [layout])
-        else:
-            pairs = zip(chosen.names, layout.names, strict=True)
+        both = zip(chosen.names, layout.names, strict=True)
+        pairs = pairs_with_bytes(chosen, chosen.tensors, [layout]) if is_named else both
         sources: dict[str, set[str]] = {name: set() for name in layout.names}
         for old, new in pairs:
             sources[new].add(old)
@@ -266,8 +251,8 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
     companions, rows = find_companions(path, options.base), options.vocab_size
     require_files(companions, options)
     notes = [] if rows is None else check_tokens(companions, rows)
-    known = companions.config, options.table, rows, names_of_base(options.base)
-    layout, remarks = name_training(layout, ask_names(piece.parts[0], names, *known))
+    asked = ask_names(piece.parts[0], names, companions.config, options.table, rows, names_of_base(options.base))
+    layout, remarks = name_training(layout, asked)
     return layout, [*remarks, *notes]
 
 
@@ -296,10 +281,7 @@ def with_config_of(conversion: Conversion, rows: int) -> Conversion:
 
 
 def without_copy(conversion: Conversion, root: Path) -> Conversion:
-    """Return the conversion without a second copy of the model beside the components.
-
-    Loaders would read only that copy.
-    """
+    """Return the conversion without a second copy of the model beside the components: loaders read only that."""
     reader = detect_format(root)
     copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
     if not copies:

@@ -6,9 +6,12 @@ Several processes can share the work. Each performs the steps up to `copy`; one 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.engine.whole_files import compare_archives
-from ckptkit.errors import Corrupt, Occupied, ignore
+from ckptkit.errors import Corrupt, IOFailure, Occupied, ignore
 from ckptkit.formats import locate
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.io.allocation import check_room, missing_bytes
@@ -30,10 +33,15 @@ from ckptkit.layout import Layout
 from ckptkit.layout.plan import Plan
 from ckptkit.settings import option_name
 from ckptkit.state.draft import Conversion
-from ckptkit.state.made_files import create, seal, write_copied_files, write_made
+from ckptkit.state.made_files import copy_file, create, require_all_done, seal, write_made
 from ckptkit.state.options import RANK, parse_part
 from ckptkit.state.report import Written
-from ckptkit.state.torchrun import rank_and_ranks, wait_for_ranks
+
+# Ranks of one `torchrun` signal rank 0 through torch's store that they are done. Files on disk cannot be the signal:
+# they may be left from an earlier job that died.
+_ARRIVED = "ckptkit/arrived"
+_POLL_SECONDS = 0.1  # between two polls of the number of finished ranks
+_MAX_WAIT = timedelta(days=30)  # longest difference between the work of two ranks
 
 
 def require_archives_of_one_save(layout: Layout) -> None:
@@ -96,13 +104,29 @@ def share_of(part: str | None) -> Share:
     if part is None:
         return WHOLE
     if part == RANK:
-        return Share(*rank_and_ranks())
+        return Share(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     number, count = parse_part(part)
     return Share(number - 1, count)
 
 
+def wait_for_ranks() -> None:
+    """Signal that this rank is done; as rank 0, also wait until all ranks are done.
+
+    See https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization.
+    """
+    from torch.distributed import DistError, rendezvous
+
+    try:
+        store, rank, ranks = next(rendezvous("env://", timeout=_MAX_WAIT))
+        store.add(_ARRIVED, 1)
+        while rank == 0 and store.add(_ARRIVED, 0) < ranks:
+            time.sleep(_POLL_SECONDS)
+    except DistError as error:
+        hint = "run single parts with --part instead"
+        raise IOFailure(f"the ranks cannot reach each other: {error}", hint=hint) from error
+
+
 def write_alone(conversion: Conversion) -> Written:
-    """Write the whole output in this process."""
     with opened(conversion, WHOLE.count) as stage:
         plans = create(conversion, stage.path)
         ledgers = copy_share(conversion, plans, open_journals(stage.work, conversion, 0), WHOLE)
@@ -128,32 +152,21 @@ def write_share(conversion: Conversion, share: Share) -> Written:
 def finish_shares(conversion: Conversion, count: int) -> Written:
     """Check that all `count` shares are done and consistent, then commit the output."""
     with opened(conversion, count) as stage:
-        require_all_done(conversion, stage.work, count)
+        shares = [open_journals(stage.work, conversion, number) for number in range(count)]
+        done = {number for number in range(count) if all(journal.has_ended for journal in shares[number])}
+        require_all_done(conversion, done, count)
         require_complete_files(conversion, stage.path)
         plans = create(conversion, stage.path)
         ledgers = [Ledger() for _ in plans]
-        for number in range(count):
-            for journal, ledger in zip(open_journals(stage.work, conversion, number), ledgers, strict=True):
+        for journals in shares:
+            for journal, ledger in zip(journals, ledgers, strict=True):
                 for unit in journal.units.values():
                     ledger.add(unit)
         return finish(conversion, plans, ledgers, stage)
 
 
-def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
-    """Raise `Occupied` if some of `count` shares are unfinished."""
-    numbers = range(count)
-    missing = [n for n in numbers if not all(journal.has_ended for journal in open_journals(work, conversion, n))]
-    if missing:
-        parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
-        hint = "run these parts, or run them again: they continue where they stopped"
-        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
-
-
 def require_complete_files(conversion: Conversion, room: Path) -> None:
-    """Raise `Corrupt` if a file that the shares have filled is missing or truncated.
-
-    The journals still count the bytes of that file as written.
-    """
+    """Raise `Corrupt` if a file that the journals say is filled is missing or truncated."""
     for draft in conversion.drafts:
         for file in draft.files:
             path = room / draft.place / file.name
@@ -169,11 +182,7 @@ def open_journals(work: Path, conversion: Conversion, number: int) -> list[Journ
 
 @contextmanager
 def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iterator[Stage]:
-    """Open the stage in which `count` processes write the output. Checks for disk space.
-
-    After an error the stage is deleted. It is kept if other processes use it, or after an interruption with work to
-    continue.
-    """
+    """Open the stage in which `count` processes write. An error deletes it, unless others or a later call need it."""
     options = conversion.options
     stage = Stage(
         conversion.output,
@@ -231,7 +240,7 @@ def copy_share(
 ) -> list[Ledger]:
     options = conversion.options
     total = sum(plan.whole_nbytes for plan in plans) // share.count
-    progress = report_progress(options.progress, total) if options.progress else None
+    progress = report_progress(options.progress, total)
     pairs = zip(plans, journals, strict=True)
     return [
         copy(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync) for plan, journal in pairs
@@ -243,7 +252,8 @@ def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledg
     jobs = conversion.options.jobs
     copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     write_made(conversion, stage.path)
-    write_copied_files(conversion, stage.path)
+    for name, path in conversion.copied_files.items():
+        copy_file(path, stage.path / name)
     seal(conversion, plans, copied)
     for origin in (*conversion.origins, *conversion.also_read):
         origin.check()

@@ -26,17 +26,16 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
     for group in groups:
         members = [name for name in owners if str(layout.key(name)[0]) == group]
         ranks = 1 + max(owners[name] for name in members)
-        if world_size not in (
-            ranks,
-            layout.world_size,
-        ):  # with tensor parallelism there are fewer data loaders than ranks
+        # with tensor parallelism there are fewer data loaders than ranks
+        if world_size not in (ranks, layout.world_size):
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
+            inner = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
+            which = f" ({', '.join(inner[:_MAX_NAMED])}{and_more(len(inner) - _MAX_NAMED)})" if inner else ""
             words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
-            notes.append(f"dropped `{group}`{name_inner(layout, members)}: {words}")
+            notes.append(f"dropped `{group}`{which}: {words}")
         elif group == OWN:
-            notes.append(
-                f"{count(len(members), 'entry', 'differs')} between ranks: each rank has its own under `{OWN}.rank_N`"
-            )
+            differ = count(len(members), "entry", "differs")
+            notes.append(f"{differ} between ranks: each rank has its own under `{OWN}.rank_N`")
     return edits.select(layout, lambda name: name not in dropped), notes
 
 
@@ -46,19 +45,11 @@ def reasons_of_ranks(layout: Layout) -> dict[str, str]:
     return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
 
 
-def name_inner(layout: Layout, members: Iterable[str]) -> str:
-    """Return the keys below which ranks have entries, in parentheses; "" if there are none."""
-    inner_keys = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
-    return f" ({', '.join(inner_keys[:_MAX_NAMED])}{and_more(len(inner_keys) - _MAX_NAMED)})" if inner_keys else ""
-
-
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
     """Return the names of the files with per-rank state, if their number differs from `world_size`; and notes."""
     owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
-    if not owners or 1 + max(owners.values()) == world_size:
+    ranks = 1 + max(owners.values(), default=-1)
+    if ranks in (0, world_size):
         return set(), []
-    ranks = 1 + max(owners.values())
-    first = min(owners)
-    return set(owners), [
-        f"skipped `{first}` and similar files: state of {count(ranks, 'rank')}, which {world_size} cannot use"
-    ]
+    state = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
+    return set(owners), [f"skipped `{min(owners)}` and similar files: {state}"]

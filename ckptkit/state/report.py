@@ -21,7 +21,7 @@ from ckptkit.io.allocation import free_bytes
 from ckptkit.layout.plan import RecipeVerdict
 from ckptkit.models.fit import abridge
 from ckptkit.models.names.weights import NOT_ASKED, UNKNOWN, LeftOut
-from ckptkit.state.draft import Conversion, Entries
+from ckptkit.state.draft import Conversion
 from ckptkit.summary import Summarized
 from ckptkit.words import count, describe_checksums, format_bytes
 
@@ -98,6 +98,12 @@ def report(conversion: Conversion, seconds: float) -> Converted:
     layouts = [layout for draft in drafts for layout in draft.sources]
     remarks = [*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)]
     dropped = [group for entries in conversion.entries for group in entries.groups()]
+    left = sum(group.entries for group in dropped if group.why in NOT_ASKED)
+    counts = {
+        "written": sum(len(entries.written) for entries in conversion.entries),
+        "dropped": sum(group.entries for group in dropped) - left,
+        "left": left,
+    }
     return Converted(
         source=sources[0],
         sources=sources,
@@ -109,7 +115,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         nbytes=sum(draft.wanted.nbytes for draft in drafts),
         renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
         dropped=dropped,
-        entries=count_entries(conversion.entries),
+        entries=counts,
         left_behind=conversion.left_behind,
         cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
         notes=[remark for remark in remarks if not isinstance(remark, Caution)],
@@ -137,14 +143,6 @@ def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> l
     return lines + describe_left([lost for lost in left_behind if lost.why in LOST], "not copied")
 
 
-def count_entries(all_entries: Iterable[Entries]) -> dict[str, int]:
-    """Return how many entries were written, dropped for a reason, and left out without a reason."""
-    all_entries = list(all_entries)
-    left_out = sum(entries.left for entries in all_entries)
-    dropped = sum(len(entries.dropped) for entries in all_entries) - left_out
-    return {"written": sum(len(entries.written) for entries in all_entries), "dropped": dropped, "left": left_out}
-
-
 def complete(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:
     """Return the result of a finished conversion. `prospect` is the result of its dry run."""
     copied, ledgers = written.copied or (), written.ledgers
@@ -156,9 +154,8 @@ def complete(conversion: Conversion, prospect: Converted, written: Written, seco
     uncompared = [path for done in copied for path in done.uncompared]
     if uncompared:
         skipped = f"{count(len(uncompared), 'file')} of the source, because ckptkit read only a part"
-        notes.append(
-            f"not compared with the manifest: {skipped}; `ckptkit verify {uncompared[0].parent}` compares whole files"
-        )
+        hint = f"`ckptkit verify {uncompared[0].parent}` compares whole files"
+        notes.append(f"not compared with the manifest: {skipped}; {hint}")
     notes += written.remarks
     return replace(
         prospect,
@@ -201,15 +198,12 @@ def peak_rss_bytes() -> int:
 def headline(done: Converted, verb: str) -> str:
     """Return a line that names the sources and the output."""
     if done.weights:
-        return (
-            f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
-        )
+        does = "would average" if done.dry_run else verb
+        return f"{does} {count(len(done.sources), 'checkpoint')} into {done.output}"
     ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
-    return (
-        f"would write {done.output} from {done.source}{ranks}"
-        if done.dry_run
-        else f"{verb} {done.source} into {done.output}{ranks}"
-    )
+    if done.dry_run:
+        return f"would write {done.output} from {done.source}{ranks}"
+    return f"{verb} {done.source} into {done.output}{ranks}"
 
 
 def amounts(done: Converted) -> Iterator[str]:
@@ -219,26 +213,10 @@ def amounts(done: Converted) -> Iterator[str]:
     if not done.is_finished:
         yield f"this part is done; when all are: ckptkit finalize {done.output}"
     elif done.dry_run:
-        yield prospect(done)
+        room = "" if done.free_bytes is None else f"; {format_bytes(done.free_bytes)} are free"
+        yield f"{count(done.copies, 'chunk')} to read, {format_bytes(done.nbytes)} to write{room}"
     else:
-        yield speed(done)
-        yield checked(done)
-
-
-def prospect(done: Converted) -> str:
-    """Return a line on the work to do, and on the free disk space."""
-    chunks = f"{count(done.copies, 'chunk')} to read"
-    room = "" if done.free_bytes is None else f"; {format_bytes(done.free_bytes)} are free"
-    return f"{chunks}, {format_bytes(done.nbytes)} to write{room}"
-
-
-def speed(done: Converted) -> str:
-    """Return a line on the work done, its speed, and its memory."""
-    amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
-    rate = format_bytes(done.nbytes / done.seconds)
-    return f"{amount} in {done.seconds:.2f} s ({rate}/s); peak memory {format_bytes(done.peak_rss_bytes)}"
-
-
-def checked(done: Converted) -> str:
-    """Return a line on the part of the source that had checksums and was verified."""
-    return describe_checksums(done.checked_bytes, done.unchecked_bytes)
+        amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
+        speed = f"{done.seconds:.2f} s ({format_bytes(done.nbytes / done.seconds)}/s)"
+        yield f"{amount} in {speed}; peak memory {format_bytes(done.peak_rss_bytes)}"
+        yield describe_checksums(done.checked_bytes, done.unchecked_bytes)

@@ -41,7 +41,6 @@ class Edits:
             parse_cast(rule)
 
     def admit(self, name: str) -> bool:
-        """Return whether an entry is selected."""
         included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
@@ -77,24 +76,20 @@ class Edits:
         return rules
 
     def check_dtypes(self, rules: Iterable[DtypeRule], outputs: Collection[str], path: Path) -> list[str]:
-        """Return a note for each rule whose glob matches only names in the output.
-
-        Raises `Usage` for a glob that matches no name there either.
-        """
+        """Return a note for each glob that matches only names in the output. Raises `Usage` for one without a match."""
         globs = [rule.glob for rule in rules if rule.glob is not None and rule.is_of_output]
         self.check_matched("--dtype", globs, outputs, path)
         matched = [glob for glob in globs if any(fnmatchcase(name, glob) for name in outputs)]
         return [f"--dtype '{glob}' matches names in the output, but none in the source" for glob in matched]
 
     def check_renames(self, names: Iterable[str], path: Path) -> None:
-        """Raise `Usage` for a `--rename` rule that matches no parameter name.
-
-        Each rule sees the names after the previous rules.
-        """
+        """Raise `Usage` for a `--rename` rule that matches no name of a parameter, after the rules before it."""
         names = list(names)
         for rule in self.rename:
             pattern, text = parse_rule(rule)
-            self.check_matched("--rename", [rule], names, path, is_match=is_renamed_by)
+            self.check_matched(
+                "--rename", [rule], names, path, lambda name, rule: bool(parse_rule(rule)[0].search(name))
+            )
             names = [pattern.sub(text, name) for name in names]
 
     def check_matched(
@@ -178,10 +173,9 @@ def apply_dtypes(
 
     def choose(name: str, spec: Spec) -> DType:
         requested = wanted_dtype(rules, name, made_of[name], is_weight=is_weight(name))
-        chosen = (
-            requested.choose(models[requested], name, spec) if isinstance(requested, Like) else requested or spec.dtype
-        )
-        return chosen if spec.dtype.can_become(chosen) else spec.dtype
+        if isinstance(requested, Like):
+            requested = requested.choose(models[requested], name, spec)
+        return requested if requested and spec.dtype.can_become(requested) else spec.dtype
 
     changed = edits.cast(layout, choose)
     casts = {
@@ -203,24 +197,15 @@ class Like:
         return Checkpoint.open(to_model_path(self.model)).weights.layout.specs
 
     def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
-        """Return the dtype of the tensor of the same name.
-
-        Raises `Mismatch` if it is missing or the cast is impossible.
-        """
+        """Return the dtype of the tensor of the same name. Raises `Mismatch` if it is missing or cannot be cast to."""
         if name not in specs:
             hint = f"add a rule after this one, such as --dtype '{name}=keep'"
             raise Mismatch(f"{self.model} does not have this tensor, so its dtype is unknown", tensor=name, hint=hint)
         wanted = specs[name].dtype
         if wanted != spec.dtype and not spec.dtype.can_become(wanted):
-            raise Mismatch(
-                f"expected {wanted} as in {self.model}, found {spec.dtype}, which cannot be cast to it", tensor=name
-            )
+            message = f"expected {wanted} as in {self.model}, found {spec.dtype}, which cannot be cast to it"
+            raise Mismatch(message, tensor=name)
         return wanted
-
-
-def is_renamed_by(name: str, rule: str) -> bool:
-    """Return whether the regex of a rule `REGEX=>TEXT` matches a name."""
-    return parse_rule(rule)[0].search(name) is not None
 
 
 def nearest(pattern: str, names: Iterable[str]) -> list[str]:
@@ -231,10 +216,7 @@ def nearest(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
-    """Return the glob of a rule `GLOB=DTYPE` (None without one), and the dtype (None for `keep`).
-
-    `like:MODEL` stands for the dtypes of another model.
-    """
+    """Return glob (None without one) and dtype (None for `keep`) of `GLOB=DTYPE`, or of `GLOB=like:MODEL`."""
     before, like, model = rule.partition(LIKE)
     if like and model and (not before or before.endswith("=")):
         return before.removesuffix("=") or None, Like(model)

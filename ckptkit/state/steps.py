@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from glob import escape
-from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more
 from ckptkit.layout import Layout, edits
-from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.companions import (
     CONFIG,
     Companions,
@@ -32,7 +30,7 @@ from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.parameters import rename_parameters
 from ckptkit.models.names.prefixes import remove_prefix
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.weights import Weights, find_weights
+from ckptkit.models.names.weights import find_weights
 from ckptkit.models.tokens import check_tokens, warn_of_tokens
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
@@ -47,10 +45,7 @@ WITH_FILES = "dcp"  # the only format with which ckptkit writes files of a famil
 
 
 def open_model(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
-    """Return the selected weights of a checkpoint, under the names that `--rename` gives them.
-
-    They come from the layout of the component, or from the layout `instead`.
-    """
+    """Return the selected weights of a component, or of a layout `instead`, under the names that `--rename` gives."""
     layout = part.layout if instead is None else instead
     dropped: Mapping[str, str] = {}
     if options.include or options.exclude:
@@ -67,31 +62,29 @@ def open_model(part: Component, options: ConvertOptions, instead: Layout | None 
         dropped=dropped,
     )
     if options.writer.is_model_only:
-        require_names(model.weights, part.path)
-        require_one_module(companions)
+        require_one_named_module(model)
     if not options.rename:
         return model
     options.edits.check_renames(model.layout.tensors, part.path)
     return model.rename(options.edits.renaming())
 
 
-def require_names(weights: Weights, path: Path) -> None:
-    """Raise `Unsupported` for parameters that are stored as a list without names: no loader could find them."""
-    keys = [weights.whole.key(old) for old in weights.came_from.values()]
+def require_one_named_module(model: Model) -> None:
+    """Raise `Unsupported` for parameters that are stored as a list without names: no loader could find them.
+
+    Also raises it for a model of several modules with weights, because a config.json describes only the first.
+    """
+    keys = [model.weights.whole.key(old) for old in model.weights.came_from.values()]
     if keys and all(isinstance(key[-1], int) for key in keys):
         where = ".".join(map(str, keys[0][:-1])) or "the file"
         message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as some averages do"
         hint = "copy the average into its model with its library (`copy_to`), and save that model"
-        raise Unsupported(message, path=path, hint=hint)
-
-
-def require_one_module(companions: Companions) -> None:
-    """Raise `Unsupported` for a model of several modules with weights. A config.json describes only the first."""
-    if companions.modules:
-        names = ", ".join(f"`{name}`" for name in companions.modules)
+        raise Unsupported(message, path=model.part.path, hint=hint)
+    if model.companions.modules:
+        names = ", ".join(f"`{name}`" for name in model.companions.modules)
         message = f"a SentenceTransformer whose {names} has weights of its own: ckptkit writes only its transformer"
         hint = "load the checkpoint into the SentenceTransformer, and save that with `save_pretrained`"
-        raise Unsupported(message, path=companions.found_in, hint=hint)
+        raise Unsupported(message, path=model.companions.found_in, hint=hint)
 
 
 def names_of_base(base: str | None) -> AskBase:
@@ -133,19 +126,21 @@ def refuse_copies(model: Model) -> None:
     above = entry[: len(entry) - len(copy.name)]
     glob, module = f"{escape(above + copy.prefix)}*", f"{escape(above + copy.module)}*"
     alone = find_weights(edits.select(model.weights.whole, lambda name: fnmatchcase(name, glob))).layout.tensors
-    is_stripped = not any(
-        name.startswith(copy.prefix) for name in alone
-    )  # `find_weights` removes wrapper prefixes itself
-    rule = "" if is_stripped else f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}"
+    # `find_weights` removes wrapper prefixes itself
+    has_prefix = any(name.startswith(copy.prefix) for name in alone)
+    rule = f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}" if has_prefix else ""
     hint = f"pass --exclude {quote(module)}, or for the copy --include {quote(glob)}{rule}"
     message = f"the model is here twice: `{copy.of}` and `{copy.name}`"
     raise SeveralModels(message, path=model.layout.path, hint=hint, globs=[module])
 
 
-def translate_names(model: Model, options: ConvertOptions) -> Model:
-    """Give the tensors the Hub's or a family's names, and the embedding the requested number of rows."""
-    names = options.wanted_names
-    model = give_names(model, names, options)
+def translate_names(model: Model, names: str, options: ConvertOptions) -> Model:
+    """Give the tensors the names of the Hub or of a family, and the embedding the requested number of rows."""
+    require_files(model.companions, options)
+    config, rows = model.companions.config, options.vocab_size
+    asked = ask_names(model.part, names, config, table=options.table, rows=rows, ask_base=model.ask_base)
+    weights, remarks = name_weights(model.weights, asked)
+    model = replace(model, weights=weights).say(*remarks)
     if names == HUB or not options.writer.is_model_only:
         return model
     whose = "the checkpoint's own names" if names == KEEP else f"the names of {names}"
@@ -162,15 +157,6 @@ def require_files(companions: Companions, options: ConvertOptions) -> None:
         raise Unsupported(message, path=companions.found_in, hint=hint)
 
 
-def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
-    """Return the model under the names of the Hub or of a family."""
-    require_files(model.companions, options)
-    config, rows = model.companions.config, options.vocab_size
-    asked = ask_names(model.part, names, config, table=options.table, rows=rows, ask_base=model.ask_base)
-    weights, remarks = name_weights(model.weights, asked)
-    return replace(model, weights=weights).say(*remarks)
-
-
 def resize_vocabulary(model: Model, rows: int) -> Model:
     """Write the number of rows of the vocabulary to config.json. The tensors were resized when they were renamed."""
     model = model.say(*check_tokens(model.companions, rows))
@@ -181,7 +167,10 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
     expected = form_or_error(model)
     if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
-        config, words = trained_class_of(model, expected)
+        try:
+            config, words = with_trained_class(model.layout.shapes, model.config, expected)
+        except Mismatch as error:
+            raise error.blame(path=model.layout.path) from None
         model = model.with_config(config).say(*words)
         expected = form_or_error(model)
     try:
@@ -199,23 +188,13 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks, *tokens)
 
 
-def trained_class_of(model: Model, expected: Form) -> tuple[Mapping[str, Any], Sequence[str]]:
-    """Return config.json with the class that has the trained heads, and remarks; see `with_trained_class`."""
-    try:
-        return with_trained_class(model.layout.shapes, model.config, expected)
-    except Mismatch as error:
-        raise error.blame(path=model.layout.path) from None
-
-
 def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
     """Return a warning if the base's config.json describes another model than the config.json beside the checkpoint."""
     own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
     if own is None or own == model.config or not is_of_transformers(own):
         return []
-    from ckptkit.models.computation import (
-        describe_differences,
-        find_differences,
-    )  # imported late: few conversions compare two configs
+    # imported late: few conversions compare two configs
+    from ckptkit.models.computation import describe_differences, find_differences
 
     differences = find_differences(own, model.config)
     words = "the output has the config.json of --base, but the one beside the checkpoint differs"
@@ -231,10 +210,7 @@ def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caut
 
 
 def form_or_error(model: Model) -> Form | Unsupported | None:
-    """Return the form that config.json describes, or the error that says why it is unknown.
-
-    Returns None without a config.json.
-    """
+    """Return the form that config.json describes, or the error why it is unknown; None without a config.json."""
     if model.companions.config is None:
         return None
     return form_or_reason(model.layout.tensors.keys(), model.config, model.ask_base)
@@ -243,10 +219,8 @@ def form_or_error(model: Model) -> Form | Unsupported | None:
 def restore_keys(model: Model, options: ConvertOptions) -> Model:
     """Restore the key paths that the tensors have in the checkpoint."""
     weights = model.weights
-    if (
-        not model.layout.tensors.keys() <= weights.came_from.keys()
-    ):  # a tied tensor was restored, so the source has no key paths
-        return model
+    if not model.layout.tensors.keys() <= weights.came_from.keys():
+        return model  # a tied tensor was restored, so the source has no key paths
     names = frozenset(weights.came_from.values())
     chosen = edits.select(model.part.layout, names.__contains__)
     layout, renamed = rename_parameters(chosen, names, options.edits.renaming())
@@ -261,25 +235,17 @@ def cast(model: Model, options: ConvertOptions) -> Model:
     made_of = model.weights.origins_by_name(model.layout.tensors)
     rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
     remarks = options.edits.check_dtypes(rules, made_of, model.part.path)
-    wide = wide_tensors(model, options)
+    dtype, specs = options.edits.dtype_of_weights, model.layout.specs
+    kept = model.kept_in_fp32(dtype.name) if dtype is not None else ()
+    wide = sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])
     layout, casts = apply_dtypes(model.layout, rules, made_of, lambda name: name not in wide)
     specs = layout.specs
     casts |= {name: f"{words} => {specs[name].dtype}" for name, words in model.stored_as.items() if name in specs}
     model = replace(model.with_layout(layout), casts=casts).say(*remarks)
-    dtype = options.edits.dtype_of_weights
     if not wide or dtype is None:
         return model
     stay = f"kept in fp32, as transformers does: `{wide[0]}`{and_more(len(wide) - 1)}"
     return model.say(f"{stay} (--dtype '{wide[0]}={dtype.name}' converts it)")
-
-
-def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
-    """Return the fp32 tensors that loaders keep in fp32 although they load the others in the requested dtype."""
-    dtype, specs = options.edits.dtype_of_weights, model.layout.specs
-    if dtype is None or not isinstance(model.expected, Form):
-        return ()
-    kept = model.expected.in_fp32.get(dtype.name, ())
-    return sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])
 
 
 def record_dtype(model: Model, options: ConvertOptions) -> Model:
@@ -288,23 +254,21 @@ def record_dtype(model: Model, options: ConvertOptions) -> Model:
     Loaders that follow config.json round wider weights to its dtype.
     """
     config = describe_weights(model.config, model.layout.specs.values())
+    model = model.with_config(config)
     key = "torch_dtype" if "dtype" not in config else "dtype"
-    wider = weights_wider_than(model, str(config.get(key)))
+    stated = DTYPES.get(str(config.get(key)))
+    if stated is None or is_declared_quantized(config):
+        return model
+    kept = model.kept_in_fp32(stated.name)
+    dtypes = {name: spec.dtype for name, spec in model.layout.specs.items() if name not in kept}
+    wider = {
+        name: dtype for name, dtype in dtypes.items() if dtype.kind == "float" and dtype.itemsize > stated.itemsize
+    }
     if not wider:
-        return model.with_config(config)
-    widest = max(wider.values(), key=lambda dtype: dtype.itemsize).name
+        return model
     which = f"`{next(iter(wider))}`{and_more(len(wider) - 1)}"
-    if options.dtype:
-        words = f"config.json says dtype {widest}, because loaders round wider weights to its dtype: {which}"
-        return model.with_config({**config, key: widest}).say(words)
-    return model.with_config(config).say(f"config.json says dtype {config[key]}, to which loaders round {which}")
-
-
-def weights_wider_than(model: Model, name: str) -> dict[str, DType]:
-    """Return the weights that a loader rounds if config.json has the dtype `name`, with their own dtypes."""
-    if name not in DTYPES or is_declared_quantized(model.config):
-        return {}
-    kept = model.expected.in_fp32.get(name, frozenset()) if isinstance(model.expected, Form) else frozenset()
-    dtypes = {one: spec.dtype for one, spec in model.layout.specs.items() if one not in kept}
-    size = DTYPES[name].itemsize
-    return {one: dtype for one, dtype in dtypes.items() if dtype.kind == "float" and dtype.itemsize > size}
+    if not options.dtype:
+        return model.say(f"config.json says dtype {stated}, to which loaders round {which}")
+    widest = max(wider.values(), key=lambda dtype: dtype.itemsize).name
+    words = f"config.json says dtype {widest}, because loaders round wider weights to its dtype: {which}"
+    return model.with_config({**config, key: widest}).say(words)

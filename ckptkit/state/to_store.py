@@ -9,7 +9,7 @@ One of them sends the pieces that cross borders between shares, and does the res
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,15 +20,15 @@ from tempfile import TemporaryDirectory
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.marks import PlacedFiles, files_to_end_with
 from ckptkit.checkpoints.replaceable import marks_in
-from ckptkit.engine.blocks import Block, blocks
+from ckptkit.engine.blocks import blocks
 from ckptkit.engine.check_sources import Sources, bytes_at
 from ckptkit.engine.copy import check_complete, copy, copy_unit
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.scan import JOBS
 from ckptkit.engine.shares import WHOLE, Share
-from ckptkit.errors import Occupied, Unsupported
+from ckptkit.errors import Unsupported
 from ckptkit.io.allocation import create_file, make_folder
-from ckptkit.io.assembly import AssembledFiles, Assembly, PendingBytes, PieceKey
+from ckptkit.io.assembly import Assembly, PendingBytes, PieceKey
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination, keeping, open_destination
 from ckptkit.io.file import file_size, opening, read_at
@@ -38,7 +38,7 @@ from ckptkit.io.progress import report_progress
 from ckptkit.layout import FileOffset
 from ckptkit.layout.plan import Plan
 from ckptkit.state.draft import Conversion
-from ckptkit.state.made_files import create, seal, write_made
+from ckptkit.state.made_files import create, require_all_done, seal, write_made
 from ckptkit.state.report import Written
 
 KEY = "key.json"  # the note with the key of the conversion
@@ -59,7 +59,7 @@ def write_share(conversion: Conversion, share: Share) -> Written:
         if share_name(share.number) in noted:
             return Written(read_share(noted[share_name(share.number)])[0])
         upload.there.note(KEY, conversion.key(share.count))
-        assembly = upload.assemble(only={key for key in upload.pieces if not upload.is_small_mark(*key)})
+        assembly = upload.assemble(only={key for key in upload.pieces if not upload.is_small_mark(key[0])})
         ledgers = upload.copy(assembly, share)
         state = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
         upload.there.note(share_name(share.number), json.dumps(state).encode())
@@ -69,7 +69,9 @@ def write_share(conversion: Conversion, share: Share) -> Written:
 def finish_shares(conversion: Conversion, count: int) -> Written:
     """Check that all `count` shares are done and consistent, then commit the output."""
     with uploading(conversion, count) as upload:
-        shares = [read_share(text) for text in require_shares(conversion, upload.there.notes(), count)]
+        notes = upload.there.notes()
+        require_all_done(conversion, [number for number in range(count) if share_name(number) in notes], count)
+        shares = [read_share(notes[share_name(number)]) for number in range(count)]
         ledgers = [Ledger() for _ in upload.plans]
         for share_ledgers, _ in shares:
             for ledger, share_ledger in zip(ledgers, share_ledgers, strict=True):
@@ -90,20 +92,14 @@ def read_share(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
     return [Ledger.from_json(one) for one in state["ledgers"]], [(name, number) for name, number in state["sent"]]
 
 
-def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: int) -> list[bytes]:
-    """Return the notes of all shares. Raises `Occupied` if some are unfinished."""
-    missing = [number for number in range(count) if share_name(number) not in notes]
-    if missing:
-        parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
-        hint = "run these parts, or run them again: they continue where they stopped"
-        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
-    return [notes[share_name(number)] for number in range(count)]
-
-
 @contextmanager
 def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
     """Prepare the files in a temporary directory, and claim the destination for the output of `count` processes."""
-    refuse_repeated_data(conversion)
+    for draft in conversion.drafts:
+        if draft.writer.repeats:
+            message = f"`{draft.writer.name}` repeats data in several files, which needs a local disk"
+            hint = "write to a local directory first, then copy it with `ckptkit cp`"
+            raise Unsupported(message, path=conversion.output, hint=hint)
     with TemporaryDirectory(prefix="ckptkit-") as room:
         plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
         sizes, marks = conversion.file_sizes, marks_of(conversion, plans)
@@ -118,15 +114,6 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         with keeping(destination):
             yield OutputUpload(conversion, Path(room), plans, destination, marks)
     refresh(conversion.output)
-
-
-def refuse_repeated_data(conversion: Conversion) -> None:
-    """Raise `Unsupported` for a format that repeats data in several files: only a local disk can copy it there."""
-    for draft in conversion.drafts:
-        if draft.writer.repeats:
-            message = f"`{draft.writer.name}` repeats data in several files, which needs a local disk"
-            hint = "write to a local directory first, then copy it with `ckptkit cp`"
-            raise Unsupported(message, path=conversion.output, hint=hint)
 
 
 def without_copies(plan: Plan) -> Plan:
@@ -175,7 +162,7 @@ class OutputUpload:
     def jobs(self) -> int:
         return self.conversion.options.jobs or JOBS
 
-    def is_small_mark(self, name: str, number: int = 1) -> bool:  # noqa: ARG002
+    def is_small_mark(self, name: str) -> bool:
         return name in self.marks and not is_large(self.sizes.get(name, 0))
 
     def assemble(self, only: Iterable[PieceKey] | None = None) -> Assembly:
@@ -205,7 +192,7 @@ class OutputUpload:
         """Copy a share of each plan into the pieces."""
         options = self.conversion.options
         total = sum(plan.whole_nbytes for plan in self.plans) // share.count
-        progress = report_progress(options.progress, total) if options.progress else None
+        progress = report_progress(options.progress, total)
         return [
             copy(plan, share, jobs=self.jobs, progress=progress, output=assembly.at(draft.place))
             for draft, plan in zip(self.conversion.drafts, self.plans, strict=True)
@@ -220,7 +207,10 @@ class OutputUpload:
                 crc = ledger.written.whole(bytes_at(target.chunk), nbytes)
                 if crc is not None:
                     output.note(target.chunk.path, offset, 0, nbytes, crc)
-            wanted = (block for block in blocks(plan) if wants(output, block))
+            pairs = ((block, block.target.chunk) for block in blocks(plan))
+            wanted = (
+                block for block, chunk in pairs if output.wants(chunk.path, chunk.offset + block.start, block.nbytes)
+            )
             copy_unit(plan, wanted, Sources(plan, Ledger()), self.jobs, lambda _: None, output)
 
     def finish(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> Written:
@@ -270,9 +260,3 @@ class OutputUpload:
         """Return the content of a file without tensor data."""
         with opening(self.room / name) as file:
             return bytes(read_at(file, file_size(self.room / name), 0))
-
-
-def wants(output: AssembledFiles, block: Block) -> bool:
-    """Return whether pieces that are still missing need bytes of a block."""
-    chunk = block.target.chunk
-    return output.wants(chunk.path, chunk.offset + block.start, block.nbytes)

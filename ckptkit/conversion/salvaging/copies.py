@@ -53,12 +53,6 @@ def lost_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[Lost]:
             yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
 
 
-def lost_entries(entries: Iterable[tuple[str, Fault]]) -> Iterator[Lost]:
-    """Yield a record for each loss without a shape: non-tensor entries, and files with unknown contents."""
-    for name, fault in entries:
-        yield Lost(name, fault.why, fault.path)
-
-
 def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
     """Yield a record for each tensor with bytes from another source."""
     for name, tensor in layout.tensors.items() if faults.filled else ():
@@ -72,10 +66,7 @@ def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
 def complete_with_spares(
     tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None
 ) -> StoredTensor:
-    """Return a tensor with spare chunks in place of lost or missing ones. Elements that no chunk covers are lost.
-
-    `why` is the reason for the loss, if it is known.
-    """
+    """Return a tensor with spares for lost chunks. The rest is lost, for the reason `why` if it is known."""
     broken = find_fault(root, tensor)
     if broken is None and not tensor.is_lost:
         return tensor
@@ -142,8 +133,3 @@ def with_absolute_path(chunk: Chunk, root: Path) -> Chunk:
 def absolute_path(root: Path, name: str) -> str:
     """Return the absolute path of a file in `root`, which may consist of several directories."""
     return os.path.abspath(root / name)
-
-
-def names_repaired(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the names of tensors that were damaged before and are undamaged after."""
-    return [name for name, tensor in before.items() if after[name] is not tensor and not after[name].is_lost]

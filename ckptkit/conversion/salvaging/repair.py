@@ -11,7 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, check_descriptions
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.replicas import find_different
-from ckptkit.conversion.salvaging.copies import Faults, complete_with_spares, names_repaired, patch_from_copy
+from ckptkit.conversion.salvaging.copies import Faults, complete_with_spares, patch_from_copy
 from ckptkit.engine.visit import find_damage, nbytes_of, run_of
 from ckptkit.errors import (
     DAMAGED,
@@ -98,12 +98,8 @@ def without_files(layout: Layout) -> Layout:
     def apart(chunk: Chunk) -> Chunk:
         return chunk if chunk.box.numel else Chunk.of_zeros(chunk.box, chunk.dtype)
 
-    return replace(
-        layout,
-        tensors={
-            name: replace(tensor, chunks=tuple(map(apart, tensor.chunks))) for name, tensor in layout.tensors.items()
-        },
-    )
+    tensors = layout.tensors.items()
+    return replace(layout, tensors={name: replace(one, chunks=tuple(map(apart, one.chunks))) for name, one in tensors})
 
 
 def chunks_with_bytes(layout: Layout) -> list[tuple[str, int, Chunk]]:
@@ -203,17 +199,12 @@ def repair_part(component: Component, other: Checkpoint | None, faults: Faults, 
 
 def read_part(component: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
     """Return the layout of a component, by the metadata of another checkpoint if its own is missing."""
-    if other is not None:
-        alike = (
-            candidate
-            for candidate in other.components
-            if (candidate.place, candidate.reader.name) == (component.place, component.reader.name)
-        )
-        layouts = (component.reader.read_like(component.path, candidate.path, report) for candidate in alike)
-        layout = next(layouts, None)
-        if layout is not None:
-            faults.described_by = other.path
-            return layout
+    kind = component.place, component.reader.name
+    alike = next((one for one in other.components if (one.place, one.reader.name) == kind), None) if other else None
+    layout = component.reader.read_like(component.path, alike.path, report) if alike else None
+    if other is not None and layout is not None:
+        faults.described_by = other.path
+        return layout
     return component.reader.read(component.path, report)
 
 
@@ -271,17 +262,15 @@ def with_absent(
 
 
 def with_copies(layout: Layout, faults: Faults, look: SurveyFunction, told: Mapping[str, Fault]) -> Layout:
-    """Return a marked layout in which spare chunks and second copies replace lost chunks.
-
-    `told` maps a tensor to the fault that was reported for it.
-    """
+    """Return a marked layout with copies for its lost chunks. `told` are the faults that were reported, by tensor."""
     root = layout.root
     spares = without_different(replace(layout, spares=undamaged_spares(layout, look)), faults, with_bytes=True).spares
     tensors = {
         name: complete_with_spares(tensor, root, spares.get(name, ()), told.get(name))
         for name, tensor in layout.tensors.items()
     }
-    faults.repaired.update(dict.fromkeys(names_repaired(layout.tensors, tensors)))
+    repaired = [name for name, one in tensors.items() if one is not layout.tensors[name] and not one.is_lost]
+    faults.repaired.update(dict.fromkeys(repaired))
     if not layout.twins:
         return replace(layout, tensors=tensors)
     seen = replace(layout, tensors=layout.twins, blobs={}, twins={})
@@ -302,19 +291,15 @@ def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> La
         why = f"the copy in `{copy.path}` has other bytes; the output has the bytes of `{chosen.path}`"
         faults.unplaced.setdefault(name, Fault(why, layout.root / chosen.path))
     dropped = {(pair.name, pair.copy) for pair in different}
-    spares = {
-        name: tuple(c for c in spare_chunks if (name, c) not in dropped) for name, spare_chunks in layout.spares.items()
-    }
-    return replace(layout, spares=spares)
+    spares = layout.spares.items()
+    kept = {name: tuple(chunk for chunk in chunks if (name, chunk) not in dropped) for name, chunks in spares}
+    return replace(layout, spares=kept)
 
 
 def undamaged_spares(layout: Layout, look: SurveyFunction) -> dict[str, tuple[Chunk, ...]]:
     """Return the undamaged spare chunks of a layout's tensors."""
-    spares = {
-        name: replace(layout.tensors[name], chunks=chunks)
-        for name, chunks in layout.spares.items()
-        if name in layout.tensors
-    }
+    known = {name: chunks for name, chunks in layout.spares.items() if name in layout.tensors}
+    spares = {name: replace(layout.tensors[name], chunks=chunks) for name, chunks in known.items()}
     seen = replace(layout, tensors=spares, blobs={}, twins={})
     surveyed = look(seen).mark(seen).tensors if spares else {}
     return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in surveyed.items()}

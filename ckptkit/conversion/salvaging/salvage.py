@@ -1,4 +1,7 @@
-"""Salvage the source of a conversion: repair it before planning the output, and account for lost tensors after it."""
+"""Salvage the source of a conversion: repair it before planning the output, and account for lost tensors after it.
+
+Lost tensors may be filled from another checkpoint: an earlier step, or the model that the training began with.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,33 @@ from ckptkit.checkpoints.account import (
     read_account,
 )
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.model_facts import ModelFacts
-from ckptkit.conversion.salvaging.copies import Faults, filled_tensors, lost_entries, lost_tensors
-from ckptkit.conversion.salvaging.fill import fill
+from ckptkit.conversion.salvaging.copies import (
+    Faults,
+    absolute_path,
+    can_replace,
+    filled_tensors,
+    lost_tensors,
+    with_absolute_path,
+)
 from ckptkit.conversion.salvaging.repair import SurveyFunction, repair, survey
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.io.file import file_size, read_small
 from ckptkit.io.origin import Origin
-from ckptkit.layout import Fault, Layout
+from ckptkit.io.path import is_remote
+from ckptkit.layout import Blob, Fault, Layout, StoredTensor
+from ckptkit.layout.renames import renaming
 from ckptkit.models.computation import describe_differences
+from ckptkit.models.names import HUB
+from ckptkit.models.names.naming import name_training
+from ckptkit.models.names.parameters import NewName
 from ckptkit.models.names.weights import find_weights, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
-from ckptkit.state.names import NameOptions
+from ckptkit.state.matching import find_model, own_keys
+from ckptkit.state.names import NameOptions, ask_names
 from ckptkit.state.options import ConvertOptions
 
 _FILL = "pass --fill-from OTHER to take the lost tensors from another checkpoint"
@@ -56,10 +72,12 @@ class Salvage:
         lost: list[Lost] = []
         filled: list[Filled] = []
         for draft in conversion.drafts:
-            assert draft.given is not None
             lost += lost_tensors(draft.given.tensors)
             filled += filled_tensors(draft.given, faults)
-        lost += lost_entries(self.unshaped(options))
+        entries = {} if options.writer.is_model_only else faults.entries
+        unshaped = [item for item in {**faults.unplaced, **entries}.items() if options.edits.admit(item[0])]
+        unshaped += (("", fault) for fault in faults.unnamed)
+        lost += (Lost(name, fault.why, fault.path) for name, fault in unshaped)
         if not options.writer.is_model_only:
             filled += (Filled(name, words) for name, words in faults.filled_entries.items())
         kept = sum(len(draft.wanted.tensors) for draft in conversion.drafts)
@@ -76,12 +94,14 @@ class Salvage:
         made: Mapping[str, bytes] = conversion.made
         if not (result.is_whole or conversion.is_file):
             made = {**made, NAME: result.to_bytes(copied_files.pop(NAME, None))}
+        is_unused = self.other is not None and not filled
+        unused = [f"--fill-from: took no tensor from {self.other}"] if is_unused else []
         return replace(
             conversion,
             origins=[*conversion.origins, *self.origins],
             made=made,
             copied_files=copied_files,
-            notes=[*conversion.notes, *self.notes, *self.say_unused(filled)],
+            notes=[*conversion.notes, *self.notes, *unused],
             salvaged=result,
         )
 
@@ -90,7 +110,6 @@ class Salvage:
         drafts = [one for one in conversion.drafts if one.place == self.checkpoint.model_component.place]
         own, filled, lost = (dict[str, int]() for _ in range(3))
         for draft in drafts or conversion.drafts:
-            assert draft.given is not None
             tensors = draft.given.tensors
             for name in tensors if draft.writer.is_model_only else weights_in(draft.given):
                 is_filled = any(self.faults.filled.get(chunk.path) == str(self.other) for chunk in tensors[name].chunks)
@@ -98,24 +117,12 @@ class Salvage:
                 group |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
         return SalvagedWeights(own, filled, lost)
 
-    def say_unused(self, filled: Sequence[Filled]) -> list[str]:
-        """Return a note if `--fill-from` names a checkpoint and no tensor came from it."""
-        return [] if self.other is None or filled else [f"--fill-from: took no tensor from {self.other}"]
-
     def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
         """Return the readable files to copy, without files of lost components, and an account of the unreadable."""
         places = self.faults.places
         kept = {name: path for name, path in copied_files.items() if not {path, *path.parents}.intersection(places)}
         unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
         return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
-
-    def unshaped(self, options: ConvertOptions) -> list[tuple[str, Fault]]:
-        """Return (name, fault) of lost entries without a shape, if `options` select them."""
-        entries = {} if options.writer.is_model_only else self.faults.entries
-        named = [
-            (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
-        ]
-        return [*named, *(("", fault) for fault in self.faults.unnamed)]
 
 
 def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
@@ -160,10 +167,7 @@ def fault_of(path: Path) -> Fault | None:
 def salvage(
     checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: SurveyFunction | None = None
 ) -> Salvage:
-    """Survey a checkpoint, repair it from its own copies, and fill the rest from `--fill-from`.
-
-    By default, `look` reads every byte.
-    """
+    """Survey a checkpoint (by default, `look` reads every byte), repair it, and fill the rest from `--fill-from`."""
     faults = Faults()
     other = None if options.fill_from is None else Checkpoint.open(options.fill_from)
     if other is not None:
@@ -204,3 +208,124 @@ def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
     is_apart = conversion.is_file or NAME in conversion.copied_files
     made = conversion.made if is_apart else {**conversion.made, NAME: read_small(source / NAME, LIMIT)}
     return replace(conversion, made=made, notes=[*conversion.notes, note])
+
+
+@dataclass(frozen=True, slots=True)
+class FillSource:
+    """Another checkpoint to fill from, with the names of its tensors and entries without the model's prefix.
+
+    `weights` are the names of its model's tensors. `new_name` gives a tensor's name in the output, which the other
+    checkpoint may already use.
+    """
+
+    path: Path
+    layout: Layout
+    names: Mapping[str, str]
+    weights: frozenset[str]
+    new_name: NewName
+    remarks: tuple[str, ...] = ()
+
+    def tensor(self, own: str) -> StoredTensor | None:
+        """Return the tensor of a name with absolute paths; None if it is missing."""
+        stored = self.layout.tensors.get(self.entry_name(own))
+        if stored is None:
+            return None
+        return replace(stored, chunks=tuple(with_absolute_path(chunk, self.layout.root) for chunk in stored.chunks))
+
+    def entry_name(self, own: str) -> str:
+        """Return its own name of an entry, "" if it has no such entry."""
+        return self.names.get(own) or self.names.get(self.new_name(own), "")
+
+    def entry(self, own: str) -> Blob | None:
+        """Return the non-tensor entry of a name, with its absolute path; None if it is missing."""
+        blob = self.layout.blobs.get(self.entry_name(own))
+        return blob and blob._replace(path=absolute_path(self.layout.root, blob.path))
+
+
+def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint whose lost tensors, or lost parts of tensors, are replaced by another checkpoint's.
+
+    `named` are the user's options about names in either. Also returns remarks on names and shapes that do not fit.
+    """
+    for path in (checkpoint.path, other.path):
+        if is_remote(path):
+            raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
+    source_of = partial(fill_source_of, checkpoint=checkpoint, other=other, named=named)
+    fillers = {component.place: source_of(component.layout) for component in other.components}
+    joined = source_of(other.layout) if len(fillers) > 1 else next(iter(fillers.values()))
+    filled = [fill_part(component, fillers.get(component.place, joined), faults) for component in checkpoint.components]
+    remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
+    remarks += [remark for _, more in filled for remark in more]
+    return replace(checkpoint, components=tuple(component for component, _ in filled)), list(dict.fromkeys(remarks))
+
+
+def fill_source_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
+    """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
+    remarks: list[str] = []
+    model = find_model(checkpoint.model_component.layout)
+    ours = named.table_for(model.layout.tensors) if model else None
+    if (named.table or checkpoint.family is not other.family) and has_weights(layout):
+        config = named.config_of(other) or checkpoint.companions.config
+        family = ours or checkpoint.family
+        try:
+            asked = ask_names(other, family.name if family else HUB, config, named.table)
+            layout, remarks = name_training(layout, asked)
+        except (Mismatch, Unsupported) as error:
+            remarks = [f"did not translate the names in {other.path}: {error.message}"]
+    own, model = own_names(layout), find_model(layout)
+    weights = frozenset(own[name] for name in model.came_from.values()) if model else frozenset()
+    names = {new: name for name, new in own.items()}
+    return FillSource(other.path, layout, names, weights, renaming(named.rename), tuple(remarks))
+
+
+def own_names(layout: Layout) -> dict[str, str]:
+    """Return the name of each entry without the prefix of the model; the full name if that would be ambiguous."""
+    model = find_model(layout)
+    names = {name: name for name in layout.names}
+    if model is None:
+        return names
+    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, model).items()}
+    return own if len(set(own.values())) == len(own) else names
+
+
+def fill_part(component: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
+    """Return a component with its lost tensors and entries from the other checkpoint, and remarks on misfits."""
+    remarks = []
+    layout = component.salvaged
+    assert layout is not None
+    own = own_names(layout)
+    tensors, blobs = dict(layout.tensors), dict(layout.blobs)
+    for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
+        filling = filler.tensor(own[name])
+        if filling is not None and not can_replace(replace(tensors[name], splits=None), filling):
+            found = f"found {filling.spec} in {filler.path}"
+            remarks.append(f"did not fill `{name}`: expected {tensors[name].spec}, {found}")
+        elif filling is not None:
+            faults.note_filled(filling.chunks, str(filler.path))
+            tensors[name] = replace(filling, spec=tensors[name].spec)
+    # the lost entries, too, by their names without the prefix of the model
+    lost = {name: Blob("", 0, 0, b"") for name in faults.entries if name in layout.keys or not layout.keys}
+    own_with_lost = own_names(replace(layout, blobs={**layout.blobs, **lost}))
+    for name in lost:
+        if (blob := filler.entry(own_with_lost[name])) is not None:
+            blobs[name] = blob
+            faults.filled_entries[name] = str(filler.path)
+            del faults.entries[name]
+    for name in absent_from(component, layout, filler, faults):
+        filling = filler.tensor(name)
+        if filling is not None:
+            faults.note_filled(filling.chunks, str(filler.path))
+            tensors[name] = filling
+            faults.unplaced.pop(name, None)
+    return replace(component, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
+
+
+def absent_from(component: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
+    """Return the names of tensors that a component should have but has no shapes for.
+
+    If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.
+    """
+    absent = [name for name in faults.unplaced if name not in layout.names]
+    if faults.unnamed and component.is_model and not layout.keys:
+        absent += sorted(filler.weights - set(layout.names) - set(absent))
+    return absent

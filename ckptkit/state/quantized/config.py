@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt
-from ckptkit.state.quantized.signs import (
-    KEYS,
-    MLX,
-    TEXT,
-    is_about_quantization,
-)
+from ckptkit.state.quantized.signs import KEYS, MLX, TEXT, is_about_quantization
 
 _COMPRESSED, _MODELOPT, OF_MLX = "compressed-tensors", "modelopt", "mlx"
 _PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # methods that ckptkit can undo
@@ -69,7 +64,6 @@ class QuantizationConfig:
 
     @property
     def words(self) -> str:
-        """Return the method and its kind as text."""
         return f"{self.method} {self.kind}" if self.kind else str(self.method)
 
 
@@ -84,10 +78,10 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
     if method.startswith(_MODELOPT):
         method, kind = _MODELOPT, section.get("quant_algo")
     blocks = tuple(dict.fromkeys(blocks_in(section)))
-    integers = tuple(dict.fromkeys(map(read_integer_encoding, integers_in(section))))
-    return QuantizationConfig(
-        method, blocks or (_DEFAULT_BLOCK,), str(kind) if method in _KINDS and kind else None, integers
-    )
+    of_integers = (one for one in weights_in(section) if str(one.get("type", "int")).lower() == "int")
+    integers = tuple(dict.fromkeys(map(read_integer_encoding, of_integers)))
+    kind = str(kind) if method in _KINDS and kind else None
+    return QuantizationConfig(method, blocks or (_DEFAULT_BLOCK,), kind, integers)
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -137,11 +131,6 @@ def blocks_in(stated: Mapping[str, Any]) -> Iterator[Block]:
             yield read_block(weights["block_structure"])
         elif is_grouped(weights):
             yield read_block([1, weights.get("group_size")])
-
-
-def integers_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the descriptions of weights that are integers."""
-    return (weights for weights in weights_in(stated) if str(weights.get("type", "int")).lower() == "int")
 
 
 def is_grouped(weights: Mapping[str, Any]) -> bool:

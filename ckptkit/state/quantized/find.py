@@ -18,11 +18,11 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.companions import find_config
 from ckptkit.state.quantized.config import OF_MLX, QuantizationConfig, read_quantization_config
 from ckptkit.state.quantized.packed import BLOCKS, Finder, Packed
-from ckptkit.state.quantized.signs import OF_WEIGHTS, may_be_packed, may_hold_quantized
+from ckptkit.state.quantized.signs import OF_WEIGHTS, is_declared_quantized, may_be_packed, may_be_quantized
+from ckptkit.state.quantized.stored import SCHEMES
 from ckptkit.state.quantized.stored.affine import SCALES
 from ckptkit.state.quantized.stored.floats8 import is_eight_bits
 from ckptkit.state.quantized.stored.integers import PACKED
-from ckptkit.state.quantized.stored.table import SCHEMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,16 @@ def inspect_quantized(component: Component) -> InspectedQuantized | None:
     except (Corrupt, Mismatch, Unsupported) as error:
         where = f"`{error.tensor}`: " if error.tensor else ""
         return InspectedQuantized("unknown", 0, 0, 0, (), f"{where}{error.message}")
-    return summarize_quantized(quantized) if quantized else None
-
-
-def summarize_quantized(quantized: Quantized) -> InspectedQuantized:
-    """Return a summary of quantized weights."""
-    sizes = tuple(sorted({packed.group for packed in quantized.weights.values()}))
-    stored = sum(quantized.layout.tensors[name].spec.numel for name in quantized.members) if quantized.weights else 0
+    if quantized is None:
+        return None
+    weights, tensors = quantized.weights, quantized.layout.tensors
     return InspectedQuantized(
-        quantized.method, len(quantized.weights), quantized.parameters, stored, sizes, quantized.refusal
+        method=quantized.method,
+        weights=len(weights),
+        parameters=sum(prod(packed.shape) for packed in weights.values()),
+        stored=sum(tensors[name].spec.numel for name in quantized.members) if weights else 0,
+        sizes=tuple(sorted({packed.group for packed in weights.values()})),
+        refusal=quantized.refusal,
     )
 
 
@@ -79,10 +80,7 @@ _ZEROS, _OF_FLOATS = ".weight_zero_point", "compressed-tensors with zero points 
 
 
 def find_foreign(specs: Mapping[str, Spec]) -> tuple[str, frozenset[str]] | None:
-    """Return the method of weights that ckptkit cannot dequantize, and all tensors of these modules; None without any.
-
-    Biases are not included: they are always plain.
-    """
+    """Return the method of weights that ckptkit cannot dequantize, and the tensors of these modules except biases."""
     marked: dict[str, str] = {}
     for name in specs:
         method = method_of(name, specs)
@@ -132,10 +130,6 @@ class Quantized:
     members: frozenset[str] = frozenset()
     refusal: str | None = None
 
-    @property
-    def parameters(self) -> int:
-        return sum(prod(packed.shape) for packed in self.weights.values())
-
     def require_known(self) -> None:
         """Raise `Unsupported` for weights that ckptkit cannot compute."""
         if self.refusal is not None:
@@ -149,7 +143,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     Raises `Mismatch` for scales that are missing or do not fit, `Corrupt` for an invalid config.
     """
     specs = layout.specs
-    if not may_hold_quantized(specs, config or {}):
+    if not (may_be_quantized(specs) or is_declared_quantized(config or {})):
         return None
     # first, because the tensors of unsupported methods can look like supported ones
     foreign = find_foreign(specs)
@@ -158,13 +152,19 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
         return Quantized(layout, method, members=members, refusal=f"the weights are quantized by {method}")
     stated = read_quantization_config(config)
     if not stated.is_known:
-        return None if is_plain(specs) else unknown_quantization(layout, stated)
+        if is_plain(specs):
+            return None
+        refusal = f"config.json says that the weights are quantized by `{stated.words}`, which ckptkit does not know"
+        return Quantized(layout, stated.words, members=frozenset(specs), refusal=refusal)  # any tensor may be one
     try:
         finders: list[Finder] = [load(scheme.find) for scheme in SCHEMES.values()]
         weights = {name: packed for find in finders for name, packed in find(specs, stated)}
     except CkptError as error:
         raise error.blame(path=layout.path) from None
-    if not (weights or (stated.method and any(is_half(name, spec, stated) for name, spec in specs.items()))):
+    if not weights and not (
+        stated.method
+        and any(are_numbers(name, spec, stated) or are_scales(name, spec, stated) for name, spec in specs.items())
+    ):
         return None
     beside = {name for packed in weights.values() for name in packed.beside}
     check_partners(layout, weights.keys() | beside, stated)
@@ -177,18 +177,6 @@ def is_plain(specs: Mapping[str, Spec]) -> bool:
     """Return whether no tensor is quantized, regardless of the config: there are neither packed numbers nor scales."""
     has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
     return not (has_packed or find_foreign(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
-
-
-def unknown_quantization(layout: Layout, stated: QuantizationConfig) -> Quantized:
-    """Return weights quantized by an unknown method that config.json declares: every tensor may belong to them."""
-    names = frozenset(layout.tensors)
-    refusal = f"config.json says that the weights are quantized by `{stated.words}`, which ckptkit does not know"
-    return Quantized(layout, stated.words, members=names, refusal=refusal)
-
-
-def is_half(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
-    """Return whether a tensor is useless without another: numbers that need scales, or scales."""
-    return are_numbers(name, spec, stated) or are_scales(name, spec, stated)
 
 
 def are_numbers(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
@@ -207,24 +195,15 @@ def are_scales(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
 
 
 def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) -> None:
-    """Raise `Mismatch` for a quantized weight without scales, or scales without a weight.
-
-    Tensors in `taken` have theirs.
-    """
+    """Raise `Mismatch` for a quantized weight without scales, or scales without a weight, except those in `taken`."""
     specs, hint = layout.specs, "check that no file of the model is missing"
     rest = {name: spec for name, spec in specs.items() if name not in taken}
     alone = min((name for name, spec in rest.items() if are_numbers(name, spec, stated)), default=None)
     if alone is not None:
-        raise Mismatch(
-            f"expected scales for these {specs[alone]} weights, found none", path=layout.path, tensor=alone, hint=hint
-        )
+        message = f"expected scales for these {specs[alone]} weights, found none"
+        raise Mismatch(message, path=layout.path, tensor=alone, hint=hint)
     orphan = min((name for name, spec in rest.items() if are_scales(name, spec, stated)), default=None)
     if orphan is not None:
         weight = f"{orphan.rpartition('.')[0]}.weight"
-        found_spec = specs.get(weight, "missing")
-        raise Mismatch(
-            f"these scales belong to no quantized weight: `{weight}` is {found_spec}",
-            path=layout.path,
-            tensor=orphan,
-            hint=hint,
-        )
+        message = f"these scales belong to no quantized weight: `{weight}` is {specs.get(weight, 'missing')}"
+        raise Mismatch(message, path=layout.path, tensor=orphan, hint=hint)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import lcm, prod
 from typing import NamedTuple, Protocol
 
@@ -20,13 +19,10 @@ from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape, whole
 from ckptkit.layout.casting import cast, widener
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Operand, RecipeVerdict
-from ckptkit.layout.small_floats import SMALL_FLOATS
+from ckptkit.layout.plan import Operand, RecipeVerdict, same
 from ckptkit.models.fit import abridge
-from ckptkit.state.quantized.plain_blocks import as_numbers, check_factors
+from ckptkit.state.quantized.plain_blocks import FOUR_BITS, as_numbers, check_factors, check_zeros, pairs, table
 from ckptkit.words import count
-
-FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].numbers
 
 
 class GroupStep(Protocol):
@@ -87,15 +83,10 @@ class GroupedRecipe:
         self._codes, self._parts, self._shape, self._group = codes, parts, shape, group
         self._rounds_to = rounds_to
         self._bits = 8 * numbers.dtype.itemsize
-        self._unit = (
-            lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits
-        )  # fewest numbers that fill whole stored elements
-        is_row = group == shape[-1]
-        self._step = self._unit if is_row else lcm(self._unit, group)
-        self.operands = (numbers._replace(region=self._stored), *map(self._of_groups, self._operands_of_parts()))
-
-    def _operands_of_parts(self) -> list[Operand]:
-        return [operand for part in self._parts for operand in part.operands]
+        unit = lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits  # fewest numbers that fill stored elements
+        self._step = unit if group == shape[-1] else lcm(unit, group)
+        of_parts = (self._of_groups(operand) for part in parts for operand in part.operands)
+        self.operands = (numbers._replace(region=self._stored), *of_parts)
 
     def _of_groups(self, operand: Operand) -> Operand:
         return operand._replace(region=lambda box: operand.region(self._groups(box)))
@@ -122,8 +113,11 @@ class GroupedRecipe:
         """Return the elements of a box as `dtype`, and whether a step has something to report."""
         low, high = self._columns(box)
         raw = np.frombuffer(blocks[0], np.uint8).reshape(*box.size[:-1], -1)
-        rows = self._padded(raw)
-        values = np.ascontiguousarray(self._codes.unpack(rows)[..., : high - low])
+        bits = self._codes.bits
+        if bits not in (4, 8) and (lacking := -raw.shape[-1] % bits):
+            # `Codes.unpack` needs a multiple of eight numbers
+            raw = np.pad(raw, [(0, 0)] * (raw.ndim - 1) + [(0, lacking)])
+        values = np.ascontiguousarray(self._codes.unpack(raw)[..., : high - low])
         groups = self._groups(box)
         cells = values.reshape(*groups.size, -1)
         has_remark = False
@@ -136,11 +130,6 @@ class GroupedRecipe:
             round_to(self._rounds_to, values)
         first = box.start[-1] - low
         return as_stored(values[..., first : first + box.size[-1]], FLOAT32, dtype), has_remark
-
-    def _padded(self, raw: Array) -> Array:
-        """Return rows of bytes padded to a multiple of eight numbers, which `Codes.unpack` needs."""
-        lacking = -raw.shape[-1] % self._codes.bits if self._codes.bits not in (4, 8) else 0
-        return np.pad(raw, [(0, 0)] * (raw.ndim - 1) + [(0, lacking)]) if lacking else raw
 
 
 class Factors:
@@ -159,8 +148,8 @@ class Factors:
         factors = self._factors(blocks)
         check_factors(factors, self._name, self._largest)
         spread = broadcast_over(factors, groups)
-        if not (self._may_vanish or factors.all()) and values[np.broadcast_to(spread == 0, values.shape)].any():
-            raise Corrupt(f"a scale in `{self._name}` is 0, but the values that it scales are not")
+        if not self._may_vanish:
+            check_zeros(values, spread, self._name)
         values *= spread
         return False
 
@@ -171,7 +160,7 @@ class Factors:
 class TwoLevels(Factors):
     """Multiply the numbers of each group with its scale, times (or divided by) one scale for the whole weight."""
 
-    def __init__(self, scales: Operand, whole_scale: Operand, shapes: tuple[Shape, Shape], *, divides: bool) -> None:
+    def __init__(self, scales: Operand, whole_scale: Operand, shapes: Sequence[Shape], *, divides: bool) -> None:
         super().__init__(scales, shapes[0], max(FOUR_BITS), may_vanish=True)
         self.operands = (*self.operands, per_group_operand(whole_scale, shapes[1]))
         self._divides = divides
@@ -187,10 +176,7 @@ class TwoLevels(Factors):
 
 
 class ZeroPoints:
-    """Subtract the zero point of each group: one int8 each, or packed in 32-bit words with `bits` bits each.
-
-    A word contains the zero points of consecutive rows.
-    """
+    """Subtract the zero point of each group: one int8 each, or `bits` bits each in 32-bit words of consecutive rows."""
 
     def __init__(self, zeros: Operand, shape: Shape, bits: int | None = None) -> None:
         self._words = 0 if bits is None else 32 // bits
@@ -222,7 +208,7 @@ class Affine:
     """Multiply the numbers of each group with its scale, round, and add its bias, as MLX does on a CPU."""
 
     def __init__(self, scales: Operand, biases: Operand, stored_as: DType) -> None:
-        self.operands = (scales._replace(region=same_box), biases._replace(region=same_box))
+        self.operands = (scales._replace(region=same), biases._replace(region=same))
         self._rounds_to = stored_as
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
@@ -297,10 +283,7 @@ class Extremes:
 
 
 def group_maxima(values: Array) -> Array:
-    """Return the largest magnitude in each group.
-
-    Halves pairs of neighbors, which takes a sixth of the time of `max(-1)`.
-    """
+    """Return the largest magnitude in each group. Halving neighbors takes a sixth of the time of `max(-1)`."""
     maxima, size = np.abs(values).reshape(-1), values.shape[-1]
     while size % 2 == 0:
         maxima, size = np.maximum(maxima[::2], maxima[1::2]), size // 2
@@ -310,11 +293,7 @@ def group_maxima(values: Array) -> Array:
 
 def per_group_operand(operand: Operand, shape: Shape) -> Operand:
     """Return an operand with one element per group, or a single element for all groups."""
-    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else same_box)
-
-
-def same_box(groups: Box) -> Box:
-    return groups
+    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else same)
 
 
 def broadcast_over(values: Array, groups: Box) -> Array:
@@ -328,16 +307,3 @@ def round_to(dtype: DType, values: Array) -> None:
     rounded = np.empty(flat.size, f"u{dtype.itemsize}")
     cast(flat, FLOAT32, dtype, rounded)
     flat[:] = widener(dtype)(rounded)
-
-
-@cache
-def table(numbers: tuple[float, ...]) -> Array:
-    return np.array(numbers, np.float32)
-
-
-@cache
-def pairs(numbers: tuple[float, ...]) -> Array:
-    """Return a lookup table for bytes: the two 4-bit numbers of each, low half first, as one element of 8 bytes."""
-    both = np.arange(256)
-    halves = np.stack([table(numbers)[both & 15], table(numbers)[both >> 4]], axis=1)
-    return np.ascontiguousarray(halves).view(np.uint64).reshape(-1)

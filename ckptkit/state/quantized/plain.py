@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.layout import Layout, Spec, StoredTensor, edits
+from ckptkit.layout import Spec, StoredTensor, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import find_config
@@ -41,8 +41,8 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
         hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
         raise Unsupported(message, path=model.part.path, hint=hint)
     if options.quantize:
-        refuse_quantized(model.part, quantized)
-        model = without_declaration(model)
+        require_quantizable(model, quantized)
+        model = model.with_config(without_quantization(model.config))
     chosen = weights_to_dequantize(quantized, model.weights, asked)
     if quantized is None or not chosen:
         require_scales_with_weights(quantized, model, asked)
@@ -51,28 +51,20 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
 
 
 def look_for_quantized(component: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
-    """Return the quantized weights in a component of a checkpoint; None without any.
-
-    If no config.json is beside them, the `base` config says how they are quantized.
-    """
+    """Return a component's quantized weights; None without any. The `base` config counts if none is beside them."""
     return find_quantized(component.layout, find_config(component.path) or base)
 
 
-def refuse_quantized(component: Component, quantized: Quantized | None) -> None:
-    """Raise `Unsupported` for a model to quantize whose weights are already quantized."""
+def require_quantizable(model: Model, quantized: Quantized | None) -> None:
+    """Raise `Unsupported` if the weights are quantized already, `Usage` if there is no config.json."""
     if quantized is not None:
         message = f"the weights are quantized already ({quantized.method})"
         ours = "dequantize them first: ckptkit consolidate SRC OUT --dtype bf16"
         hint = "dequantize them with the library that quantized them" if quantized.refusal else ours
-        raise Unsupported(message, path=component.path, hint=hint)
-
-
-def without_declaration(model: Model) -> Model:
-    """Return a model whose config.json does not mention quantization. Raises `Usage` if there is no config.json."""
+        raise Unsupported(message, path=model.part.path, hint=hint)
     if model.companions.config is None:
         hint = "pass --base MODEL, the model that the training began with"
         raise Usage("no config.json found, which tells loaders how the weights are quantized", hint=hint)
-    return model.with_config(without_quantization(model.config))
 
 
 def without_false_declaration(model: Model) -> Model:
@@ -83,10 +75,8 @@ def without_false_declaration(model: Model) -> Model:
     stated = read_quantization_config(model.companions.config).method
     if stated is None or not is_plain(model.part.layout.specs):
         return model
-    note = (
-        f"config.json said that the weights are quantized ({stated}), but they are plain: removed that from config.json"
-    )
-    return model.with_config(without_quantization(model.config)).say(note)
+    words = f"config.json said that the weights are quantized ({stated}), but they are plain"
+    return model.with_config(without_quantization(model.config)).say(f"{words}: removed that from config.json")
 
 
 def weights_to_dequantize(quantized: Quantized | None, weights: Weights, asked: Edits) -> frozenset[str]:
@@ -102,19 +92,14 @@ def weights_to_dequantize(quantized: Quantized | None, weights: Weights, asked: 
     rules = asked.dtype_rules(weights.came_from.values())
     chosen = {old for old, new in names.items() if wanted_dtype(rules, new, (old,)) is not None}
     if chosen and (missed := sorted(names[old] for old in names.keys() - chosen)):
+        which = f"not {count(len(missed), 'weight')} such as `{missed[0]}`"
         hint = "pass one dtype for all weights, like --dtype bf16"
-        raise Usage(
-            f"--dtype matches only some quantized weights: not {count(len(missed), 'weight')} such as `{missed[0]}`",
-            hint=hint,
-        )
+        raise Usage(f"--dtype matches only some quantized weights: {which}", hint=hint)
     return frozenset(chosen)
 
 
 def make_all_plain(model: Model) -> Model:
-    """Return a model with plain weights in the dtype of its config.json.
-
-    Raises `Unsupported` if ckptkit cannot compute them.
-    """
+    """Return a model with plain weights in config.json's dtype. Raises `Unsupported` if ckptkit cannot compute them."""
     quantized = look_for_quantized(model.part, model.config)
     chosen = frozenset(old for old in model.weights.came_from.values() if quantized and old in quantized.weights)
     if quantized is None or not (chosen or quantized.refusal):
@@ -123,9 +108,8 @@ def make_all_plain(model: Model) -> Model:
         root, tensor = quantized.layout.root, min(quantized.members)
         raise Unsupported(quantized.refusal, path=root, tensor=tensor, hint=_BY_LIBRARY)
     dtype = dtype_of(model.config)
-    return make_plain(model, quantized, chosen, dtype).say(
-        f"dequantized weights become {dtype} unless you pass --dtype"
-    )
+    plain = make_plain(model, quantized, chosen, dtype)
+    return plain.say(f"dequantized weights become {dtype} unless you pass --dtype")
 
 
 def dtype_of(config: Mapping[str, Any]) -> DType:
@@ -135,10 +119,7 @@ def dtype_of(config: Mapping[str, Any]) -> DType:
 
 
 def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype: DType = DTYPES["float32"]) -> Model:
-    """Return a model with a recipe for each chosen weight in place of its numbers and scales.
-
-    The stored numbers and scales become a further source of the model.
-    """
+    """Return a model with a recipe for each chosen weight. Its numbers and scales become a further source."""
     number = len(model.others) + 1
     source = edits.select(quantized.layout, quantized.members.__contains__)
     weights = unpack_weights(model.weights, quantized, chosen, dtype)
@@ -197,7 +178,11 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     if model.stored_as:  # the quantized weights were dequantized
         return model
     refuse_separated(model.part, model.weights.origins_by_name(model.casts))
-    return model.say(*note_unscaled_weights(model.layout, options.edits))
+    small = sorted(name for name, spec in model.layout.specs.items() if spec.dtype.kind == "small_float")
+    if options.edits.dtype_of_weights is None or not small:
+        return model
+    weights = count(len(small), "weight")
+    return model.say(f"{weights} of 8 bits stayed as they are, because no scales are known: {abridge(small)}")
 
 
 def refuse_separated(component: Component, rounded: Mapping[str, frozenset[str]]) -> None:
@@ -211,26 +196,12 @@ def refuse_separated(component: Component, rounded: Mapping[str, frozenset[str]]
     separated = sorted(new for new, olds in rounded.items() if not quantized.members.isdisjoint(olds))
     if separated:
         quantized.require_known()
+        message = f"{abridge(separated)} belong to quantized weights ({quantized.method})"
         hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or drop --dtype"
-        raise Usage(
-            f"{abridge(separated)} belong to quantized weights ({quantized.method}): rounding would destroy them",
-            hint=hint,
-        )
-
-
-def note_unscaled_weights(layout: Layout, asked: Edits) -> list[str]:
-    """Return a note on 8-bit weights without scales: they do not change although the user requests a dtype."""
-    small = sorted(name for name, spec in layout.specs.items() if spec.dtype.kind == "small_float")
-    if asked.dtype_of_weights is None or not small:
-        return []
-    weights = count(len(small), "weight")
-    return [f"{weights} of 8 bits stayed as they are, because no scales are known: {abridge(small)}"]
+        raise Usage(f"{message}: rounding would destroy them", hint=hint)
 
 
 def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
-    """Return the recipe of a weight, by the name of its numbers in the checkpoint.
-
-    `source` is the index of that source.
-    """
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint, which is number `source`."""
     packed, tensors = quantized.weights[name], quantized.layout.tensors
     return packed.make([Operand(source, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])

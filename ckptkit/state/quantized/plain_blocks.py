@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import prod
+from math import isfinite, prod
 
 import numpy as np
 
@@ -16,11 +16,12 @@ from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape, cut_box, whole
 from ckptkit.layout.casting import cast
-from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.plan import Operand, Region, same
+from ckptkit.layout.dtypes import DType
+from ckptkit.layout.plan import Operand, Region
 from ckptkit.layout.small_floats import SMALL_FLOATS
 
-_E8M0, _UINT8 = DTYPES["float8_e8m0fnu"], DTYPES["uint8"]
+_EXPONENTS = SMALL_FLOATS["float8_e8m0fnu"].numbers
+FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].numbers
 _BLOCK_ELEMENTS = 1 << 18  # elements at a time, as in `casting`: fits a CPU cache
 _GROUP = 32  # numbers of MXFP4 that share a scale, two per byte
 _MAX_EXPONENT = 252  # largest scale whose product with the largest 4-bit number fits float32
@@ -48,7 +49,7 @@ class Scaled:
         numbers, scales = self.operands
         raw = np.frombuffer(blocks[0], np.uint8)
         factors = as_numbers(scales, blocks[1])
-        check_factors(factors, scales.name, largest(numbers.dtype))
+        check_factors(factors, scales.name, max(filter(isfinite, SMALL_FLOATS[numbers.dtype.name].numbers)))
         scale_box = self._boxes(box)
         if len(factors) > 1:
             factors = factors.reshape(scale_box.size)
@@ -56,21 +57,17 @@ class Scaled:
         stop = 0
         for block in cut_box(box, _BLOCK_ELEMENTS):
             start, stop = stop, stop + block.numel
-            block_factors = (
-                self._spread(view_of(factors, self._boxes(block), scale_box), block) if factors.ndim > 1 else factors
-            )
+            block_factors = factors
+            if factors.ndim > 1:
+                block_factors = self._spread(view_of(factors, self._boxes(block), scale_box), block)
             values = decode(raw[start:stop], numbers.dtype).reshape(block.size)
-            if not block_factors.all() and values[np.broadcast_to(block_factors == 0, values.shape)].any():
-                raise Corrupt(f"a scale in `{scales.name}` is 0, but the values that it scales are not")
+            check_zeros(values, block_factors, scales.name)
             values *= block_factors
             cast(values.reshape(-1), FLOAT32, dtype, converted[start:stop])
         return converted.data.cast("B"), False
 
     def _spread(self, factors: Array, box: Box) -> Array:
-        """Return the factors of a box's elements, with extent 1 on axes that share a scale.
-
-        The last axes are the largest.
-        """
+        """Return the factors of a box's elements, of extent 1 on axes that share a scale, the last axes first."""
         for axis, step in reversed(list(enumerate(self._steps))):
             if step > 1 and factors.shape[axis] > 1:
                 index = np.arange(box.start[axis], box.stop[axis]) // step - box.start[axis] // step
@@ -105,28 +102,21 @@ class Transposed4:
         raw = np.frombuffer(blocks[0], np.uint8).reshape(numbers.region(box).size)[part]
         exponents = np.frombuffer(blocks[1], np.uint8).reshape(scales.region(box).size)[part]
         if exponents.size and (worst := int(exponents.max())) > _MAX_EXPONENT:
-            raise Corrupt(
-                f"expected scales of at most 2**{_MAX_EXPONENT - 127} in `{scales.name}`, found 2**{worst - 127}"
-            )
-        values = pairs().take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
-        values *= table(_E8M0)[exponents][..., None]
+            most = f"2**{_MAX_EXPONENT - 127}"
+            raise Corrupt(f"expected scales of at most {most} in `{scales.name}`, found 2**{worst - 127}")
+        values = pairs(FOUR_BITS).take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
+        values *= table(_EXPONENTS)[exponents][..., None]
         rows = values.reshape(*exponents.shape[:2], -1).transpose(0, 2, 1)
         first = box.start[1] - low * _GROUP
         return as_stored(rows[:, first : first + box.size[1]], FLOAT32, dtype), False
 
 
-def scaled(numbers: Operand, scales: Operand, shape_of_scales: Shape, steps: Shape) -> Scaled:
-    """Return the recipe of a tensor of 8-bit numbers. Its operands are read in the dtypes in which they are stored."""
-    return Scaled(numbers._replace(region=same), as_read(scales), shape_of_scales, steps)
-
-
 def as_numbers(operand: Operand, block: memoryview) -> Array:
     """Return scales as a flat float32 array. Bytes are exponents."""
-    if operand.dtype == _UINT8:
-        return table(_E8M0)[np.frombuffer(block, np.uint8)]
-    if operand.dtype.name in SMALL_FLOATS:
-        return table(operand.dtype)[np.frombuffer(block, np.uint8)]
-    return np.frombuffer(block, np.float32)
+    if operand.dtype.kind == "float":
+        return np.frombuffer(block, np.float32)
+    numbers = _EXPONENTS if operand.dtype.name == "uint8" else SMALL_FLOATS[operand.dtype.name].numbers
+    return table(numbers)[np.frombuffer(block, np.uint8)]
 
 
 def as_read(scales: Operand) -> Operand:
@@ -137,25 +127,28 @@ def as_read(scales: Operand) -> Operand:
 def check_factors(factors: Array, name: str, most: float) -> None:
     """Raise `Corrupt` for scales that are negative, NaN, or so large that a product overflows float32."""
     limit = float(np.finfo(np.float32).max) / most
-    if factors.size and not (
-        factors.min() >= 0 and factors.max() <= limit
-    ):  # written with `not`: comparisons with NaN are false
+    # written with `not`: comparisons with NaN are false
+    if factors.size and not (factors.min() >= 0 and factors.max() <= limit):
         worst = factors[~((factors >= 0) & (factors <= limit))][0]
-        raise Corrupt(
-            f"expected a scale in `{name}`, found {worst:g}",
-            hint="run `ckptkit verify`: these bytes may belong to another tensor",
-        )
+        hint = "run `ckptkit verify`: these bytes may belong to another tensor"
+        raise Corrupt(f"expected a scale in `{name}`, found {worst:g}", hint=hint)
+
+
+def check_zeros(values: Array, factors: Array, name: str) -> None:
+    """Raise `Corrupt` for a scale of 0 whose numbers are not all 0."""
+    if not factors.all() and values[np.broadcast_to(factors == 0, values.shape)].any():
+        raise Corrupt(f"a scale in `{name}` is 0, but the values that it scales are not")
 
 
 @cache
-def table(dtype: DType) -> Array:
-    return np.array(SMALL_FLOATS[dtype.name].numbers, np.float32)
+def table(numbers: tuple[float, ...]) -> Array:
+    return np.array(numbers, np.float32)
 
 
 def decode(raw: Array, dtype: DType) -> Array:
     """Return the numbers that bytes encode. Looks up two at once, which takes half the time."""
     if len(raw) % 2:
-        return table(dtype).take(raw)
+        return table(SMALL_FLOATS[dtype.name].numbers).take(raw)
     return number_pairs(dtype).take(raw.view(np.uint16)).view(np.float32)
 
 
@@ -163,18 +156,12 @@ def decode(raw: Array, dtype: DType) -> Array:
 def number_pairs(dtype: DType) -> Array:
     """Return a lookup table for pairs of bytes: their two numbers as one element of 8 bytes."""
     both = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
-    return table(dtype)[both].view(np.uint64)
+    return table(SMALL_FLOATS[dtype.name].numbers)[both].view(np.uint64)
 
 
 @cache
-def pairs() -> Array:
+def pairs(numbers: tuple[float, ...]) -> Array:
     """Return a lookup table for bytes: the two 4-bit numbers of each, low half first, as one element of 8 bytes."""
-    numbers = np.array(SMALL_FLOATS["float4_e2m1fn_x2"].numbers, np.float32)
     both = np.arange(256)
-    halves = np.stack([numbers[both & 15], numbers[both >> 4]], axis=1)
+    halves = np.stack([table(numbers)[both & 15], table(numbers)[both >> 4]], axis=1)
     return np.ascontiguousarray(halves).view(np.uint64).reshape(-1)
-
-
-def largest(dtype: DType) -> float:
-    numbers = table(dtype)
-    return float(numbers[np.isfinite(numbers)].max())

@@ -19,11 +19,6 @@ def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
     return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
 
 
-def may_hold_quantized(specs: Mapping[str, Spec], config: Mapping[str, Any]) -> bool:
-    """Return whether some of these tensors may be quantized, or config.json declares the model as quantized."""
-    return is_declared_quantized(config) or may_be_quantized(specs)
-
-
 def is_declared_quantized(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json declares the weights as quantized."""
     text = config.get(TEXT)

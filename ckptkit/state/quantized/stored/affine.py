@@ -6,7 +6,8 @@ of the scales, as mlx does on a CPU. Source: `mlx.core.dequantize`, and its docu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
@@ -48,20 +49,16 @@ def packed(specs: Specs, name: str, module: str, encoding: Integers) -> Packed:
             which = f"a float for each {encoding.group} numbers of {encoding.bits} bits, {list(expected_shape)}"
             raise mismatch(beside, which, actual or "none")
     shape = (*stored.shape[:-1], columns)
-    make = recipe_of(encoding, shape, encoding.group, specs[scales].dtype)
+    make = partial(recipe, encoding.bits, shape, encoding.group, specs[scales].dtype)
     return Packed(f"mlx {encoding.bits} bits", shape, (scales, biases), (1, encoding.group), make)
 
 
-def recipe_of(encoding: Integers, shape: Shape, group: int, dtype: DType) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return the function that makes the recipe of a weight from numbers, scales and biases."""
+def recipe(bits: int, shape: Shape, group: int, dtype: DType, operands: Sequence[Operand]) -> Recipe:
+    """Return the recipe of a weight from numbers, scales and biases."""
+    from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
+    from ckptkit.state.quantized.plain_blocks import as_read
 
-    def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-        from ckptkit.state.quantized.plain_blocks import as_read
-
-        numbers, scales, biases = operands
-        part = blocks.Affine(as_read(scales), as_read(biases), dtype)
-        codes = blocks.Codes(encoding.bits, tuple(map(float, range(1 << encoding.bits))))
-        return blocks.GroupedRecipe(numbers, codes, [part], shape, group, dtype)
-
-    return make
+    numbers, scales, biases = operands
+    part = blocks.Affine(as_read(scales), as_read(biases), dtype)
+    codes = blocks.Codes(bits, tuple(map(float, range(1 << bits))))
+    return blocks.GroupedRecipe(numbers, codes, [part], shape, group, dtype)

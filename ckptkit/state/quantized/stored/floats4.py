@@ -15,11 +15,11 @@ transformers/integrations/finegrained_fp8.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.layout import Spec
 from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import QuantizationConfig
@@ -40,10 +40,7 @@ class Level(NamedTuple):
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
-    """Yield the weights that are 4-bit floats and have scales.
-
-    Raises `Mismatch` for related tensors with a wrong shape.
-    """
+    """Yield the weights that are 4-bit floats with scales. Raises `Mismatch` for related tensors of a wrong shape."""
     for name, spec in specs.items():
         if spec.dtype.name not in _BYTES or len(spec.shape) < 2:
             continue
@@ -51,16 +48,11 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
         scale = scale_of(stem, specs)
         if scale is None or specs[scale].dtype.name in ("int8", "int32"):
             continue
-        level = level_of(stem, specs)
+        levels = (Level(stem + _GLOBAL, divides=True), Level(stem + _SECOND, divides=False))
+        level = next((level for level in levels if level.name in specs), None)
         may_be_integers = spec.dtype.name == "int8" and stated.method != "fp8"  # if the method is unknown
         if level is not None or is_exponent(specs[scale]) or not may_be_integers:
             yield name, packed(specs, name, scale, level)
-
-
-def level_of(stem: str, specs: Mapping[str, Spec]) -> Level | None:
-    """Return the scale for the whole weight; None without one."""
-    levels = (Level(stem + _GLOBAL, divides=True), Level(stem + _SECOND, divides=False))
-    return next((level for level in levels if level.name in specs), None)
 
 
 def packed(specs: Specs, name: str, scale: str, level: Level | None) -> Packed:
@@ -77,36 +69,24 @@ def packed(specs: Specs, name: str, scale: str, level: Level | None) -> Packed:
     shape = (*stored.shape[:-1], columns)
     require_shape(specs, scale, (*shape[:-1], columns // group), f"a scale for {group} numbers,")
     if level is None:
-        return Packed("mxfp4", shape, (scale,), (1, group), one_level(shape, scales.shape))
+        make = partial(recipe, shape, group, (scales.shape,), divides=False)
+        return Packed("mxfp4", shape, (scale,), (1, group), make)
     level_spec = specs[level.name]
     if prod(level_spec.shape) != 1 or level_spec.dtype.kind != "float":
         raise mismatch(level.name, "one number for the whole weight", level_spec)
-    make = two_levels(shape, (scales.shape, level_spec.shape), divides=level.divides)
+    make = partial(recipe, shape, group, (scales.shape, level_spec.shape), divides=level.divides)
     return Packed("nvfp4", shape, (scale, level.name), (1, group), make)
 
 
-def one_level(shape: Shape, of_scales: Shape) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return the function that makes the recipe of a weight whose scales are powers of 2."""
+def recipe(
+    shape: Shape, group: int, shapes_of_scales: Sequence[Shape], operands: Sequence[Operand], *, divides: bool
+) -> Recipe:
+    """Return the recipe of a weight with scales for its groups, and perhaps one scale for all of it."""
+    from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
+    from ckptkit.state.quantized.plain_blocks import FOUR_BITS, as_read
 
-    def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-
-        numbers, scales = operands
-        part = blocks.Factors(scales, of_scales, max(blocks.FOUR_BITS))
-        return blocks.GroupedRecipe(numbers, blocks.Codes(4, blocks.FOUR_BITS), [part], shape, _MXFP4)
-
-    return make
-
-
-def two_levels(shape: Shape, of_scales: tuple[Shape, Shape], *, divides: bool) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return the function that makes the recipe of a weight with scales for its groups and one scale for all of it."""
-
-    def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-        from ckptkit.state.quantized.plain_blocks import as_read
-
-        numbers, scales, level = operands
-        part = blocks.TwoLevels(scales, as_read(level), of_scales, divides=divides)
-        return blocks.GroupedRecipe(numbers, blocks.Codes(4, blocks.FOUR_BITS), [part], shape, _NVFP4)
-
-    return make
+    numbers, scales, *level = operands
+    part = blocks.Factors(scales, shapes_of_scales[0], max(FOUR_BITS))
+    if level:
+        part = blocks.TwoLevels(scales, as_read(level[0]), shapes_of_scales, divides=divides)
+    return blocks.GroupedRecipe(numbers, blocks.Codes(4, FOUR_BITS), [part], shape, group)

@@ -39,9 +39,9 @@ def is_eight_bits(spec: Spec) -> bool:
 
 def recipe(shape_of_scales: Shape, steps: Shape, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight with scales of this shape, each for a box of size `steps`."""
-    from ckptkit.state.quantized.plain_blocks import scaled  # imports numpy, which plain copies do not need
+    from ckptkit.state.quantized.plain_blocks import Scaled, as_read  # imports numpy, which plain copies do not need
 
-    return scaled(operands[0], operands[1], shape_of_scales, steps)
+    return Scaled(operands[0], as_read(operands[1]), shape_of_scales, steps)
 
 
 def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) -> Shape:
@@ -58,10 +58,8 @@ def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) ->
     sizes = [*blocks, *([(1, shape[-1]), (shape[-2], shape[-1])] if len(shape) > 1 else [])]
     fitting = dict.fromkeys(steps for size in sizes if (steps := steps_of(shape, scales.shape, size)))
     if not fitting:
-        wanted = " or ".join(str(list(size)) for size in blocks)
-        message = (
-            f"expected one scale per row or per {wanted} for weights {list(shape)}, found {list(scales.shape)} scales"
-        )
+        wanted = f"one scale per row or per {' or '.join(str(list(size)) for size in blocks)}"
+        message = f"expected {wanted} for weights {list(shape)}, found {list(scales.shape)} scales"
         raise Mismatch(message, tensor=scale)
     if len(fitting) > 1:
         several = " or ".join(str(list(steps)) for steps in fitting)

@@ -10,8 +10,9 @@ Sources: compressed_tensors/compressors/pack_quantized and naive_quantized, quan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from ckptkit.errors import Unsupported
@@ -41,15 +42,11 @@ class Fit:
     of_scales: Spec
     of_zeros: Spec | None = None
     is_packed: bool = True
-    is_declared: bool = False
+    is_declared: bool = False  # by a tensor with its shape
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
-    """Yield the weights that are integers and have scales.
-
-    Raises `Mismatch` for related tensors with a wrong shape, and `Unsupported` for a number of bits that ckptkit does
-    not know.
-    """
+    """Yield the weights that are integers with scales. Raises `Mismatch` for a wrong shape, or `Unsupported`."""
     for name, spec in specs.items():
         stem = stem_of(name, spec)
         if stem is not None and (scale := f"{stem}{_SCALE}") in specs and specs[scale].dtype.kind == "float":
@@ -76,13 +73,9 @@ def packed(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Pa
     if shape in specs:
         require_shape(specs, shape, (len(fit.shape),), "the sizes of a shape")
         beside.append(shape)
-    fit = Fit(
-        *(fit.way, fit.shape, fit.group, fit.of_scales, specs.get(zeros)),
-        is_packed=name != stem,
-        is_declared=shape in specs,
-    )
-    is_whole = prod(fit.of_scales.shape) == 1
-    return Packed(f"int{fit.way.bits}", fit.shape, tuple(beside), () if is_whole else (1, fit.group), recipe_of(fit))
+    fit = replace(fit, of_zeros=specs.get(zeros), is_packed=name != stem, is_declared=shape in specs)
+    group = () if prod(fit.of_scales.shape) == 1 else (1, fit.group)
+    return Packed(f"int{fit.way.bits}", fit.shape, tuple(beside), group, partial(recipe, fit))
 
 
 def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> Fit:
@@ -99,15 +92,14 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
         message = f"{stored} with {list(scales.shape)} scales may be numbers of {several}"
         raise Unsupported(message, tensor=name)
     if not fits:
-        wanted = " or ".join(describe_integers(way) for way in ways)
+        scales_of = {way: "a scale per row" if way.group is None else f"a scale for {way.group}" for way in ways}
+        wanted = " or ".join(f"{way.bits} bits with {words}" for way, words in scales_of.items())
         raise mismatch(scale, f"scales for {stored} of {wanted}", list(scales.shape))
     (fit, *_) = fits
     if fit.way.bits not in _BITS or fit.way.is_ordered:
         what = "columns in the order of their activations" if fit.way.is_ordered else f"{fit.way.bits} bits"
-        raise Unsupported(
-            f"config.json says that integers have {what}: ckptkit reads 4 and 8 bits, in order",
-            tensor=name,
-        )
+        message = f"config.json says that integers have {what}: ckptkit reads 4 and 8 bits, in order"
+        raise Unsupported(message, tensor=name)
     return fit
 
 
@@ -128,12 +120,6 @@ def fitting_encoding(stored: Spec, scales: Spec, encoding: Integers) -> Fit | No
     return None
 
 
-def describe_integers(encoding: Integers) -> str:
-    """Return a description of an encoding."""
-    scales = "a scale per row" if encoding.group is None else f"a scale for {encoding.group}"
-    return f"{encoding.bits} bits with {scales}"
-
-
 def require_zeros(specs: Specs, zeros: str, fit: Fit) -> None:
     """Raise `Mismatch` for zero points that do not fit the scales, or that a symmetric encoding must not have."""
     zeros_spec = specs[zeros]
@@ -148,27 +134,23 @@ def require_zeros(specs: Specs, zeros: str, fit: Fit) -> None:
         require_shape(specs, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
 
 
-def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return the function that makes the recipe of a weight from numbers, scales, zero points and the shape."""
+def recipe(fit: Fit, operands: Sequence[Operand]) -> Recipe:
+    """Return the recipe of a weight from numbers, scales, zero points and the shape."""
+    from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
+    from ckptkit.state.quantized.plain_blocks import as_read
 
-    def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-        from ckptkit.state.quantized.plain_blocks import as_read
-
-        numbers, scales, *more_operands = operands
-        parts: list[blocks.GroupStep] = []
-        if fit.is_declared:
-            parts.append(blocks.DeclaredShape(more_operands.pop(), fit.shape))
-        if fit.of_zeros is not None:
-            bits = fit.way.bits if fit.of_zeros.dtype.name == "int32" else None
-            parts.append(blocks.ZeroPoints(more_operands.pop(), fit.of_zeros.shape, bits))
-        elif fit.group < fit.shape[-1]:
-            parts.append(blocks.Extremes(fit.way.bits))
-        parts.append(blocks.Factors(as_read(scales), fit.of_scales.shape, 1 << fit.way.bits))
-        codes = blocks.Codes(fit.way.bits, patterns(fit))
-        return blocks.GroupedRecipe(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
-
-    return make
+    numbers, scales, *more_operands = operands
+    parts: list[blocks.GroupStep] = []
+    if fit.is_declared:
+        parts.append(blocks.DeclaredShape(more_operands.pop(), fit.shape))
+    if fit.of_zeros is not None:
+        bits = fit.way.bits if fit.of_zeros.dtype.name == "int32" else None
+        parts.append(blocks.ZeroPoints(more_operands.pop(), fit.of_zeros.shape, bits))
+    elif fit.group < fit.shape[-1]:
+        parts.append(blocks.Extremes(fit.way.bits))
+    parts.append(blocks.Factors(as_read(scales), fit.of_scales.shape, 1 << fit.way.bits))
+    codes = blocks.Codes(fit.way.bits, patterns(fit))
+    return blocks.GroupedRecipe(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
 
 
 def patterns(fit: Fit) -> tuple[float, ...]:

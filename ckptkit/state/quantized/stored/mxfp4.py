@@ -25,10 +25,8 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
         if not name.endswith(BLOCKS) or blocks.dtype.name != "uint8" or scale not in specs:
             continue
         scales = specs[scale]
-        has_matching_shapes = (
-            len(blocks.shape) == 4 and blocks.shape[-1] == _GROUP_BYTES and blocks.shape[:-1] == scales.shape
-        )
-        if not has_matching_shapes or scales.dtype.name != "uint8":
+        fits = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, _GROUP_BYTES)
+        if not fits or scales.dtype.name != "uint8":
             raise Mismatch(f"blocks {blocks} do not match scales {scales}", tensor=name)
         experts, rows, groups, _ = blocks.shape
         shape = (experts, 2 * _GROUP_BYTES * groups, rows)

@@ -1,0 +1,204 @@
+"""Compare the names and shapes of the weights to write with those of the base, and copy tensors that only it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from shlex import quote
+from typing import NamedTuple
+
+from ckptkit.checkpoints.base_weights import BaseWeights
+from ckptkit.errors import Corrupt, Mismatch, Unsupported, Usage
+from ckptkit.formats import locate, unpack
+from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout.box import Shape
+from ckptkit.layout.plan import Operand
+from ckptkit.layout.renames import few_globs
+from ckptkit.models.expected import Form, closest, forms_for
+from ckptkit.models.fit import abridge
+from ckptkit.state.model import Model, RecipeFor, always
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.find import Quantized, find_quantized
+from ckptkit.state.quantized.packed import plain_name
+from ckptkit.state.quantized.plain import dtype_of, recipe_of
+from ckptkit.state.quantized.signs import is_declared_quantized
+from ckptkit.words import count, format_bytes
+
+Shapes = Mapping[str, Shape]
+# buffers in older files that loaders compute
+_COMPUTED = (".inv_freq", ".position_ids", ".masked_bias", ".attn.bias", "_extra_state")
+_MAX_GLOBS = 3
+
+
+class Differences(NamedTuple):
+    """Names that only one side has, and names whose shapes differ."""
+
+    only_base: tuple[str, ...]
+    only_ours: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+
+def compare_with_base(model: Model, options: ConvertOptions) -> Model:
+    """Add notes on tensors that only the base has or only the model has, and on shapes that differ."""
+    base = base_to_compare(model, options)
+    if base is not None and base.problem is not None:
+        return model.say(f"not compared with the weights of {base.base}: {base.problem.message}")
+    if base is None or base.layout is None:
+        return model
+    ours = model.layout.shapes
+    theirs = base_shapes(base, is_quantized=is_declared_quantized(model.config))
+    differ = differences(ours, theirs, forms_of(model))
+    return model.say(*notes_on_differences(differ, ours, theirs, base.base))
+
+
+def base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
+    """Return the base that the user named, or else the local directory in `_name_or_path` of config.json."""
+    if options.base is not None:
+        return model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)
+    recorded = model.config.get("_name_or_path")
+    is_local = isinstance(recorded, str) and Path(recorded).is_absolute() and Path(recorded).is_dir()
+    return BaseWeights(str(recorded)) if is_local else None
+
+
+def base_shapes(base: BaseWeights, *, is_quantized: bool) -> Shapes:
+    """Return the shapes of a base's weights by name: plain shapes for quantized weights, unless ours are quantized."""
+    assert base.layout is not None
+    shapes = base.layout.shapes
+    try:
+        quantized = None if is_quantized else find_quantized(base.layout, base.open().companions.config)
+    except (Corrupt, Mismatch, Unsupported):  # some tensors are missing: compare the other names anyway
+        quantized = None
+    if quantized is None:
+        return shapes
+    packed = {plain_name(name): one.shape for name, one in quantized.weights.items()}
+    return {name: shape for name, shape in shapes.items() if name not in quantized.members} | packed
+
+
+def forms_of(model: Model) -> tuple[Form, ...]:
+    """Return the forms that config.json describes; () if the model is unknown."""
+    try:
+        return forms_for(model.config, model.ask_base) if model.config else ()
+    except Unsupported:
+        return ()
+
+
+def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differences:
+    """Return how a model differs from its base in names and shapes, except in other on-disk names of its type."""
+    form, other = (closest(forms, names) if forms else None for names in (ours, theirs))
+    if form is None or other is None:
+        known: Collection[str] = ()
+    elif form.shapes == other.shapes:
+        known = {*form.tied, *form.unsaved}
+    else:
+        known = {name for one in forms for name in one.shapes}
+    return Differences(
+        tuple(only_in(theirs, ours, known)),
+        tuple(only_in(ours, theirs, known)),
+        tuple(name for name, shape in ours.items() if name not in known and theirs.get(name, shape) != shape),
+    )
+
+
+def only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
+    """Return the names that are not in `others`, even without their first two components, except computed buffers."""
+    ends = {end for other in others for end in (other, *ends_of(other))}
+    candidates = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
+    return sorted(name for name in candidates if not any(end in others for end in ends_of(name)))
+
+
+def ends_of(name: str) -> list[str]:
+    """Return a name without its first component, and without its first two."""
+    first, second = name.partition(".")[2], name.partition(".")[2].partition(".")[2]
+    return [end for end in (first, second) if "." in end]
+
+
+def notes_on_differences(differ: Differences, ours: Shapes, theirs: Shapes, base: str) -> list[str]:
+    """Return a sentence for each kind of difference."""
+    if not ours.keys() & theirs.keys() and len(differ.only_base) == len(theirs):
+        return [f"not compared with the weights of {base}: they have no tensor name in common"] if theirs else []
+    notes = []
+    if differ.only_base:
+        globs = few_globs(differ.only_base, theirs.keys() - set(differ.only_base), _MAX_GLOBS) or ("GLOB",)
+        asked = " ".join(f"--from-base {quote(glob)}" for glob in globs)
+        lack = f"{base} has {count(len(differ.only_base), 'tensor')} that the output lacks: {abridge(differ.only_base)}"
+        notes.append(f"{lack}; {asked} copies {'them' if len(differ.only_base) > 1 else 'it'}")
+    if differ.only_ours:
+        more = count(len(differ.only_ours), "tensor")
+        notes.append(f"the output has {more} that {base} lacks: {abridge(differ.only_ours)}")
+    if differ.shapes:
+        name = differ.shapes[0]
+        shapes = f"expected {list(theirs[name])} as in {base}, found {list(ours[name])}"
+        notes.append(f"{count(len(differ.shapes), 'tensor', 'has')} another shape than in {base}: `{name}`: {shapes}")
+    return notes
+
+
+def copy_from_base(model: Model, options: ConvertOptions) -> Model:
+    """Add the tensors of the base that match `--from-base` and that the checkpoint does not have.
+
+    The base becomes a further source. Quantized weights are copied with their scales if config.json declares the model
+    as quantized; otherwise ckptkit computes plain weights. Raises `Usage` for a glob that matches nothing, or only
+    tensors that the checkpoint has.
+    """
+    assert options.base is not None
+    base = BaseWeights(options.base).open()
+    layout = locate(unpack(base.weights.layout))
+    chosen = choose_from_base(layout, model.layout.tensors.keys(), options)
+    quantized = find_quantized(layout, base.companions.config)
+    if quantized is not None and quantized.members.isdisjoint(chosen):
+        quantized = None
+    chosen = with_quantized_groups(chosen, quantized)
+    if is_declared_quantized(model.config):
+        quantized = None
+    elif quantized is not None:
+        quantized.require_known()
+    number = len(model.others) + 1
+    added: dict[str, tuple[Spec, RecipeFor]] = {}
+    stored_as: dict[str, str] = {}
+    for name in chosen:
+        if quantized is None or name not in quantized.members:
+            added[name] = layout.tensors[name].spec, copy_recipe(name, number)
+        elif name in quantized.weights:
+            new = plain_name(name)
+            spec = Spec(dtype_of(model.config), quantized.weights[name].shape)
+            added[new] = spec, always(recipe_of(quantized, name, number))
+            stored_as[new] = f"{layout.tensors[name].spec.dtype} times scales"
+    tensors = {**model.layout.tensors, **{name: StoredTensor(spec, ()) for name, (spec, _) in added.items()}}
+    nbytes = format_bytes(sum(spec.nbytes for spec, _ in added.values()))
+    return replace(
+        model.with_layout(replace(model.layout, tensors=tensors)),
+        base=base,
+        others=(*model.others, replace(layout, blobs={}, twins={}, keys={})),
+        recipes={**model.recipes, **{name: recipe for name, (_, recipe) in added.items()}},
+        stored_as={**model.stored_as, **stored_as},
+    ).say(f"copied {count(len(added), 'tensor')} ({nbytes}) from {options.base}: {abridge([*added])}")
+
+
+def choose_from_base(layout: Layout, ours: Collection[str], options: ConvertOptions) -> list[str]:
+    """Return the tensors of a base that match a glob and that the checkpoint does not have."""
+    names = list(layout.tensors)
+    options.edits.check_matched("--from-base", options.from_base, names, layout.root)
+    chosen = []
+    for glob in options.from_base:
+        matching = [name for name in names if fnmatchcase(name, glob)]
+        absent = [name for name in matching if plain_name(name) not in ours and name not in ours]
+        if matching and not absent:
+            hint = "drop --from-base: it copies tensors that only the base has"
+            message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {abridge(matching)}"
+            raise Usage(message, path=layout.path, hint=hint)
+        chosen += absent
+    return list(dict.fromkeys(chosen))
+
+
+def with_quantized_groups(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
+    """Return the chosen tensors, and the scales and numbers without which they are useless."""
+    groups = [(weight, *packed.beside) for weight, packed in quantized.weights.items()] if quantized else []
+    group_of = {name: group for group in groups for name in group}
+    return list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))
+
+
+def copy_recipe(name: str, number: int) -> RecipeFor:
+    """Return the recipe that copies a tensor of the source with this index, cast to the dtype to write."""
+    from ckptkit.engine.recipes import Taken  # imports numpy, which plain copies do not need
+
+    return lambda _, dtype: Taken(Operand(number, name, dtype))
