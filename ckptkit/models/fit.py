@@ -170,8 +170,9 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
     if missing:
         rule = find_prefix_rule(missing, layout.tensors)
         hint = f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}"
-        lacks = f"the checkpoint lacks {len(missing)} of {len(needed)} tensors of the config.json in {found_in}"
-        raise Mismatch(f"missing: {lacks}", path=layout.path, tensor=missing[0], hint=hint)
+        number, total = len(missing), len(needed)
+        message = f"missing: the checkpoint lacks {number} of {total} tensors of the config.json in {found_in}"
+        raise Mismatch(message, path=layout.path, tensor=missing[0], hint=hint)
     for name, shape in form.shapes.items():
         if name in layout.tensors and layout.tensors[name].spec.shape != shape:
             have = list(layout.tensors[name].spec.shape)
