@@ -83,7 +83,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
     "models.adapter_facts": {"peft", "megatron"},  # whose keys the adapter's config has
-    "models.harmless_keys": {"peft", "diffusers"},  # whose versions config.json has
+    "models.computation": {"peft", "diffusers"},  # whose versions config.json has
     "adapters.trainer_names": {"megatron"},  # whose trainers have names of their own
     "adapters.expert_pairs": {"megatron", "nemo", "skyrl", "vllm"},  # each stores experts in another form
     "layout.wrappers": {"peft"},  # whose wrapper puts words into names

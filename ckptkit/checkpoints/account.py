@@ -85,14 +85,10 @@ class SalvagedWeights:
 
     def share(self, part: Mapping[str, int]) -> str:
         """Return the size of a part of the weights as text: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
-        total = len(self.own) + len(self.filled) + len(self.lost)
-        size, full_size = (
-            sum(part.values()),
-            sum(map(sum, (sizes.values() for sizes in (self.own, self.filled, self.lost)))),
-        )
-        return (
-            f"{len(part):,} of {count(total, 'weight')} ({format_bytes(size)}, {percent(size, full_size)} of the bytes)"
-        )
+        every = [*self.own.values(), *self.filled.values(), *self.lost.values()]
+        size = sum(part.values())
+        of_bytes = f"{format_bytes(size)}, {percent(size, sum(every))} of the bytes"
+        return f"{len(part):,} of {count(len(every), 'weight')} ({of_bytes})"
 
     def to_json(self) -> dict[str, int]:
         parts = {"own": self.own, "filled": self.filled, "lost": self.lost}
@@ -173,23 +169,17 @@ def read_account(root: Path) -> Mapping[str, Any] | None:
 
 def list_lost_names(found: Mapping[str, Any]) -> str:
     """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
-    entries = found.get("lost")
-    names = [str(entry.get("name") or entry.get("path")) for entry in entries or () if isinstance(entry, dict)]
-    return (
-        f"{', '.join(f'`{name}`' for name in names[:_NAMES_SHOWN])}{and_more(len(names) - _NAMES_SHOWN)}"
-        if names
-        else ""
-    )
+    entries = [entry for entry in found.get("lost") or () if isinstance(entry, dict)]
+    names = [f"`{entry.get('name') or entry.get('path')}`" for entry in entries]
+    return f"{', '.join(names[:_NAMES_SHOWN])}{and_more(len(names) - _NAMES_SHOWN)}"
 
 
 def describe_account(found: Mapping[str, Any]) -> str:
     """Return a summary of an account: how many tensors were lost and filled."""
-    sizes = {kind: len(entries) for kind in ("lost", "filled") if isinstance(entries := found.get(kind), list)}
-    words = [
-        f"{sizes[kind]:,} {what}"
-        for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere"))
-        if sizes.get(kind)
-    ]
+    words = []
+    for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere")):
+        if isinstance(entries := found.get(kind), list) and entries:
+            words.append(f"{len(entries):,} {what}")
     if found.get("described_by"):
         words.append(f"names and shapes from {found['described_by']}")
     numbers = found.get("weights")

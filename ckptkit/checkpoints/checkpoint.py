@@ -16,26 +16,20 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from ckptkit import trainers
 from ckptkit.argument_types import checked
 from ckptkit.checkpoints.account import read_account
-from ckptkit.checkpoints.component import Component, join_components
+from ckptkit.checkpoints.component import Component, join_layouts
 from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_number
 from ckptkit.checkpoints.find_components import (
     COMPANION,
     EXPORTED,
     TRAINING_SUFFIXES,
     LeftBehind,
-    complete_folders,
-    components_beside,
-    components_inside,
     files_of_ranks,
+    find_components,
     find_unsupported_files,
-    has_unsupported_files,
     inner_folders,
-    is_run,
-    is_stray_file,
     models_of,
     only_step_directory,
-    ranks_in,
-    ranks_of,
+    ranks_at,
     unused_files,
 )
 from ckptkit.checkpoints.several_disks import Others, join_places
@@ -98,7 +92,7 @@ class Checkpoint:
         """
         if isinstance(source, Checkpoint) and not also:
             return source
-        path = join_places(path_of(source), also) if also else path_of(source)
+        path = join_places(path_of(source), also)
         checkpoint = cls.at(path)
         if checkpoint.is_direct:
             return run_around(checkpoint) or checkpoint
@@ -115,21 +109,7 @@ class Checkpoint:
 
         It may be incomplete, or have no components.
         """
-        wholes = complete_folders(path)
-        if wholes is not None:
-            return cls(path, wholes)
-        reader = None if is_run(path) else detect_format(path)
-        if has_unsupported_files(path, reader):
-            return cls(path, ())
-        if reader is None or is_stray_file(path, reader):
-            return cls(path, components_inside(path))
-        beside = components_beside(path)
-        more = tuple(component for component in beside.values() if component)
-        return cls(
-            path,
-            (Component("", path, reader), *more),
-            tuple(file for file, component in beside.items() if not component),
-        )
+        return cls(path, *find_components(path))
 
     @property
     def is_direct(self) -> bool:
@@ -223,15 +203,11 @@ class Checkpoint:
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own, by file names; None if no rank has."""
         places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
-        ranks = {rank for path in places for rank in (ranks_in(path) if path.is_dir() else ranks_of([path.name]))}
-        return len(ranks) or None
+        return len({rank for path in places for rank in ranks_at(path)}) or None
 
     @cached_property
     def models(self) -> list[Component]:
-        """Return the components that may be the model.
-
-        A component at the path itself is the model under any name.
-        """
+        """Return the components that may be the model. A component at the path itself is the model under any name."""
         return [component for component in self.components if not component.place] or models_of(self.components)
 
     @cached_property
@@ -246,18 +222,13 @@ class Checkpoint:
         if not models:
             raise self.unreadable or no_checkpoint(self.path)
         places = [component.place for component in models]
-        names = ", ".join(places)
         if find_set(places[0], places):
             raise not_joined(places, self.path)
-        message = f"several checkpoints are in this directory: {names}"
-        raise Unsupported(message, path=self.path, hint=self.say_tracked(models))
-
-    def say_tracked(self, models: Iterable[Component]) -> str:
-        """Return the hint to pass one of several models; it names the model that a latest-checkpoint file points to."""
         trackers = trackers_in(self.path)
         named = ((model, tracker) for model in models for tracker in trackers if tracker.means(model.path))
         tracked = next(named, None)
-        return f"pass `{tracked[0].path}`, which `{tracked[1].name}` names" if tracked else "pass one of them"
+        hint = f"pass `{tracked[0].path}`, which `{tracked[1].name}` names" if tracked else "pass one of them"
+        raise Unsupported(f"several checkpoints are in this directory: {', '.join(places)}", path=self.path, hint=hint)
 
     @property
     def exported(self) -> Component | None:
@@ -278,8 +249,11 @@ class Checkpoint:
         name is put in front.
         """
         model = self.model_component
+        if len(self.components) == 1 and not model.place:
+            return model.layout
         root = self.path if self.path.is_dir() else self.path.parent
-        return join_components(root, [model, *(component for component in self.components if component is not model)])
+        components = [model, *(component for component in self.components if component is not model)]
+        return join_layouts(root, components, [component.in_whole for component in components])
 
     @cached_property
     def weights(self) -> Weights:
@@ -329,11 +303,9 @@ class Checkpoint:
 
     def with_base(self, base: str | None) -> Checkpoint:
         """Return the checkpoint with `base` as the place of the model's config.json; unchanged for None."""
-        return (
-            replace(self, components=tuple(replace(component, base=base) for component in self.components))
-            if base
-            else self
-        )
+        if not base:
+            return self
+        return replace(self, components=tuple(replace(component, base=base) for component in self.components))
 
     def problems(self) -> list[CkptError]:
         """Return the reasons why it cannot be read, by names and sizes alone; [] for a complete checkpoint."""
@@ -376,11 +348,13 @@ class Checkpoint:
         components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
             files = list(unused_files(self.path, frozenset(used), components))
-        copy = self.exported
-        files = [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in files]
-        return [
-            left._replace(why=COPY) if left.why == TRAINING and self.is_copied_in(left.path) else left for left in files
-        ]
+        exported = self.exported
+        for i, left in enumerate(files):
+            if exported and left.path == exported.path:
+                files[i] = left._replace(why=EXPORTED)
+            elif left.why == TRAINING and self.is_copied_in(left.path):
+                files[i] = left._replace(why=COPY)
+        return files
 
     def is_copied_in(self, path: Path) -> bool:
         """Return whether a file or component of training state contains a copy of the model's weights.
@@ -442,10 +416,7 @@ def name_of(path: Path) -> str:
 
 
 def local_path_of(source: Source) -> Path:
-    """Return the local path of a source, whether or not a checkpoint is there.
-
-    Raises `Usage` for a remote path.
-    """
+    """Return the local path of a source, whether or not a checkpoint is there. Raises `Usage` for a remote path."""
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
         return joined([to_local(root) for root in roots_of(path)])
@@ -458,10 +429,7 @@ def open_layout(source: Source) -> Layout:
 
 
 def named_in(root: Path) -> list[Checkpoint]:
-    """Return the directories and files named like checkpoints in the run at `root`, oldest first.
-
-    They may be incomplete. Returns [] if `root` is not a run.
-    """
+    """Return the directories and files named like checkpoints in the run at `root`, complete or not, oldest first."""
     return oldest_first(map(Checkpoint.at, candidates_in(root)))
 
 
@@ -477,10 +445,8 @@ def candidates_in(root: Path) -> list[Path]:
 
 def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints whose name has a step, in the order of steps."""
-    return sorted(
-        (checkpoint for checkpoint in found if checkpoint.own_step is not None),
-        key=lambda checkpoint: trainers.order_of(checkpoint.own_step or 0, checkpoint.name),
-    )
+    named = [checkpoint for checkpoint in found if checkpoint.own_step is not None]
+    return sorted(named, key=lambda checkpoint: trainers.order_of(checkpoint.own_step or 0, checkpoint.name))
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
@@ -530,10 +496,7 @@ class LatestDiffers(CheckpointWarning):
 
 
 class LatestCheckpoint(NamedTuple):
-    """The latest checkpoint of a run, None if none is complete.
-
-    `remarks` say why it is not the checkpoint that the names suggest.
-    """
+    """The latest checkpoint of a run, None if none is complete, and why it is not the one that names suggest."""
 
     checkpoint: Checkpoint | None
     remarks: tuple[str, ...] = ()
@@ -626,11 +589,6 @@ def unknown_format_error(path: Path) -> NotACheckpoint:
     return one_of_dcp(path) or NotACheckpoint("no known format", path=path)
 
 
-def unsupported_problem(checkpoint: Checkpoint) -> Unsupported | None:
-    """Return the error for a complete checkpoint in a format that ckptkit does not read; None for any other."""
-    return next((problem for problem in checkpoint.problems() if isinstance(problem, Unsupported)), None)
-
-
 def unfinished_in_store(path: Path) -> NotACheckpoint | None:
     """Return the error for a path in a store whose upload or deletion is unfinished; None for any other."""
     from ckptkit.io.claims import read_claim, unfinished_upload  # deferred: only needed for this error
@@ -650,12 +608,19 @@ def no_checkpoint(path: Path) -> CkptError:
     if not path.exists():
         return missing_path_error(path)
     hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
-    if path.is_dir():
-        return (
-            files_of_ranks(path) or unfinished_run(path) or program_in(path) or no_checkpoint_in_directory(path, hint)
-        )
-    other = one_of_dcp(path) or unlike_torch(path)
-    return other or of_no_format(path, hint)
+    if not path.is_dir():
+        return one_of_dcp(path) or unlike_torch(path) or of_no_format(path, hint)
+    files = (file for file in children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
+    programs = filter(None, map(unlike_torch, files))  # files that could be checkpoints, and are something else
+    if error := files_of_ranks(path) or unfinished_run(path) or next(programs, None):
+        return error
+    runs, names = runs_in(path), names_in(path)
+    if runs:
+        hint = f"pass `{runs[0]}`, which contains checkpoints"
+    elif any(map(trainers.is_of_run, names)):
+        hint = "pass another directory, or wait until the training saves a checkpoint"
+        return NotACheckpoint(f"the run has no checkpoint yet, only {', '.join(names[:4])}", path=path, hint=hint)
+    return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)
 
 
 def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
@@ -663,32 +628,10 @@ def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
     unfinished = named_in(path)
     if not unfinished:
         return None
-    unread = next(
-        (
-            error
-            for checkpoint in reversed(unfinished)
-            if (error := checkpoint.unreadable or unsupported_problem(checkpoint))
-        ),
-        None,
-    )
-    message = (
-        f"the run has no complete checkpoint; unfinished: {', '.join(checkpoint.name for checkpoint in unfinished)}"
-    )
+    problems = (problem for checkpoint in reversed(unfinished) for problem in checkpoint.problems())
+    unsupported = next((problem for problem in problems if isinstance(problem, Unsupported)), None)
+    if unsupported is not None:
+        return unsupported
+    names = ", ".join(checkpoint.name for checkpoint in unfinished)
     hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
-    return unread or NotACheckpoint(message, path=path, hint=hint)
-
-
-def program_in(path: Path) -> CkptError | None:
-    """Return the error for a file in a directory that could be a checkpoint and is something else; None without."""
-    files = (file for file in children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
-    return next((error for file in files if (error := unlike_torch(file))), None)
-
-
-def no_checkpoint_in_directory(path: Path, hint: str) -> NotACheckpoint:
-    """Return the error for a directory without a checkpoint. Its hint names a run inside the directory."""
-    runs, names = runs_in(path), names_in(path)
-    hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
-    if not runs and any(map(trainers.is_of_run, names)):
-        hint = "pass another directory, or wait until the training saves a checkpoint"
-        return NotACheckpoint(f"the run has no checkpoint yet, only {', '.join(names[:4])}", path=path, hint=hint)
-    return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)
+    return NotACheckpoint(f"the run has no complete checkpoint; unfinished: {names}", path=path, hint=hint)

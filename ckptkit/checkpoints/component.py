@@ -100,7 +100,10 @@ class Component:
             layout = with_file(self.salvaged, self.path)
         else:
             with translate_os_errors(self.path):
-                layout = with_file(self.read_files(), self.path)
+                try:
+                    layout = with_file(self.reader.read(self.path), self.path)
+                except Incomplete as error:
+                    raise explain_deleted_metadata(error, self.path) from None
                 if layout.spares:
                     from ckptkit.checkpoints.replicas import check_replicas  # deferred: rarely needed
 
@@ -110,16 +113,6 @@ class Component:
             layout = self.with_sums(layout, self.manifest)
             check_headers(layout)
         return edits.take_twins(layout) if self.takes_twins else layout
-
-    def read_files(self) -> Layout:
-        """Return the reader's layout of the files.
-
-        For missing metadata, the error says whether it was deleted after the save.
-        """
-        try:
-            return self.reader.read(self.path)
-        except Incomplete as error:
-            raise explain_deleted_metadata(error, self.path) from None
 
     def apply_context(self, layout: Layout) -> Layout:
         """Return the layout with flat parameters split into the original ones, nested below the keys of `under`."""
@@ -186,7 +179,7 @@ def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
         return Incomplete(message, path=path, hint=_UNFINISHED)
     is_inside = is_part or (step_of(path) is None and step_of_place(path) is not None)
     for directory in (path, path.parent) if is_inside else (path,):
-        if directory.is_dir() and (markers := unfinished_names().intersection(names_in(directory))):
+        if directory.is_dir() and (markers := set(unfinished_names()).intersection(names_in(directory))):
             message = f"unfinished: its trainer left the file `{min(markers)}`"
             return Incomplete(message, path=directory, hint=_UNFINISHED)
     return None
@@ -194,7 +187,8 @@ def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
 
 def check_headers(layout: Layout) -> None:
     """Raise `Corrupt` for a local file whose header does not match the CRC-32 in its manifest."""
-    if layout.file_sums and not is_remote(layout.root) and has_sums(layout):
+    first = (chunk for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)  # they stand for all
+    if layout.file_sums and not is_remote(layout.root) and any(chunk.crc32 is not None for chunk in first):
         from ckptkit.engine.whole_files import compare_headers  # deferred: for formats without checksums of their own
 
         compare_headers(layout)
@@ -212,25 +206,20 @@ def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report
             report(Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=RESTORE))
 
 
-def has_sums(layout: Layout) -> bool:
-    """Return whether the first tensors have a CRC-32, which stands for all of them."""
-    return any(chunk.crc32 is not None for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)
-
-
 def with_range_checksums(layout: Layout, manifest: Manifest) -> Layout:
     """Return the layout with the manifest's checksums of byte ranges."""
     runs = {name: file.runs for name, file in manifest.files.items() if file.runs}
+    if not runs:
+        return layout
 
-    def with_run_sum(chunk: Chunk) -> Chunk:
+    def with_sum(chunk: Chunk) -> Chunk:
         crc = runs[chunk.path].get(chunk.bytes) if chunk.path in runs else None
         return chunk if crc is None or chunk.crc32 is not None or chunk.where else chunk._replace(crc32=crc)
 
-    def with_chunk_sums(tensor: StoredTensor) -> StoredTensor:
-        return replace(tensor, chunks=tuple(map(with_run_sum, tensor.chunks)))
-
-    if not runs:
-        return layout
-    return replace(layout, tensors={name: with_chunk_sums(tensor) for name, tensor in layout.tensors.items()})
+    tensors = {
+        name: replace(tensor, chunks=tuple(map(with_sum, tensor.chunks))) for name, tensor in layout.tensors.items()
+    }
+    return replace(layout, tensors=tensors)
 
 
 def with_tensor_checksum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
@@ -242,12 +231,6 @@ def with_tensor_checksum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
     if chunk.crc32 is not None or chunk.run is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
         return tensor
     return replace(tensor, chunks=(chunk._replace(crc32=crc),))
-
-
-def join_components(root: Path, components: Sequence[Component]) -> Layout:
-    if len(components) == 1 and not components[0].place:
-        return components[0].layout
-    return join_layouts(root, components, [component.in_whole for component in components])
 
 
 def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[Layout]) -> Layout:

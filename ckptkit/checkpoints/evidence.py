@@ -28,7 +28,14 @@ def gather_name_evidence(place: Path) -> Evidence:
         return read_object(path) if name in files or (".." in path.parts and path.is_file()) else {}
 
     def read_class(name: str) -> str:
-        return read_pickled_class((place if name in files else place.parent) / name)
+        path = (place if name in files else place.parent) / name
+        try:
+            with translate_os_errors(path):
+                is_small = path.is_file() and path.stat().st_size <= _LIMIT
+            value = read_state_file(path.parent, path.name).value if is_small else None
+        except (Corrupt, IOFailure, Unsafe, Unsupported):
+            return ""
+        return str(value.of) if isinstance(value, Record) else ""
 
     return Evidence(place, files, read_json=read_json, read_class=read_class)
 
@@ -67,17 +74,6 @@ def read_object(path: Path) -> Mapping[str, Any]:
     except (Corrupt, IOFailure, Unsafe):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def read_pickled_class(path: Path) -> str:
-    """Return the class of the object that torch.save wrote to a small file, as `module.Class`; "" for another file."""
-    try:
-        with translate_os_errors(path):
-            is_small = path.is_file() and path.stat().st_size <= _LIMIT
-        value = read_state_file(path.parent, path.name).value if is_small else None
-    except (Corrupt, IOFailure, Unsafe, Unsupported):
-        return ""
-    return str(value.of) if isinstance(value, Record) else ""
 
 
 def read_number(path: Path, key: KeyPath) -> object:

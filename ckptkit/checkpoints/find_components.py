@@ -5,7 +5,7 @@ Looks at names and detects formats. Describes every other file by its name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
 LOST = (WEIGHTS, PERHAPS_WEIGHTS, CHANGES, COPY)  # not copied although the output may need it
 DESCRIPTION = "describes these weights only"
-_REASON_BY_NAME = {  # reason -> function of a file name
+_REASON_BY_NAME: Mapping[str, Callable[[str], bool]] = {  # reason -> function of a file name
     TRAINING: trainers.is_training_state,
     COMPANION: FILES.__contains__,
     DESCRIPTION: trainers.is_description,
@@ -54,13 +54,28 @@ class LeftBehind(NamedTuple):
 
     @property
     def root(self) -> Path:
-        """Return the directory of the checkpoint."""
         return self.path.parents[len(Path(self.name).parts) - 1]
 
     @property
     def is_known(self) -> bool:
         """Return whether a rule says that the output does not need the file."""
         return self.why not in (*LOST, NOT_KNOWN)
+
+
+def find_components(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ...]]:
+    """Return the components of the checkpoint at `path`, the model first, and those in no known format."""
+    wholes = complete_folders(path)
+    if wholes is not None:
+        return wholes, ()
+    reader = None if is_run(path) else detect_format(path)
+    if has_unsupported_files(path, reader):
+        return (), ()
+    if reader is None or is_stray_file(path, reader):
+        return components_inside(path), ()
+    beside = components_beside(path)
+    known = [component for component in beside.values() if component]
+    strange = tuple(file for file, component in beside.items() if not component)
+    return (Component("", path, reader), *known), strange
 
 
 def is_run(path: Path) -> bool:
@@ -93,15 +108,10 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     if inner is not None and not complete and detect_format(path) is None:
         complete = [inner]
     readers = [(folder, reader) for folder in complete if (reader := detect_format(folder)) and reader.is_sharded]
-    if not readers or any(has_shards(folder) for folder in inner_folders(path) if folder not in complete):
+    others = (detect_format(folder) for folder in inner_folders(path) if folder not in complete)
+    if not readers or any(reader is not None and reader.is_sharded for reader in others):
         return None
     return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in readers)
-
-
-def has_shards(folder: Path) -> bool:
-    """Return whether a directory contains a sharded checkpoint."""
-    reader = detect_format(folder)
-    return reader is not None and reader.is_sharded
 
 
 def only_step_directory(path: Path, there: Iterable[Path]) -> Path | None:
@@ -116,18 +126,17 @@ def only_step_directory(path: Path, there: Iterable[Path]) -> Path | None:
 
 
 def components_in(folder: Path) -> list[Component]:
-    """Return the components in a subdirectory of a checkpoint.
-
-    This is the subdirectory itself, an optimizer's only file, or each of several state files without an index.
-    """
+    """Return the components in a subdirectory: itself, an optimizer's only file, or each of several state files."""
     reader = detect_format(folder)
     if reader is not None:
         states = states_in(folder, reader)
         return states if len(states) > 1 else [Component(folder.name, folder, reader)]
     names = names_in(folder) if trainers.is_other_part(folder.name) else []
-    only = folder / next(iter(names)) if len(names) == 1 else None
-    reader = detect_format(only) if only is not None and only.suffix in TRAINING_SUFFIXES and only.is_file() else None
-    return [Component(folder.name, only, reader)] if only is not None and reader is not None else []
+    if len(names) != 1:
+        return []
+    only = folder / names[0]
+    reader = detect_format(only) if only.suffix in TRAINING_SUFFIXES and only.is_file() else None
+    return [Component(folder.name, only, reader)] if reader else []
 
 
 def states_in(folder: Path, reader: FormatReader) -> list[Component]:
@@ -157,14 +166,11 @@ def models_of(components: Iterable[Component]) -> list[Component]:
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
     """Return whether the files that a format recognizes are stray files beside subdirectories with the model."""
-    if not is_stray(path, reader) or not any(is_component_name(folder.name) for folder in folders(path)):
+    if not is_stray(path, reader):
         return False
-    return any(component.is_model for component in components_inside(path))
-
-
-def is_component_name(name: str) -> bool:
-    """Return whether trainers use this directory name for components of a checkpoint only."""
-    return name == MODEL or trainers.is_other_part(name)
+    names = [folder.name for folder in folders(path)]
+    has_components = MODEL in names or any(map(trainers.is_other_part, names))
+    return has_components and any(component.is_model for component in components_inside(path))
 
 
 def components_beside(path: Path) -> dict[Path, Component | None]:
@@ -180,11 +186,9 @@ def components_beside(path: Path) -> dict[Path, Component | None]:
     names = sorted(names_in(folder))
     for name in names:
         path_beside, key = folder / name, trainers.key_beside(name, step, names)
-        if (
-            path_beside.is_file()
-            if key is not None
-            else step is None and trainers.is_beside_model(name) and path_beside.is_dir()
-        ):
+        is_file = key is not None and path_beside.is_file()
+        is_folder = key is None and step is None and trainers.is_beside_model(name) and path_beside.is_dir()
+        if is_file or is_folder:
             reader = detect_format(path_beside)
             components[path_beside] = Component(name, path_beside, reader, key) if reader else None
     return components
@@ -218,10 +222,9 @@ def unsupported_files_at(path: Path, names: Iterable[str]) -> Unread | None:
     unread = trainers.find_unread(names)
     if unread is None or unread.json is None:
         return unread
-    file, key = unread.json
-    places = [path, *inner_folders(path)] if path.is_dir() else [path.parent]
-    files = (place / file for place in places)
-    return unread if any(json_file.is_file() and key in read_object(json_file) for json_file in files) else None
+    name, key = unread.json
+    files = [place / name for place in ([path, *inner_folders(path)] if path.is_dir() else [path.parent])]
+    return unread if any(file.is_file() and key in read_object(file) for file in files) else None
 
 
 def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
@@ -243,9 +246,7 @@ def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
 def find_unsupported_files(path: Path) -> Unread | None:
     """Return the description of files of a trainer or program that ckptkit cannot read; None without any."""
     files = [file for file in (children(path) if path.is_dir() else [path]) if file.is_file()]
-    foreign = (
-        description for file in files if (description := trainers.find_foreign([file.name])) and not is_torch_save(file)
-    )
+    foreign = (unread for file in files if (unread := trainers.find_foreign(file.name)) and not is_torch_save(file))
     return unsupported_files_at(path, names_near(path)) or next(foreign, None)
 
 
@@ -256,21 +257,18 @@ def names_near(path: Path) -> Iterator[str]:
     return (name for place in (path, *inner_folders(path)) for name in names_in(place))
 
 
-def ranks_in(place: Path) -> Iterator[Hashable]:
-    """Yield the ranks that have files of their own in a directory, by file names."""
-    names, reader = names_in(place), detect_format(place)
+def ranks_at(place: Path) -> Iterator[Hashable]:
+    """Yield the ranks that have files of their own at a directory or file, by names of its format or of trainers."""
+    names = names_in(place) if place.is_dir() else [place.name]
+    reader = detect_format(place) if place.is_dir() else None
     if reader and (ranks := reader.ranks_in(names)):
         yield from ranks
-    else:
-        yield from ranks_of(names)
-
-
-def ranks_of(names: Iterable[str]) -> Iterator[int]:
-    """Yield the ranks in the file names of trainers."""
+        return
     for name in names:
-        rank, owner = trainers.rank_in(name), trainers.owner_of_file(name)
-        if rank is not None or owner is not None:
-            yield rank if rank is not None else owner or 0
+        rank = trainers.number_in(name, "ranks")
+        rank = trainers.owner_of_file(name) if rank is None else rank
+        if rank is not None:
+            yield rank
 
 
 def is_left(name: str, beside: Iterable[str]) -> bool:
@@ -293,37 +291,30 @@ def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
 def unused_files(
     root: Path, used: frozenset[Path], components: set[Path], folder: Path | None = None
 ) -> Iterator[LeftBehind]:
-    """Yield the files of directory `root` (or of `folder` in it) that are not `used`.
-
-    `components` are the directories with training state.
-    """
+    """Yield the unused files of directory `root`, or of `folder` in it; `components` have the training state."""
     paths = children(folder or root)
     names = {path.name for path in paths}
     for path in paths:
         if path in used or is_save_marker(path.name):
             continue
         name = str(path.relative_to(root))
-        is_other = step_of(path) is not None and path not in components
+        step = step_of(path)
         is_unused = not any(path in used_path.parents for used_path in used)
+        is_folder = path.is_dir() and not path.is_symlink()
         if trainers.is_change(path.name) and is_unused:
             yield LeftBehind(path, CHANGES, name)
         elif path in components and path.is_dir() and is_unused:
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
         elif trainers.is_kept(path.name, names) and is_unused:
             yield LeftBehind(path, TRAINING, name)
-        elif step_of(path) is None and contains_step_directories(path) and is_unused:
+        elif is_unused and is_folder and step is None and any(step_of(inner) is not None for inner in folders(path)):
             yield LeftBehind(path, RUN, name)
-        elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
+        elif is_folder and not is_left(path.name, names) and (step is None or path in components):
             yield from unused_files(root, used, components, path)
         else:
             why = TRAINING if folder in components else reason_to_leave(path, names)
             is_copy = folder is not None and folder.name in trainers.companion_folders()
             yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, PERHAPS_WEIGHTS, NOT_KNOWN) else why, name)
-
-
-def contains_step_directories(path: Path) -> bool:
-    """Return whether a directory contains subdirectories named like checkpoints."""
-    return path.is_dir() and not path.is_symlink() and any(step_of(child) is not None for child in folders(path))
 
 
 def is_save_marker(name: str) -> bool:

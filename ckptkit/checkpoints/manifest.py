@@ -17,7 +17,7 @@ from ckptkit.checkpoints.problems import few_names
 from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsupported, warn
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.file import check_name, file_size, is_there, read_small, stored_sum
+from ckptkit.io.file import check_name, is_there, read_small, stored_sum
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import at_once, is_remote
 from ckptkit.io.stores import StoredSum
@@ -40,21 +40,14 @@ class StoreSums:
 
     def describe(self, names: Iterable[str]) -> str:
         """Return which checksums the store has of these files, as in `CRC32 of 2 files, no checksum of 1`."""
-        kinds = Counter(self._kind(name) for name in names)
+        sums = {name: ("CRC-32",) if name in self.sums else self.others[name].kinds for name in names}
+        kinds = Counter(" and ".join(own) or "no checksum" for own in sums.values())
         first, *rest = (f"{kind} of {number:,}" for kind, number in sorted(kinds.items(), reverse=True))
         return ", ".join([f"{first} {'file' if max(kinds.values()) == 1 else 'files'}", *rest])
 
-    def _kind(self, name: str) -> str:
-        if name in self.sums:
-            return "CRC-32"
-        return " and ".join(self.others[name].kinds) or "no checksum"
-
 
 def read_store_checksums(root: Path, names: Iterable[str]) -> StoreSums:
-    """Return the store's checksums for files of directory `root`.
-
-    Sends one or two requests per file, in parallel.
-    """
+    """Return the store's checksums for files of directory `root`. Sends one or two requests per file, in parallel."""
     if not any(map(is_remote, roots_of(root))):
         return StoreSums({}, {})
     wanted = list(names)
@@ -238,9 +231,7 @@ def is_of_earlier_save(root: Path, files: Mapping[str, FileSum]) -> bool:
         return False
     manifest_time = (root / NAME).stat().st_mtime_ns
     newer = {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > manifest_time}
-    return len(newer) > 1 and any(differs_from_record(root / name, files[name]) for name in described if name in newer)
-
-
-def differs_from_record(path: Path, known: FileSum) -> bool:
-    """Return whether a file differs from the manifest's record in size or CRC-32."""
-    return file_size(path) != known.nbytes or crc32(read_small(path, _LIMIT)) != known.crc32
+    if len(newer) <= 1:
+        return False
+    contents = ((files[name], read_small(root / name, _LIMIT)) for name in newer.intersection(described))
+    return any((known.nbytes, known.crc32) != (len(content), crc32(content)) for known, content in contents)

@@ -20,13 +20,7 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import is_there
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG, bases_of, find_adapter_differences, read_adapter_config
 from ckptkit.models.companions import CONFIG, MODULES, Companions, find_companions, find_different_inputs
-from ckptkit.models.computation import (
-    ConfigDifference,
-    compare,
-    find_contradictions,
-    find_differences,
-    flatten_both,
-)
+from ckptkit.models.computation import ConfigDifference, compare, find_contradictions, find_differences, flatten_both
 from ckptkit.models.names import family_of
 from ckptkit.models.names.naming import reported_by
 from ckptkit.models.names.weights import find_weights
@@ -114,12 +108,10 @@ class ModelFacts:
 
     @property
     def files(self) -> frozenset[str]:
-        """Return the names of the files with these facts."""
         if self.adapter is not None:
             return frozenset((ADAPTER_CONFIG,))
-        return frozenset(
-            (self.described_in, *(name for name in self.companions.files if is_module(name) or is_code(name)))
-        )
+        more = (name for name in self.companions.files if is_module(name) or is_code(name))
+        return frozenset((self.described_in, *more))
 
     @cached_property
     def modules(self) -> dict[str, Any]:
@@ -135,12 +127,17 @@ class ModelFacts:
         """Return the differences that let two models compute different results from equal tensors."""
         if self.adapter is not None and other.adapter is not None:
             different = tuple(find_adapter_differences(self.adapter, other.adapter))
-            return ComparedFacts(different, tuple(self.note_on_bases(other)), ADAPTER_CONFIG)
+            ours, theirs = bases_of(self.adapter, other.adapter)
+            note = f"the adapters name different bases: `{ours}`, in {other.path} `{theirs}`"
+            return ComparedFacts(different, (note,) if ours != theirs else (), ADAPTER_CONFIG)
         modules = compare(*flatten_both(self.modules, other.modules))
         differences = [*self.find_differences(other), *modules, *self.find_code_differences(other)]
         differences.sort(key=lambda one: not one.is_certain)
-        notes = (*self.list_gaps(other), *self.note_on_inputs(other))
-        return ComparedFacts(tuple(differences), notes, self.describe_files(other))
+        notes = list(self.list_gaps(other))
+        if inputs := find_different_inputs(self.companions, other.companions):
+            notes.append(f"{', '.join(inputs)}: differs from {other.found_in}, so the models may get other inputs")
+        files = " and ".join(dict.fromkeys(filter(None, (self.described_in, other.described_in))))
+        return ComparedFacts(tuple(differences), tuple(notes), files)
 
     def find_differences(self, other: ModelFacts) -> list[ConfigDifference]:
         """Return the differences of the configs, or else of the facts that the trainers' files report."""
@@ -167,22 +164,6 @@ class ModelFacts:
         if ours and theirs:
             for name in sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
                 yield ConfigDifference(name, ours.get(name), theirs.get(name), is_certain=False)
-
-    def describe_files(self, other: ModelFacts) -> str:
-        """Return the name of the files that describe both models."""
-        one, two = self.described_in, other.described_in
-        return one if one == two or not two else f"{one} and {two}" if one else two
-
-    def note_on_bases(self, other: ModelFacts) -> Iterator[str]:
-        """Yield a note if two adapters name different base models."""
-        ours, theirs = bases_of(self.adapter or {}, other.adapter or {})
-        if ours != theirs:
-            yield f"the adapters name different bases: `{ours}`, in {other.path} `{theirs}`"
-
-    def note_on_inputs(self, other: ModelFacts) -> Iterator[str]:
-        """Yield a note if files that prepare the inputs differ, such as a tokenizer."""
-        if different := find_different_inputs(self.companions, other.companions):
-            yield f"{', '.join(different)}: differs from {other.found_in}, so the models may get other inputs"
 
     def list_gaps(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if only one of the two has a config.json, or if their libraries differ."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, and_more
 from ckptkit.formats.rank_names import JOIN, find_series, find_set, has_number, is_numbered, may_be_numbered, says_part
 from ckptkit.io.file import names_in
@@ -30,12 +29,6 @@ _NAMES_SHOWN = 4  # files in a message
 _RANK_0 = re.compile(r"(?:.*[-_.])?(?:model|weights?|params|parameters|state|state_dict)[-_.]0+")
 
 
-def refuse_partial_file(checkpoint: Checkpoint) -> None:
-    """Raise `Unsupported` for one of several files that each contain only some of the model's data."""
-    if problem := find_parts(checkpoint):
-        raise problem
-
-
 def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     """Return the error for a checkpoint that is one of several files of a model; None for any other checkpoint."""
     layout = layout_of(checkpoint)
@@ -47,11 +40,14 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     if layout.descriptions or layout.world_size is not None:
         return None  # an index lists its files, or the format names them
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
-    worlds = [siblings for key in _WORLD_SIZE_KEYS if isinstance(siblings := checkpoint.value(key), int)]
-    if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):
+    worlds = [world for key in _WORLD_SIZE_KEYS if isinstance(world := checkpoint.value(key), int)]
+    has_shards = any(layout.key(name)[0] == _SHARDS_KEY for name in layout.names)
+    if any(world > 1 for world in worlds) or (not worlds and has_shards):
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
         return one_of_several(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
-    siblings = rank_set_of(file) or parts_beside(checkpoint, file) or ([file.name] if is_part(file) else [])
+    siblings = rank_set_of(file) or parts_beside(checkpoint, file)
+    if not siblings and file.suffix in ONE_FILE and says_part(file.name):
+        siblings = [file.name]
     is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, siblings))
     if siblings and not is_joined:
         names = f"{', '.join(siblings[:_NAMES_SHOWN])}{and_more(len(siblings) - _NAMES_SHOWN)}"
@@ -59,10 +55,6 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
         hint = f"{JOIN}; if this one has all of the model, rename a copy of it"
         return one_of_several(checkpoint, file, f"this is {which}: {names}", hint)
     return None
-
-
-def is_part(file: Path) -> bool:
-    return file.suffix in ONE_FILE and says_part(file.name)
 
 
 def parts_beside(checkpoint: Checkpoint, file: Path) -> list[str]:
@@ -102,24 +94,17 @@ def is_other_part(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shap
     """Return whether two files each have tensors that the other lacks, or shapes that differ along one axis only."""
     if not two_shapes:
         return False
-    differing = [
-        (shape, other_shape)
-        for name, shape in one_shapes.items()
-        if (other_shape := two_shapes.get(name, shape)) != shape
-    ]
     if one_shapes.keys() - two_shapes.keys() and two_shapes.keys() - one_shapes.keys():
         return True
+    pairs = [(one_shapes[name], two_shapes[name]) for name in one_shapes.keys() & two_shapes.keys()]
+    differing = [(one, two) for one, two in pairs if one != two]
     return bool(differing) and all(
-        len(shape) == len(other_shape) and sum(a != b for a, b in zip(shape, other_shape, strict=True)) == 1
-        for shape, other_shape in differing
+        len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) == 1 for one, two in differing
     )
 
 
 def find_doubt(checkpoint: Checkpoint) -> str | None:
-    """Return why a file may be only one of several, although nothing proves it; None for any other checkpoint.
-
-    Call it only if `find_parts` found no error.
-    """
+    """Return why a file that `find_parts` accepts may still be one of several; None for any other checkpoint."""
     layout = layout_of(checkpoint)
     if layout is None or len(layout.files) != 1:
         return None
@@ -133,27 +118,20 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
     is_first = not series and _RANK_0.fullmatch(stem_of(file.name)) is not None
     if may_be_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "the file name contains a rank number"
-    elif series and all(
-        has_same_tensors(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])
-    ):
-        why = (
-            f"{', '.join(series[:_NAMES_SHOWN])}{and_more(len(series) - _NAMES_SHOWN)} have the same tensors and shapes"
-        )
+    elif series and all(has_same_tensors(checkpoint, file.parent / name) for name in (series[0], series[-1])):
+        names = f"{', '.join(series[:_NAMES_SHOWN])}{and_more(len(series) - _NAMES_SHOWN)}"
+        why = f"{names} have the same tensors and shapes"
     else:
         return None
     return f"{why}, and nothing shows whether this file has the full model or only a part"
 
 
-def has_same_tensors(checkpoint: Checkpoint, other: Checkpoint) -> bool:
-    """Return whether two files have the same tensor names and shapes, and no recorded steps that differ."""
+def has_same_tensors(checkpoint: Checkpoint, path: Path) -> bool:
+    """Return whether another file has the same tensor names and shapes, and no recorded step that differs."""
+    other = Checkpoint.at(path)
     if shapes_of(other) != checkpoint.model_component.layout.shapes:
         return False
     return None in (steps := (checkpoint.noted_step, other.noted_step)) or len(set(steps)) == 1
-
-
-def has_shards(checkpoint: Checkpoint) -> bool:
-    layout = checkpoint.model_component.layout
-    return any(layout.key(name)[0] == _SHARDS_KEY for name in layout.names)
 
 
 def rank_set_of(file: Path) -> list[str]:
@@ -166,15 +144,10 @@ def rank_set_of(file: Path) -> list[str]:
     return []
 
 
-def joins_all(component: Component, names: list[str]) -> bool:
-    """Return whether the component's format joins the files of a directory."""
-    return component.reader.is_sharded or (component.reader.owns(names[0]) and not component.problem)
-
-
 def one_of_several(checkpoint: Checkpoint, file: Path, what: str, hint: str) -> Unsupported:
     """Return the error for one of several files. The hint names the directory if ckptkit can join it."""
     folder = file.parent
-    above = Checkpoint.at(folder) if checkpoint.path != folder else None
-    if above and any(joins_all(part, names_in(folder)) for part in above.components):
-        hint = f"pass the directory {folder}"
+    for part in Checkpoint.at(folder).components if checkpoint.path != folder else ():
+        if part.reader.is_sharded or (part.reader.owns(names_in(folder)[0]) and not part.problem):
+            hint = f"pass the directory {folder}"
     return Unsupported(f"{what}; each has a part of the model", path=file, hint=hint)

@@ -46,8 +46,7 @@ OTHER_KINDS = PluginTable(
 
 def other_kind_of(path: Path) -> OtherKind | None:
     """Return the module for a directory of another kind, complete or not; None if no kind matches."""
-    names = names_in(path) if path.is_dir() else ()
-    known = find_kind(names)
+    known = find_kind(names_in(path) if path.is_dir() else ())
     return None if known is None else cast(OtherKind, import_module(known.where))
 
 

@@ -39,7 +39,6 @@ class Problems:
             self._found.setdefault((problem.path, files, problem.tensor, None), problem)
 
     def are_in(self, path: Path) -> bool:
-        """Return whether file `path` has a problem."""
         return path in self._lacking or any(known_path == path for known_path, *_ in self._found)
 
     def list(self) -> tuple[CkptError, ...]:
@@ -111,6 +110,5 @@ def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
 
 
 def few_names(names: Iterable[str]) -> str:
-    """Return the first names as text."""
     first_names = list(islice(names, _NAMES_SHOWN + 1))
     return ", ".join(first_names[:_NAMES_SHOWN]) + (", ..." if first_names[_NAMES_SHOWN:] else "")

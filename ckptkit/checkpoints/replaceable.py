@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from ckptkit import trainers
@@ -75,7 +75,8 @@ def states_only_at(dst: Path) -> list[str]:
     read.
     """
     checkpoint = Checkpoint.at(dst)
-    made = {path for folder in {dst, *(one.path for one in checkpoint.components)} for path in made_of_another(folder)}
+    folders = {dst, *(one.path for one in checkpoint.components)}
+    made = {path for folder in folders for path in files_in_manifest(folder, made_of_another=True)}
     components = [
         one.place for one in checkpoint.components if one.place and not one.is_model and not files_of(one) <= made
     ]
@@ -86,20 +87,6 @@ def states_only_at(dst: Path) -> list[str]:
         return components or sorted(name for name in states if paths.get(name) not in made)
     except _UNREADABLE:
         return components
-
-
-def is_made_of_another(path: Path) -> bool:
-    """Return whether the manifest in a directory says that ckptkit made the checkpoint from another one."""
-    return bool(made_of_another(path))
-
-
-def made_of_another(folder: Path) -> set[Path]:
-    """Return the files that ckptkit made from another checkpoint, by the manifest in a directory."""
-    try:
-        manifest = read_manifest(folder) if folder.is_dir() else None
-    except Corrupt:
-        return set()
-    return {folder / name for name in manifest.files} if manifest and manifest.source is not None else set()
 
 
 def files_of(component: Component) -> set[Path]:
@@ -143,20 +130,16 @@ def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tu
 
 
 def files_in(dst: Path) -> tuple[str, ...]:
-    """Return the files of the checkpoint in a directory, and of its manifests.
-
-    Raises `Occupied` for several models.
-    """
+    """Return the files of the checkpoint in a directory, and of its manifests. Raises `Occupied` for several models."""
     checkpoint = Checkpoint.at(dst) if dst.is_dir() else None
-    components = checkpoint.components if checkpoint else ()
-    if checkpoint and len(checkpoint.models) > 1:
-        names = ", ".join(sorted({component.reader.name for component in components}))
+    if checkpoint is None or not checkpoint.components:
+        return ()
+    if len(checkpoint.models) > 1:
+        names = ", ".join(sorted({component.reader.name for component in checkpoint.components}))
         message = f"the destination contains several models ({names}), but --overwrite replaces only one"
         raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
-    folders, files = own_parts(dst) if components else (set(), set())
-    manifests = (
-        {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if components else set()
-    )
+    folders, files = own_parts(checkpoint)
+    manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)}
     recorded = {path for manifest in manifests for path in files_in_manifest(manifest.parent)}
     return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
 
@@ -176,23 +159,25 @@ def unknown_entries(root: Path, made: set[Path], *, by_training: bool) -> Iterat
     another model. The same is true of every file beside the manifest of an export. A later save `by_training` replaces
     them, too.
     """
-    parts, files = own_parts(root)
+    parts, files = own_parts(Checkpoint.at(root))
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)
     known = made | files
     above = {folder for path in known for folder in path.parents} | parts
-    is_export = cache(is_made_of_another)
+    is_export = cache(partial(files_in_manifest, made_of_another=True))
 
     def is_known(path: Path, beside: Iterable[str]) -> bool:
         if not by_training and is_export(path.parent):  # the manifest lists what ckptkit wrote
             return path.name in _BESIDE_MANIFEST
-        return is_known_name(path.name, beside) and (by_training or path.is_dir() or not is_checkpoint_file(path))
+        name = path.name
+        is_ours = name in _OWN or is_main_file(name)
+        is_named = is_ours or trainers.is_of_checkpoint(name) or trainers.is_kept(name, beside)
+        return is_named and (by_training or path.is_dir() or not is_checkpoint_file(path))
 
     yield from unknown_in(root, known, above, is_known if is_checkpoint else lambda *_: False)
 
 
-def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
+def own_parts(checkpoint: Checkpoint) -> tuple[set[Path], set[Path]]:
     """Return the paths of the components of the only checkpoint in a directory, and the files that they read."""
-    checkpoint = Checkpoint.at(root)
     components = checkpoint.components
     if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
@@ -210,30 +195,27 @@ def unknown_in(
     known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}
     names = names_in(folder)
     for path in children(folder):
+        name = path.name
         if path in known or is_known(path, names):
             continue
+        is_of_trainer = trainers.is_other_part(name) or trainers.is_whole(name) or name in trainers.companion_folders()
         if path.is_symlink() or not path.is_dir():
             yield path
-        elif path in above or is_known_folder(path.name):
+        elif path in above or is_of_trainer:
             yield from unknown_in(path, known, above, is_known)
         elif names_in(path):
             yield path
 
 
-def files_in_manifest(folder: Path) -> set[Path]:
-    """Return the files that the manifest in a directory lists; none if the manifest is missing or damaged."""
+def files_in_manifest(folder: Path, *, made_of_another: bool = False) -> set[Path]:
+    """Return the files that the manifest in a directory lists; none if the manifest is missing or damaged.
+
+    With `made_of_another`, returns them only if ckptkit made them from another checkpoint.
+    """
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder) if folder.is_dir() else None
     except Corrupt:
         return set()
-    return {folder / name for name in manifest.files} if manifest else set()
-
-
-def is_known_name(name: str, beside: Iterable[str]) -> bool:
-    """Return whether a format, a trainer or a model gives this name to an entry of a checkpoint."""
-    return name in _OWN or is_main_file(name) or trainers.is_of_checkpoint(name) or trainers.is_kept(name, beside)
-
-
-def is_known_folder(name: str) -> bool:
-    """Return whether a trainer gives this name to a directory inside a checkpoint."""
-    return trainers.is_other_part(name) or trainers.is_whole(name) or name in trainers.companion_folders()
+    if manifest is None or (made_of_another and manifest.source is None):
+        return set()
+    return {folder / name for name in manifest.files}

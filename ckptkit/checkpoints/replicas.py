@@ -13,6 +13,8 @@ from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import whole
 from ckptkit.layout.edits import select
 
+_HINT = "restore the files of one save, or pass --salvage to write the replica of the lowest rank"
+
 
 class Pair(NamedTuple):
     """Two chunks of tensor `name` with the same elements: the chosen one, and a copy that another rank saved."""
@@ -28,17 +30,17 @@ def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -
     Compares the CRC-32 that the files record. Reads the bytes of copies without one, unless `with_bytes` is false.
     """
     reported: set[str] = set()
-    for pair in find_different(layout, report, with_bytes=with_bytes):
-        if pair.name not in reported:
-            reported.add(pair.name)
-            report(differing_copies(layout, pair))
+    for name, chosen, copy in find_different(layout, report, with_bytes=with_bytes):
+        if name in reported:
+            continue
+        reported.add(name)
+        start = f" at {list(copy.start)}" if any(copy.start) else ""
+        message = f"the bytes differ from the replica in `{copy.path}`{start}"
+        report(Corrupt(message, path=layout.root / chosen.path, tensor=name, hint=_HINT))
 
 
 def find_different(layout: Layout, report: Report, *, with_bytes: bool = True) -> list[Pair]:
-    """Return the copies among a layout's spare chunks that differ from the chosen chunks.
-
-    Reports chunks whose archive is damaged.
-    """
+    """Return the spare chunks that differ from the chosen chunks. Reports chunks whose archive is damaged."""
     pairs = {str(i): pair for i, pair in enumerate(find_pairs(layout))}
     ours = locate(chunks_as_tensors(layout, {label: pair.chosen for label, pair in pairs.items()}), report)
     theirs = locate(chunks_as_tensors(layout, {label: pair.copy for label, pair in pairs.items()}), report)
@@ -88,14 +90,3 @@ def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
     if one.crc32 == other.crc32:
         return True
     return False if one.run is None else None
-
-
-def differing_copies(layout: Layout, pair: Pair) -> Corrupt:
-    """Return the error for two copies that differ."""
-    start = f" at {list(pair.copy.start)}" if any(pair.copy.start) else ""
-    return Corrupt(
-        f"the bytes differ from the replica in `{pair.copy.path}`{start}",
-        path=layout.root / pair.chosen.path,
-        tensor=pair.name,
-        hint="restore the files of one save, or pass --salvage to write the replica of the lowest rank",
-    )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
 from ckptkit.engine.check_sources import bytes_at
@@ -22,6 +23,7 @@ from ckptkit.io.file import file_size, names_in
 from ckptkit.io.joined import roots_of
 from ckptkit.io.staging import publish
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, NewFile, edits
+from ckptkit.models.companions import CONFIG
 from ckptkit.words import count
 
 
@@ -119,3 +121,30 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
 def regular_files_in(root: Path) -> set[str]:
     """Return the names of all regular files directly in `root`, except a manifest."""
     return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}
+
+
+class PlacedFiles(NamedTuple):
+    """The files of one component, in directory `place` of the checkpoint, and the files that describe the component."""
+
+    place: str
+    files: Collection[str]
+    descriptions: Collection[str]
+
+
+def files_to_end_with(
+    components: Iterable[PlacedFiles], names: Collection[str], *, is_for_loaders: bool
+) -> tuple[str, ...]:
+    """Return the files without which no reader takes the rest for a checkpoint, in the order to write them.
+
+    `components` begin with the model. The manifests among all `names` come first. Then, for each component, the files
+    that describe it (or else its last file), the model's component last. config.json is last in a Hugging Face model
+    (`is_for_loaders`); otherwise it comes with the manifests.
+    """
+    manifests = [name for name in sorted(names) if PurePath(name).name == NAME]
+    described = []
+    for directory, files, descriptions in reversed(list(components)):
+        last = [name for name in sorted(files) if name in descriptions] or sorted(files)[-1:]
+        described += [str(PurePath(directory, name)) for name in last]
+    config = [CONFIG] if CONFIG in names else []
+    marks = [*manifests, *described, *config] if is_for_loaders else [*manifests, *config, *described]
+    return tuple(dict.fromkeys(marks))

@@ -20,8 +20,10 @@ def join_places(path: Path, also: Others = ()) -> Path:
     Raises `Usage` for a path that is not a directory, `Corrupt` if names belong to different steps.
     """
     others = [also] if isinstance(also, str | os.PathLike) else also
-    places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
-    for directory in places if others else []:
+    if not others:
+        return path
+    places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)]))
+    for directory in places:
         if not directory.is_dir():
             found = "a file" if directory.exists() else "nothing at this path"
             raise Usage(f"--also: expected directories, found {found}", path=directory)
@@ -29,4 +31,4 @@ def join_places(path: Path, also: Others = ()) -> Path:
         if len(set(steps)) > 1:
             message = f"expected step {steps[0]} as in {places[0]}, found step {steps[1]}"
             raise Corrupt(message, path=directory, hint="pass directories of one checkpoint")
-    return joined(places) if others else path
+    return joined(places)

@@ -17,7 +17,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_doubt, refuse_partial_file
+from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
@@ -137,7 +137,8 @@ def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conve
     require_directory_name(dst, writer)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
-        refuse_partial_file(checkpoint)
+        if partial := find_parts(checkpoint):
+            raise partial
         require_separate_destination(checkpoint, dst, writer)
     named = filter(None, (options.base, *(rule.partition(LIKE)[2] for rule in options.dtype)))
     for path in filter(Path.exists, map(Path, named)):  # an id of the Hub is no path

@@ -18,10 +18,10 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_left, reason_to_leave
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
-from ckptkit.checkpoints.marks import PlacedFiles, files_to_end_with
 from ckptkit.checkpoints.other_kinds import other_kind_of
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
+from ckptkit.checkpoints.seal import PlacedFiles, files_to_end_with
 from ckptkit.checks.own_files import OwnFiles
 from ckptkit.checks.verify import compare_extents, compare_files, look_inside, sizes_of
 from ckptkit.engine.scan import Scanned, copy_files

@@ -22,24 +22,11 @@ from ckptkit.trainers.trainer import ConfigOf
 
 CONFIG = "config.json"
 FILES = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
+    *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
 _NOT_OF_INPUTS = (CONFIG, "generation_config.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -121,10 +108,9 @@ def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
     for directory in places_of(checkpoint.absolute()):
         beside = tokenizer_beside(spelled_like(checkpoint, directory))
         if beside.keys() & set(TOKENIZERS):
-            files = {
-                name: read_small(path, TOKENIZER_LIMIT) for name, path in beside.items() if name not in companions.files
-            }
-            return replace(companions, files=companions.files | files, elsewhere={name: beside[name] for name in files})
+            elsewhere = {name: path for name, path in beside.items() if name not in companions.files}
+            files = {name: read_small(path, TOKENIZER_LIMIT) for name, path in elsewhere.items()}
+            return replace(companions, files=companions.files | files, elsewhere=elsewhere)
     return companions
 
 
@@ -181,15 +167,13 @@ def read_companions(directory: Path, *, follow_links: bool = False) -> Companion
         files = {name: read(name) for name in names if (directory / name).is_file()}
         return Companions(directory, files, library=library)
     code = code_files(config)
-    names = [
-        *FILES,
-        *chat_templates_in(directory, follow_links=follow_links),
-        *(python_files_in(directory) if code else ()),
-    ]
+    names = [*FILES, *chat_templates_in(directory, follow_links=follow_links)]
+    names += [child.name for child in children(directory) if child.suffix == ".py"] if code else []
     modules = extra_modules_in(directory)
     names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
     files = {name: read(name) for name in names if (directory / name).is_file()}
-    trained = tuple(name for name in modules if any(map(is_weights, children(directory / name))))
+    suffixes = {name: {child.suffix for child in children(directory / name)} for name in modules}
+    trained = tuple(name for name, found in suffixes.items() if found & {".safetensors", ".bin"})
     return Companions(directory, files, config, tuple(sorted(code - files.keys())), modules=trained)
 
 
@@ -199,10 +183,7 @@ def is_of_transformers(config: Mapping[str, Any]) -> bool:
 
 
 def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return the config.json of the model in a checkpoint or in the run above.
-
-    Returns None if there is none, or it is unreadable.
-    """
+    """Return the config.json of the model in a checkpoint or in the run above; None if it is missing or unreadable."""
     for directory in places_of(checkpoint.absolute()):
         try:
             with translate_os_errors(directory):
@@ -214,10 +195,7 @@ def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
 
 
 def read_config(path: Path) -> Mapping[str, Any] | None:
-    """Return the content of a config.json; None if it is not a JSON object.
-
-    Raises `Corrupt` if it is not valid JSON.
-    """
+    """Return the content of a config.json; None if it is not a JSON object. Raises `Corrupt` if it is not JSON."""
     found = parse_json(read_small(path, _CONFIG_LIMIT), path)
     return found if isinstance(found, dict) else None
 
@@ -231,10 +209,7 @@ def chat_templates_in(directory: Path, *, follow_links: bool) -> list[str]:
 
 
 def extra_modules_in(directory: Path) -> list[str]:
-    """Return the directories of the modules after the transformer, for sentence-transformers models; [] for others.
-
-    Source: `save_pretrained` in sentence_transformers/base/model.py.
-    """
+    """Return the directories of modules after a transformer, as sentence-transformers' `save_pretrained` lists them."""
     if not (directory / MODULES).is_file():
         return []
     modules = parse_json(read_small(directory / MODULES, _CONFIG_LIMIT), directory / MODULES)
@@ -242,14 +217,6 @@ def extra_modules_in(directory: Path) -> list[str]:
     return [
         path for path in paths if isinstance(path, str) and re.fullmatch(r"\w+", path) and (directory / path).is_dir()
     ]
-
-
-def is_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin")
-
-
-def python_files_in(directory: Path) -> list[str]:
-    return [child.name for child in children(directory) if child.suffix == ".py"]
 
 
 def code_files(config: Mapping[str, Any]) -> set[str]:
@@ -264,10 +231,7 @@ def code_files(config: Mapping[str, Any]) -> set[str]:
 
 
 def resolve_base(base: str) -> Path:
-    """Return the directory that `base` names.
-
-    For a Hub id, download the companions of the repository, or use the cache.
-    """
+    """Return the directory that `base` names; for a Hub id, the cache, into which missing companions are downloaded."""
     if "://" in base:
         return to_path(base)
     if Path(base).is_dir():
@@ -283,11 +247,8 @@ def resolve_base(base: str) -> Path:
         return Path(snapshot_download(base, allow_patterns=[*FILES, f"{TEMPLATES}/*.jinja", "*.py"]))
 
 
-def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec], dtype: str | None = None) -> dict[str, Any]:
-    """Return a config with the dtype that most bytes of the weights have, and architectures without FSDP1's prefix.
-
-    If `dtype` is given, it is used instead.
-    """
+def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict[str, Any]:
+    """Return a config with the dtype of most bytes of the weights, and architectures without FSDP1's prefix."""
     described = dict(config)
     nbytes: Counter[str] = Counter()
     for spec in specs:
@@ -295,7 +256,7 @@ def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec], dtype: st
             nbytes[spec.dtype.name] += spec.nbytes
     if nbytes:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        described[key] = dtype or nbytes.most_common(1)[0][0]
+        described[key] = nbytes.most_common(1)[0][0]
     if isinstance(config.get("architectures"), list):
         described["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
     return described
@@ -308,12 +269,7 @@ def dump_config(config: Mapping[str, Any]) -> bytes:
 
 
 def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:
-    """Return the paths of the tokenizer files in a checkpoint, by name. Skips links: they could point anywhere."""
+    """Return a checkpoint's tokenizer files by name. Skips links out of the Hub's cache: they may point anywhere."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    names = [name for name in FILES if name not in _NOT_OF_INPUTS]
-    return {name: place / name for name in names if is_regular(place / name)}
-
-
-def is_regular(path: Path) -> bool:
-    """Return whether a path is a regular file, or a link to a blob in the same Hub cache."""
-    return path.is_file() and not is_strange_link(path)
+    paths = {name: place / name for name in FILES if name not in _NOT_OF_INPUTS}
+    return {name: path for name, path in paths.items() if path.is_file() and not is_strange_link(path)}

@@ -7,11 +7,10 @@ default, if transformers knows the model type. transformers is imported only if 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.errors import and_more
-from ckptkit.models.harmless_keys import is_harmless
 from ckptkit.models.known_types import default_head_width
 
 _IDENTITY = ("model_type", "architectures")  # their absence is not a difference
@@ -34,14 +33,66 @@ _ALIASES = (
     ("partial_rotary_factor", "rotary_pct", "rotary_percent"),
 )
 POSITIONS = "position_embedding_type"
-_BY_PRESENCE = (
-    "rms_norm_eps",
-    "rope_theta",
-    "partial_rotary_factor",
-    "sliding_window",
-)  # their absence is a difference
+_BY_PRESENCE = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "sliding_window")  # absence is a difference
 _CANONICAL = {name: names[0] for names in _ALIASES for name in names}
 _MAX_NAMED = 4  # differences in one message
+# keys, by their last name, that no model reads when it computes, or that shapes determine: a key counts unless it is
+# here. Source: the modeling code of transformers 5.23, in which each pattern was searched.
+_HARMLESS = re.compile(
+    "|".join(
+        (
+            r"_(name_or_path|commit_hash|auto_class|class_name|from_(auto|pipeline|model_config)|num_labels)",
+            r"_(attn|experts)_implementation(_internal|_autoset)?|_flash_attn_2_enabled|_output_attentions",
+            r"name_or_path|model_name|base_model_(name_or_path|prefix)|unsloth_(fixed|version)",
+            r"_?(transformers|peft|diffusers|torch|sentence_transformers)_version|(tokenizer|processor)_class",
+            r"(torch_)?dtype|use_bfloat16|torchscript",
+            # sizes of the values before training; `init_trk_keep_alive` of SAM 3 is none
+            r"init(ializer)?_(?!trk_keep_alive).*|.*_init|.*_init_(std|scale|value|method)|rescale_prenorm_residual",
+            # ESM scales embeddings by `token_dropout`; SpeechT5 drops elements in inference, too
+            r"(?!token_dropout|speech_decoder_prenet_dropout).*drop_?out.*",
+            r".*_pdrop|.*drop_path.*|.*layer_?drop|gradient_checkpointing",
+            r".*_loss|.*_loss_.*|seq_aux|(router|input)_jitter_noise|label_smoothing|ignore_index",
+            r"apply_spec_augment|mask_(time|feature)_(prob|length|min_masks)|ctc_zero_infinity",
+            r"return_dict|use_return_dict|output_(attentions|hidden_states|router_logits|scores)",
+            r"use_cache|cache_implementation|(.*_)?attn_implementation|use_flash_attn.*|pretraining_tp|ep_size",
+            r"chunk_size_feed_forward|.*_[tp]p_plan",
+            r"(bos|eos|pad|sep|cls|unk|mask|forced_bos|forced_eos)_token(_id)?|(begin_)?suppress_tokens",
+            r"max_length|min_length|do_sample|early_stopping|num_beam.*|diversity_penalty|temperature|top_p|typical_p",
+            r".*(repetition|length)_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|num_return_sequences",
+            r"id2label|label2id|problem_type|finetuning_task|task_specific_params",
+            r"vocab_size|max_position_embeddings|n_positions|n_ctx|seq_length|(model_)?max_(sequence|seq)_?len(gth)?",
+            r"num_nextn_predict_layers|.*mtp.*",  # MTP layers, which predict further tokens
+            # where timm's `pretrained_cfg` found the weights (timm/models/_pretrained.py), and settings of a training
+            r"hf_hub_(id|filename)|origin_url|paper_(ids|name)|push_to_hub|repo_id",
+            r"optimizer_(lr|lr_backbone|betas|eps|weight_decay|grad_clip_norm)|scheduler_(warmup|decay)_(steps|lr)",
+        )
+    )
+)
+# harmless keys that some models read when they compute: patterns of their model types and classes
+_READ_BY = {
+    "_class_name": re.compile("None"),  # the model's class in diffusers, whose configs have no `model_type`
+    # classifiers find the last token; models like RoBERTa count positions from it; others embed it
+    "pad_token_id": re.compile(
+        r".*(Classification|Reward|Roberta|Electra|Camembert).*|.*(roberta|electra|camembert|seamless_m4t|gemma4).*|"
+        r"(esm|evolla|altclip|bridgetower|clap|kosmos|longformer|big_bird|led|layoutlmv3|pp_doclayout).*|ibert|"
+        r"data2vec-text|fsmt|lilt|luke|markuplm|m2m_100|nllb-moe|speech_to_text|speecht5|trocr|xmod|udop|splinter|"
+        r"t5gemma.*|embedding_gemma.*|neomme|cohere_compass|musicgen.*|pix2struct.*|encoder-decoder|prophetnet|xglm"
+    ),
+    # text towers and classifiers take the features of this token; n-grams end at it
+    "eos_token_id": re.compile(
+        r".*clip.*|aimv2.*|groupvit.*|clvp.*|esmfold.*|qwen4_exp.*|"
+        r"(Bart|MBart|PLBart|Mvp|LED|BigBirdPegasus|T5|MT5|UMT5)ForSequenceClassification"
+    ),
+    "bos_token_id": re.compile(r"clvp.*|esmfold.*|rag|t5gemma2.*"),
+    "sep_token_id": re.compile(r"big_bird|longformer"),
+    "mask_token_id": re.compile(r"esm.*|evolla.*|flaubert|xlm"),
+    # positions beyond it are clipped; Qwen scales the attention beyond it
+    "max_position_embeddings": re.compile(r"deberta.*|sew-d|mra"),
+    "seq_length": re.compile(r"qwen"),
+    "n_ctx": re.compile(r"codegen"),
+    "temperature": re.compile(r"tapas"),
+    "router_jitter_noise": re.compile(r"phimoe"),
+}
 
 
 class ConfigDifference(NamedTuple):
@@ -64,16 +115,15 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     """
     one, two = comparable_parts(config, other)
     keys, other_keys = flatten_both(one, two)
-    labels = [ConfigDifference(_LABELS, labels_of(one), labels_of(two))] if has_other_labels(one, two) else []
-    differences = sorted(
-        [*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain
-    )
-    # transformers, whose import takes seconds, can only help if something differs
-    if not differences and not may_have_defaults(keys, other_keys):
+    here, there = labels_of(one), labels_of(two)
+    labels = [ConfigDifference(_LABELS, here, there)] if here and there and here != there else []
+    differences = [*compare(keys, other_keys), *open_keys(keys, other_keys)]
+    differences.sort(key=lambda pair: not pair.is_certain)
+    # transformers may have a default for a key that is null in one config and absent in the other
+    may_have_defaults = any(keys.get(key, other_keys.get(key)) is None for key in keys.keys() ^ other_keys.keys())
+    if not differences and not may_have_defaults:
         return labels
-    from ckptkit.models.transformers_model import (
-        with_defaults,
-    )  # imported late: few configs differ, and the import takes seconds
+    from ckptkit.models.transformers_model import with_defaults  # deferred: few configs differ; it takes seconds
 
     full, other_full = with_defaults(one), with_defaults(two)
     if full is None or other_full is None:
@@ -81,19 +131,11 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return [*labels, *compare(*flatten_both(full, other_full), is_full=True)]
 
 
-def has_other_labels(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return whether two classifiers have different label names; False if either has no names."""
-    here, there = labels_of(one), labels_of(two)
-    return bool(here and there) and here != there
-
-
 def labels_of(config: Mapping[str, Any]) -> list[str]:
     """Return the label names of a classifier in order; [] for names that transformers generates (`LABEL_0`)."""
     id2label = config.get(_LABELS)
-    pairs = (
-        sorted((str(key).zfill(9), str(label)) for key, label in id2label.items()) if isinstance(id2label, dict) else ()
-    )
-    labels = [label for _, label in pairs]
+    pairs = id2label.items() if isinstance(id2label, dict) else ()
+    labels = [label for _, label in sorted((str(key).zfill(9), str(label)) for key, label in pairs)]
     return [] if all(re.fullmatch(r"LABEL_[0-9]+", label) for label in labels) else labels
 
 
@@ -116,8 +158,8 @@ def find_contradictions(reported: Mapping[str, Any], config: Mapping[str, Any]) 
 
 def contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the keys with other values in a config, and the keys among `_BY_PRESENCE` that it lacks."""
-    known = {canonical(key): value for key, value in flatten(said).items() if value is not None}
-    config_values = {canonical(key): value for key, value in flatten(config).items()}
+    known = {_CANONICAL.get(key, key): value for key, value in flatten(said).items() if value is not None}
+    config_values = {_CANONICAL.get(key, key): value for key, value in flatten(config).items()}
     if rope_of(config).get("rope_theta") is not None:
         config_values[POSITIONS] = "rope"
     differences = compare(known, {key: value for key, value in config_values.items() if key in known})
@@ -134,10 +176,8 @@ def is_neutral(difference: ConfigDifference) -> bool:
 
 def describe_differences(differences: Sequence[ConfigDifference], other_name: str) -> str:
     """Return the first differences as text, `rope_theta (10000.0, in OTHER 500000.0)`, and the number of others."""
-    words = (
-        f"{one.key} ({spell_value(one.here)}, in {other_name} {spell_value(one.there)})"
-        for one in differences[:_MAX_NAMED]
-    )
+    named = differences[:_MAX_NAMED]
+    words = (f"{one.key} ({spell_value(one.here)}, in {other_name} {spell_value(one.there)})" for one in named)
     return f"{', '.join(words)}{and_more(len(differences) - _MAX_NAMED)}"
 
 
@@ -187,11 +227,6 @@ def open_keys(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDiff
     return [pair for pair in found if pair.here in (False, 0) or pair.there in (False, 0)]
 
 
-def may_have_defaults(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return whether a key is null in one config and absent in the other: transformers may have a default for it."""
-    return any(one.get(key, two.get(key)) is None for key in one.keys() ^ two.keys())
-
-
 def flatten_both(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both configs flattened, without the quantization that only one describes: the tensors show it."""
     keys = flatten(one), flatten(two)
@@ -219,9 +254,11 @@ def entries_in(config: Mapping[str, Any], section: str, readers: tuple[str, ...]
         if key in _ROPE or is_harmless(str(key), readers) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
         if isinstance(value, Mapping):
-            yield from entries_in(classes_in(value) if key == _CODE else value, f"{section}{key}.", readers)
+            yield from entries_in(value if key != _CODE else classes_in(value), f"{section}{key}.", readers)
+        elif key == "architectures" and isinstance(value, list):
+            yield f"{section}{key}", [str(name).removeprefix("FSDP") for name in value]  # FSDP1's prefix
         else:
-            yield f"{section}{key}", plain_value(str(key), value)
+            yield f"{section}{key}", list(value) if isinstance(value, tuple) else value
     if config.get(_LENGTH) and kind in _BY_LENGTH:
         yield f"{section}{_LENGTH}", config[_LENGTH]
 
@@ -229,6 +266,14 @@ def entries_in(config: Mapping[str, Any], section: str, readers: tuple[str, ...]
 def classes_in(auto_map: Mapping[str, Any]) -> dict[str, Any]:
     """Return the classes of a model's own code in `auto_map`, without repositories: `modeling_x.XForCausalLM`."""
     return {kind: str(name).rpartition("--")[2] for kind, name in auto_map.items() if "Tokenizer" not in kind}
+
+
+def is_harmless(key: str, readers: Collection[str]) -> bool:
+    """Return whether a key changes no result. `readers` are the `model_type` and `architectures` of the config."""
+    read_by = _READ_BY.get(key)
+    if read_by is not None and any(map(read_by.fullmatch, readers)):
+        return False
+    return _HARMLESS.fullmatch(key) is not None
 
 
 def default_widths(config: Mapping[str, Any]) -> dict[str, int]:
@@ -261,15 +306,3 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if rope["rope_type"] == "yarn" and rope.get("factor") is None and length and rope[_ORIGINAL]:
             rope["factor"] = length / rope[_ORIGINAL]
     return {key: value for key, value in rope.items() if value is not None}
-
-
-def plain_value(key: str, value: Any) -> Any:
-    """Return a value of config.json as JSON would have it; class names without FSDP1's prefix."""
-    if key == "architectures" and isinstance(value, list):
-        return [str(name).removeprefix("FSDP") for name in value]
-    return list(value) if isinstance(value, tuple) else value
-
-
-def canonical(key: str) -> str:
-    """Return the common name for a key that libraries name differently."""
-    return _CANONICAL.get(key, key)

@@ -76,9 +76,9 @@ class Expected(ABC):
         """Return the tensors of linear layers and experts, for a model stored in `form`."""
 
     @property
-    @abstractmethod
     def is_llama(self) -> bool:
         """Return whether the model's blocks compute the same as Llama's."""
+        return False
 
     @property
     @abstractmethod
@@ -143,18 +143,15 @@ class ExpectedByTransformers(Expected):
 
     def linear_layers(self, form: Form) -> LinearLayers:
         modules = linear_modules(self.meta)
-        owners = {
-            new: [owner(old, modules) for old in olds]
-            for new, olds in form.came_from.items()
-            if not new.endswith(".bias")
-        }
-        owned = {new: [one for one in names if one is not None] for new, names in owners.items() if None not in names}
-        kept = (new for new, names in owned.items() if not all(map(modules.get, names)))
-        return LinearLayers(tuple(owned), frozenset(kept))
-
-    @property
-    def is_llama(self) -> bool:
-        return False
+        names, kept = [], set()
+        for new, olds in form.came_from.items():
+            owners = [owner(old, modules) for old in olds]
+            if new.endswith(".bias") or None in owners:
+                continue
+            names.append(new)
+            if not all(modules[one] for one in owners if one):
+                kept.add(new)
+        return LinearLayers(tuple(names), frozenset(kept))
 
     @property
     def sizes(self) -> Mapping[str, Any]:
@@ -201,20 +198,14 @@ def by_table(text: str) -> ExpectedByTable | None:
 
 
 def by_transformers(config: Mapping[str, Any], hub_names: frozenset[str] | None) -> ExpectedByTransformers:
-    """Return the model of a config.json from transformers.
-
-    Raises `Unsupported` for a model that transformers does not know.
-    """
+    """Return the model of a config.json from transformers. Raises `Unsupported` if transformers does not know it."""
     meta = find_meta_model(config)
     parameters = {name: meta.shapes[name] for name in meta.parameters}
     return ExpectedByTransformers(meta.shapes, parameters, meta.tied, meta, hub_names)
 
 
 def forms_for(config: Mapping[str, Any], ask_base: AskBase = None) -> tuple[Form, ...]:
-    """Return the forms that the model of a config.json can have on disk, the one to write first.
-
-    For `ask_base` and errors see `expected`.
-    """
+    """Return the forms of a config.json's model on disk, the one to write first; for `ask_base` see `expected`."""
     return expected(config, ask_base).forms
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ckptkit.engine.compare import compare
@@ -16,7 +15,6 @@ from ckptkit.layout.renames import find_prefix_rule
 from ckptkit.models.companions import Companions
 from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
-from ckptkit.trainers.trainer import ConfigOf
 from ckptkit.words import count
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
@@ -49,7 +47,12 @@ def fit(
         dropped |= dict.fromkeys(unsaved, "transformers computes it itself")
         layout = edits.select(layout, lambda name: name not in unsaved)
     check_names(layout, form, str(companions.found_in))
-    extra = without_declared(sorted(layout.tensors.keys() - form.shapes.keys()), config)
+    extra = sorted(layout.tensors.keys() - form.shapes.keys())
+    if extra:
+        from ckptkit.models.predictors import predictors_in  # deferred: few models have extra tensors
+
+        declared = predictors_in(extra, config)  # MTP layers, which transformers' model does not have
+        extra = [name for name in extra if name not in declared]
     if extra:
         message = f"{count(len(extra), 'tensor')} that config.json does not describe: {abridge(extra)}"
         if strict:
@@ -60,42 +63,28 @@ def fit(
 
 
 def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> list[str]:
-    """Return a warning if there is no config.json, or code that it needs is missing: loaders cannot open the output.
+    """Return a warning if there is no config.json, or if it needs code that is missing: loaders cannot open the output.
 
-    Without a config.json, `strict` raises `Mismatch` instead.
+    Without a config.json, `strict` raises `Mismatch` instead. For a config.json of another library, returns a note, or
+    a warning if that library does not load safetensors.
     """
     if companions.config is not None:
         missing = ", ".join(companions.absent)
         words = f"expected {missing} beside config.json, found none: loaders with trust_remote_code need it"
         return [Caution(f"{words}; copy it into {companions.found_in}, and run this again")] if missing else []
-    if companions.library is not None:
-        return [about_library(companions.library, companions.found_in)]
+    library = companions.library
+    if library is not None:
+        where = companions.found_in
+        words = f"config.json in {where} belongs to {library.title}, not to transformers: copied unchanged, names kept"
+        if not library.needs:
+            return [words]
+        how = "load model.safetensors in Python, and save it with torch.save"
+        return [Caution(f"{words}; {library.title} loads only `{library.needs}`: {how}")]
     problem = "no config.json found: loaders of Hugging Face models cannot open the output"
     if strict:
         hint = "pass --base MODEL (a directory or Hub id), or --names keep for a model that is not on the Hub"
         raise Mismatch(problem, path=layout.path, hint=hint)
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
-
-
-def about_library(library: ConfigOf, directory: Path | None) -> str:
-    """Return a note that config.json belongs to another library; a warning if that library cannot load safetensors."""
-    words = f"config.json in {directory} belongs to {library.title}, not to transformers: copied unchanged, names kept"
-    if not library.needs:
-        return words
-    return Caution(
-        f"{words}; {library.title} loads only `{library.needs}`: load model.safetensors in Python, and save it with "
-        "torch.save"
-    )
-
-
-def without_declared(names: Sequence[str], config: Mapping[str, Any]) -> Sequence[str]:
-    """Return names without the MTP layers that config.json declares and transformers' model does not have."""
-    if not names:
-        return names
-    from ckptkit.models.predictors import predictors_in  # imported late: few models have extra tensors
-
-    declared = predictors_in(names, config)
-    return [name for name in names if name not in declared]
 
 
 def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
@@ -142,10 +131,7 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
 
 
 def check_equal(layout: Layout, name: str, source: str) -> None:
-    """Raise `Mismatch` if two tied tensors differ, `Unsupported` if their values must be computed first.
-
-    Lost tensors are not compared.
-    """
+    """Raise `Mismatch` if two tied tensors differ, `Unsupported` if they must be computed first. Skips lost ones."""
     if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
         return
     if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
@@ -156,19 +142,13 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
     other = locate(edits.select(layout, source.__eq__))
     if head.tensors == other.tensors:
         return
+    message = f"config.json ties it to `{source}`"
     if head.specs != other.specs:
-        raise Mismatch(
-            f"config.json ties it to `{source}`: expected {other.specs[source]}, found {head.specs[source]}",
-            path=layout.path,
-            tensor=name,
-        )
+        message += f": expected {other.specs[source]}, found {head.specs[source]}"
+        raise Mismatch(message, path=layout.path, tensor=name)
     if compare(head, other).different:
-        raise Mismatch(
-            f"config.json ties it to `{source}`, but their bytes differ",
-            path=layout.path,
-            tensor=name,
-            hint="if they were trained separately, pass a --base whose config.json has tie_word_embeddings false",
-        )
+        hint = "if they were trained separately, pass a --base whose config.json has tie_word_embeddings false"
+        raise Mismatch(f"{message}, but their bytes differ", path=layout.path, tensor=name, hint=hint)
 
 
 def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
@@ -189,21 +169,16 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
     missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
     if missing:
         rule = find_prefix_rule(missing, layout.tensors)
-        raise Mismatch(
-            f"missing: the checkpoint lacks {len(missing)} of {len(needed)} tensors of the config.json in {found_in}",
-            path=layout.path,
-            tensor=missing[0],
-            hint=f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}",
-        )
+        hint = f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}"
+        number, total = len(missing), len(needed)
+        message = f"missing: the checkpoint lacks {number} of {total} tensors of the config.json in {found_in}"
+        raise Mismatch(message, path=layout.path, tensor=missing[0], hint=hint)
     for name, shape in form.shapes.items():
         if name in layout.tensors and layout.tensors[name].spec.shape != shape:
             have = list(layout.tensors[name].spec.shape)
-            raise Mismatch(
-                f"expected shape {list(shape)} (config.json in {found_in}), found {have}",
-                path=layout.path,
-                tensor=name,
-                hint="check that config.json belongs to this model",
-            )
+            message = f"expected shape {list(shape)} (config.json in {found_in}), found {have}"
+            hint = "check that config.json belongs to this model"
+            raise Mismatch(message, path=layout.path, tensor=name, hint=hint)
 
 
 def abridge(names: Sequence[str]) -> str:

@@ -76,8 +76,9 @@ class Variation:
     mixture: Mixture | None = None
 
 
+_GATE_UP, _DOWN, _ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
 _BOTH, _ATTENTION = ("attention_bias", "mlp_bias"), ("attention_bias",)
-_LLAMAS = {
+_TYPES = {
     "llama": Variation(options=_BOTH),
     "granite": Variation(options=_BOTH),
     "smollm3": Variation(options=_BOTH, is_tied=True),
@@ -98,9 +99,6 @@ _LLAMAS = {
             f"{name}_proj.weight" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
         ),
     ),
-}
-_GATE_UP, _DOWN, _ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
-_MIXTURES = {
     "mixtral": Variation(
         mixture=Mixture(
             memory={_ROUTER: "eh", _GATE_UP: "enh", _DOWN: "ehm"},
@@ -132,7 +130,6 @@ _MIXTURES = {
         ),
     ),
 }
-_TYPES = _LLAMAS | _MIXTURES
 # numbers that the config of a mixture must contain; otherwise its class has a default that this table does not know
 _SIZES_OF_EXPERTS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
@@ -167,18 +164,13 @@ class Table:
         on_disk: dict[str, tuple[Shape, str]] = {}
         for name, shape in self.memory.items():
             layer, _, own = name.partition(".layers.")[2].partition(".")
-            parts = self.parts(own) if self.mixture and own in self.mixture.memory else {}
-            on_disk |= {f"model.layers.{layer}.{part}": (self.shape(letters), name) for part, letters in parts.items()}
-            if not parts:
+            parts = self.mixture.disk.items() if self.mixture else ()
+            shapes = {part: self.shape(letters) for part, (letters, origin) in parts if origin == own}
+            for i in range(self.sizes["e"] if shapes else 0):
+                on_disk |= {f"model.layers.{layer}.{part.format(i)}": (shapes[part], name) for part in shapes}
+            if not shapes:
                 on_disk[name] = shape, name
         return on_disk
-
-    def parts(self, memory: str) -> dict[str, str]:
-        """Return the tensors on disk that a parameter of a mixture is split into, with symbolic shapes."""
-        assert self.mixture is not None
-        parts = {name: letters for name, (letters, origin) in self.mixture.disk.items() if origin == memory}
-        experts = range(self.sizes["e"])
-        return {name.format(i): letters for i in experts for name, letters in parts.items()}
 
     def shape(self, letters: str) -> Shape:
         return tuple(self.sizes[letter] for letter in letters)
@@ -241,13 +233,12 @@ def in_order(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
     for option in variation.options:
         if config.get(option):
             block |= _BIASES[option]
-    return dict(sorted(block.items(), key=lambda item: place_in_block(item[0])))
 
+    def place(name: str) -> tuple[int, bool]:
+        *_, module, kind = name.split(".")
+        return _MODULES.index(module), kind == "bias"
 
-def place_in_block(name: str) -> tuple[int, bool]:
-    """Return the sort key that puts the parameters of a block in the model's order."""
-    *_, module, kind = name.split(".")
-    return _MODULES.index(module), kind == "bias"
+    return {name: block[name] for name in sorted(block, key=place)}
 
 
 def with_experts(block: Mapping[str, str], mixture: Mixture) -> dict[str, str]:
@@ -266,16 +257,8 @@ def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     key_heads = int(config.get("num_key_value_heads") or heads)
     head = int(config.get("head_dim") or default_head_width(str(config.get("model_type"))) or hidden // heads)
     query, key = heads * head, key_heads * head
-    return {
-        "h": hidden,
-        "i": inner,
-        "j": 2 * inner,
-        "v": int(config["vocab_size"]),
-        "q": query,
-        "k": key,
-        "p": query + 2 * key,
-        "d": head,
-    }
+    fused = {"j": 2 * inner, "p": query + 2 * key}  # the projections of gate and up, and of queries, keys and values
+    return {"h": hidden, "i": inner, "v": int(config["vocab_size"]), "q": query, "k": key, "d": head, **fused}
 
 
 def default_head_width(model_type: str) -> int | None:
@@ -290,9 +273,6 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def find_embedding(names: Iterable[str]) -> str | None:
-    """Return the name of the input embedding that a head would be tied to.
-
-    Returns None if there is not exactly one candidate.
-    """
+    """Return the name of the input embedding that a head would be tied to; None unless there is exactly one."""
     embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
     return embeddings[0] if len(embeddings) == 1 else None

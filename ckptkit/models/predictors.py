@@ -37,21 +37,16 @@ class Declared(NamedTuple):
     behind: int | None
 
     def holds(self, name: str) -> bool:
-        """Return whether a tensor belongs to one of these layers."""
         return _OWN_STEP.fullmatch(name) is not None or self.number(name) is not None
 
     def number(self, name: str) -> int | None:
-        """Return the index of the MTP layer of a tensor, if MTP layers are numbered after the other layers.
-
-        Returns None for other tensors and numberings.
-        """
+        """Return the index of a tensor's MTP layer, if MTP layers are numbered after the other layers; else None."""
         match = _NUMBERED.fullmatch(name)
         number = int(match[1]) - self.behind if match and self.behind is not None else -1
         return number if 0 <= number < self.layers else None
 
 
 def declared_mtp_keys(config: Mapping[str, Any]) -> Iterator[Declared]:
-    """Yield the keys of config.json that declare MTP layers."""
     text = config.get("text_config")
     layers = (text if isinstance(text, Mapping) else config).get(_LAYERS, config.get(_LAYERS))
     for sections, section in sections_of(config):
@@ -75,38 +70,24 @@ def predictors_in(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[
     return frozenset(name for name in names if any(one.holds(name) for one in declarations))
 
 
-def count_present(declaration: Declared, names: Iterable[str]) -> int:
-    """Return how many of the declared layers have tensors. MTP layers with their own numbering count as all or none."""
-    own = [name for name in names if declaration.holds(name)]
-    numbers = [declaration.number(name) for name in own]
-    return declaration.layers if None in numbers else len(set(numbers))
-
-
 def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Return a config.json that declares only the layers that have tensors, and a note for each key that changed."""
     changed, words, names = deepcopy(dict(config)), [], list(names)
     for declaration in declared_mtp_keys(config):
-        present = count_present(declaration, names)
-        if present != declaration.layers:
-            section_values: dict[str, Any] = changed
-            for section in declaration.sections:
-                section_values = section_values[section]
-            section_values[declaration.key] = present
-            for key in _PER_LAYER_LISTS:
-                section_values |= without_padding(key, section_values.get(key), declaration, present)
-            path = ".".join((*declaration.sections, declaration.key))
-            layers = count(declaration.layers, "MTP layer")
-            words.append(
-                f"config.json declares {layers} (`{path}`), but only {present} have tensors: set it to {present}"
-            )
+        numbers = {declaration.number(name) for name in names if declaration.holds(name)}
+        declared, behind = declaration.layers, declaration.behind
+        present = declared if None in numbers else len(numbers)  # layers numbered on their own count as all or none
+        if present == declared:
+            continue
+        section: dict[str, Any] = changed
+        for step in declaration.sections:
+            section = section[step]
+        section[declaration.key] = present
+        for key in _PER_LAYER_LISTS:
+            value = section.get(key)
+            if isinstance(value, list) and behind is not None and len(value) == behind + declared:
+                section[key] = value[: behind + present]
+        path = ".".join((*declaration.sections, declaration.key))
+        layers = count(declared, "MTP layer")
+        words.append(f"config.json declares {layers} (`{path}`), but only {present} have tensors: set it to {present}")
     return changed, words
-
-
-def without_padding(key: str, value: Any, declaration: Declared, present: int) -> dict[str, Any]:
-    """Return a list of config.json without the items of MTP layers that have no tensors; {} for any other value."""
-    is_padded = (
-        isinstance(value, list)
-        and declaration.behind is not None
-        and len(value) == declaration.behind + declaration.layers
-    )
-    return {key: value[: len(value) - declaration.layers + present]} if is_padded else {}

@@ -59,25 +59,17 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
     same = _SAME_AS.get(inner.model_type, {"model_type": inner.model_type})
     kind = transformers.CONFIG_MAPPING[same["model_type"]]
     if kind not in classes or inner.is_encoder_decoder:
-        message = (
-            f"transformers {transformers.__version__} does not have a causal language model for `{inner.model_type}`"
-        )
-        raise Unsupported(message, hint="drop --text-only")
-    if inner.model_type in _SAME_AS:
-        text_config["rope_parameters"] = without_images(text_config.get("rope_parameters"))
+        what = f"a causal language model for `{inner.model_type}`"
+        raise Unsupported(f"transformers {transformers.__version__} does not have {what}", hint="drop --text-only")
+    rope = text_config.get("rope_parameters")
+    if inner.model_type in _SAME_AS and isinstance(rope, dict):
+        kept = {key: value for key, value in rope.items() if key not in _IMAGE_KEYS and value != "mrope"}
+        text_config["rope_parameters"] = {"rope_type": "default", **kept}
     text_config |= {
         key: config[key] for key in _FROM_OUTER_CONFIG if text_config.get(key) is None and config.get(key) is not None
     }
     text_config = {key: value for key, value in text_config.items() if not key.startswith("_")}
     return text_config | same | {"architectures": [classes[kind].__name__], "tie_word_embeddings": HEAD in whole.tied}
-
-
-def without_images(rope: Any) -> Any:
-    """Return rotary parameters without those for images."""
-    if not isinstance(rope, dict):
-        return rope
-    kept = {key: value for key, value in rope.items() if key not in _IMAGE_KEYS and value != "mrope"}
-    return {"rope_type": "default", **kept}
 
 
 def names_in(whole: MetaModel, text: MetaModel, model_type: str) -> dict[str, str]:

@@ -21,10 +21,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"
 
 
 def check_tokens(companions: Companions, rows: int) -> list[str]:
-    """Return notes on a vocabulary of `rows` rows.
-
-    Raises `Mismatch` if the tokenizer has a token without a row.
-    """
+    """Return notes on a vocabulary of `rows` rows. Raises `Mismatch` if the tokenizer has a token without a row."""
     largest = largest_token(companions.files, companions.config or {})
     if largest is None:
         return ["no tokenizer was found, so ckptkit could not check that each token has a row"]
@@ -64,15 +61,11 @@ def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tupl
     `files` are the files beside a model, by name. `config` is its config.json, which contains some special token ids.
     """
     ids = [(number, name) for name, content in files.items() for number in token_ids_in(name, content)]
-    ids += [(number, "config.json") for number in special_tokens(config)] if ids else []
-    return max(ids, default=None)
-
-
-def special_tokens(config: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the token ids in a config.json."""
-    for key in _IDS:
+    for key in _IDS if ids else ():
         value = config.get(key)
-        yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
+        numbers = filter(is_number, value if isinstance(value, list) else [value])
+        ids += [(number, "config.json") for number in numbers]
+    return max(ids, default=None)
 
 
 def token_ids_in(name: str, content: bytes) -> Iterator[int]:
@@ -92,7 +85,6 @@ def token_ids_in(name: str, content: bytes) -> Iterator[int]:
 
 
 def token_ids_in_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the token ids in a JSON file."""
     if name == "tokenizer.json":
         model = parsed.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -147,6 +139,4 @@ def read_varint(content: bytes, at: int) -> tuple[int, int]:
 def count_lines(content: bytes) -> int:
     """Return the number of tokens in a tiktoken file (one line with an id per token), 0 for any other file."""
     numbers = [line.rpartition(b" ")[2] for line in content.splitlines()]
-    return (
-        max((int(one) for one in numbers if one.isdigit()), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0
-    )
+    return max(map(int, numbers), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0

@@ -25,7 +25,6 @@ _VALUE_HEAD = re.compile(r"(?:.*\.)?(?:v_head|value_head|reward_head|regression_
 
 
 def is_trained_head(name: str) -> bool:
-    """Return whether a tensor belongs to a head that was added for training."""
     return bool(_HEAD.fullmatch(name) or _VALUE_HEAD.fullmatch(name))
 
 

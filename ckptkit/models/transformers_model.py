@@ -26,10 +26,7 @@ _DROPPED_KEYS = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|t
 _FLOAT = "__float__"  # transformers' encoding of numbers that JSON lacks (infinity)
 _LAYERS = re.compile(r".*(layers?|blocks|depths?|stages)")
 _EXPERTS = re.compile(r".*experts.*")
-_MAX_LAYERS, _MAX_LAYERS_TIMES_EXPERTS = (
-    2_000,
-    1 << 20,
-)  # ten times more than any model has: limits a malicious config
+_MAX_LAYERS, _MAX_LAYERS_TIMES_EXPERTS = 2_000, 1 << 20  # ten times more than any model: limits a malicious config
 _MIXTURE = ".experts"  # suffix of module names with fused experts
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -105,11 +102,13 @@ def build(text: str) -> MetaModel:
         reason = f"transformers {transformers.__version__} cannot build a model of type `{model_type}`: {first}"
         raise NotBuilt(reason) from error
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    declared = getattr(model, "all_tied_weights_keys", None)
+    ties = declared if isinstance(declared, Mapping) else {}
     return MetaModel(
         model=model,
         shapes=shapes,
         parameters=tuple(name for name, _ in model.named_parameters()),
-        tied={target: source for target, source in ties_of(model).items() if target in shapes and source in shapes},
+        tied={target: source for target, source in ties.items() if target in shapes and source in shapes},
         unsaved=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
         in_fp32={
             "bfloat16": pattern_of(strict),
@@ -119,10 +118,7 @@ def build(text: str) -> MetaModel:
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a config.json with all defaults of transformers; None if transformers cannot load the config.
-
-    The names of the classes stay as they are.
-    """
+    """Return a config.json with all defaults of transformers, and its own class names; None if it cannot be loaded."""
     try:
         kind = config_class(import_transformers(), str(config.get("model_type")))
         with quiet():
@@ -157,10 +153,7 @@ def config_class(transformers: Any, model_type: str) -> Any:
 
 
 def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
-    """Return the model class that a config names, or else the class of its type.
-
-    Raises `UnknownType` if there is none.
-    """
+    """Return the model class that a config names, or else the class of its type. Raises `UnknownType` without one."""
     named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
     if model := first_model(transformers, named, transformers):
         return model
@@ -175,10 +168,7 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
 
 
 def classes_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of all model classes for the type of a config.json.
-
-    Returns [] if transformers does not have the type.
-    """
+    """Return the names of all model classes for the type of a config.json; [] if transformers does not have it."""
     try:
         transformers = import_transformers()
         kind = config_class(transformers, str(config.get("model_type")))
@@ -192,35 +182,20 @@ def classes_of(config: Mapping[str, Any]) -> list[str]:
 
 def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
     """Return the first model class of these names in a module; None if there is none."""
-    members = (getattr(module, name, None) for name in names)
-    return next(
-        (member for member in members if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel)),
-        None,
-    )
+    classes = [member for name in names if isinstance(member := getattr(module, name, None), type)]
+    return next((member for member in classes if issubclass(member, transformers.PreTrainedModel)), None)
 
 
 def modeling_of(kind: Any) -> Any:
-    """Return the module that defines the models of a config class (with classes that are not exported).
-
-    Returns None if missing.
-    """
+    """Return the module that defines the models of a config class (with classes that are not exported), or None."""
     try:
         return import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     except ImportError:  # a few models need another library
         return None
 
 
-def ties_of(model: Any) -> dict[str, str]:
-    """Return the tied tensors that the model's class declares, with the tensors that they equal."""
-    tied = getattr(model, "all_tied_weights_keys", None)
-    return dict(tied) if isinstance(tied, Mapping) else {}
-
-
 def pattern_of(globs: Collection[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches any of the globs; None if there are none.
-
-    Source: transformers/core_model_loading.py, `build_glob_alternation`.
-    """
+    """Return a pattern for any of the globs, as transformers' `build_glob_alternation` does; None without globs."""
     return re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs))) if globs else None
 
 
@@ -244,11 +219,7 @@ def linear_modules(meta: MetaModel) -> dict[str, bool]:
 
 
 def llama_sizes(meta: MetaModel) -> dict[str, Any]:
-    """Return the sizes of a model under Llama's names.
-
-    For a mixture, the total width of the experts that one token uses. Raises `Unsupported` for a model that also has an
-    encoder.
-    """
+    """Return the sizes of a model under Llama's names, as `Expected.sizes` describes them."""
     known = meta.model.config
     if known.is_encoder_decoder:
         raise Unsupported(f"a `{known.model_type}` also has an encoder, whose activations ckptkit does not know")

@@ -49,7 +49,7 @@ def transforms_of(meta: MetaModel, hub_names: Collection[str] | None) -> list[An
     if hub_names is None:
         return [transform for transform in transforms if not isinstance(transform, PrefixChange)]
     for name in sorted(hub_names, key=natural):
-        rename(name, transforms)
+        rename(name, transforms)  # notes in each transform whether it matched
     return [transform for transform in transforms if transform.was_used()]
 
 
@@ -64,62 +64,48 @@ def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
 def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any]) -> TransformedTensors:
     """Return in-memory tensors as `save_pretrained` would write them."""
     reverse = [transform.reverse_transform() for transform in reversed(transforms)]
-    converters, renamings = kinds_of(reverse)
-    on_disk = TransformedTensors()
-    groups: dict[str, TransformGroup] = {}
-    for name in sorted(tensors, key=natural):
-        key, pattern = convert_name(name, converters)
-        if pattern is None:
-            new, _ = rename(name, renamings)
-            put_tensor(on_disk, new, tensors[name], (name,))
-        else:
-            collect(groups, converters, key, pattern, name)
-    for key, group in groups.items():
-        for new, tensor in convert(meta, key, group, tensors):
-            put_tensor(on_disk, rename(new, renamings)[0], tensor, group.names)
-    return on_disk
+    return transform_all(meta, reverse, tensors, is_to_disk=True)
 
 
 def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors:
     """Return tensors from disk as `from_pretrained` would have them in memory."""
-    converters, renamings = kinds_of(every_transform(meta, add_legacy=True))
-    in_memory = TransformedTensors()
+    return transform_all(meta, every_transform(meta, add_legacy=True), tensors, is_to_disk=False)
+
+
+def transform_all(
+    meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any], *, is_to_disk: bool
+) -> TransformedTensors:
+    """Apply the transforms that change only names, and those that change tensors: on the way to disk the latter first.
+
+    A tensor from disk that already has its in-memory name does not change.
+    """
+    converters = [transform for transform in transforms if hasattr(transform, "operations")]
+    renamings = [transform for transform in transforms if not hasattr(transform, "operations")]
+    before, after = ([], renamings) if is_to_disk else (renamings, [])
+    transformed = TransformedTensors()
     groups: dict[str, TransformGroup] = {}
     for name in sorted(tensors, key=natural):
-        key, pattern = convert_name(rename(name, renamings)[0], converters)
-        if key not in meta.shapes and name in meta.shapes:
-            key, pattern = name, None  # the tensor already has its in-memory name
+        key, pattern = convert_name(rename(name, before), converters)
+        if not is_to_disk and key not in meta.shapes and name in meta.shapes:
+            key, pattern = name, None
         if pattern is None:
-            put_tensor(in_memory, key, tensors[name], (name,))
+            put_tensor(transformed, rename(key, after), tensors[name], (name,))
         else:
             collect(groups, converters, key, pattern, name)
     for key, group in groups.items():
         for new, tensor in convert(meta, key, group, tensors):
-            put_tensor(in_memory, new, tensor, group.names)
-    return in_memory
+            put_tensor(transformed, rename(new, after), tensor, group.names)
+    return transformed
 
 
-def kinds_of(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return two lists: the transforms that change tensors, and the transforms that change only names."""
-    every = list(transforms)
-    converters = [transform for transform in every if hasattr(transform, "operations")]
-    return converters, [transform for transform in every if not hasattr(transform, "operations")]
-
-
-def rename(name: str, transforms: Iterable[Any]) -> tuple[str, str | None]:
-    """Return a name after all transforms, and the last pattern that matched."""
-    matched = None
+def rename(name: str, transforms: Iterable[Any]) -> str:
     for transform in transforms:
-        name, pattern = transform.rename_source_key(name)
-        matched = pattern or matched
-    return name, matched
+        name, _ = transform.rename_source_key(name)
+    return name
 
 
 def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
-    """Return a name after the first transform that matches, and the pattern that matched.
-
-    Returns the name itself and None if no transform matches.
-    """
+    """Return a name after the first transform that matches, and the pattern that matched; else the name and None."""
     for converter in converters:
         new, pattern = converter.rename_source_key(name)
         if pattern is not None:
@@ -143,10 +129,8 @@ def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[s
     transform = group.transform
     missing = [pattern for pattern in transform.source_patterns if pattern not in group.found]
     if missing:
-        message = (
-            f"`{group.names[0]}` is here, but the tensors that it is merged with are missing, such as `{missing[0]}`"
-        )
-        raise Mismatch(message, tensor=group.names[0])
+        what = f"the tensors that it is merged with are missing, such as `{missing[0]}`"
+        raise Mismatch(f"`{group.names[0]}` is here, but {what}", tensor=group.names[0])
     for pattern, names in group.found.items():
         for name in names:
             transform.add_tensor(key, name, pattern, tensors[name])
@@ -156,9 +140,8 @@ def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[s
         raise error.blame(tensor=group.names[0]) from error.__cause__
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError, NotImplementedError) as error:
         steps = ", ".join(type(step).__name__ for step in transform.operations)
-        raise Unsupported(
-            f"transformers' own {steps} cannot convert this tensor: {error}", tensor=group.names[0]
-        ) from error
+        message = f"transformers' own {steps} cannot convert this tensor: {error}"
+        raise Unsupported(message, tensor=group.names[0]) from error
     for name, value in converted.items():
         yield name, value[0] if isinstance(value, list) else value
 

@@ -60,7 +60,11 @@ class NewVocabulary:
         Raises `Mismatch` if the model cannot have that many rows, `Unsupported` for a tensor with several rows per
         token.
         """
-        if config is None or not is_described(config, ask_base):
+        if config is None:
+            return cls(rows, {})
+        try:
+            forms_for(config, ask_base)
+        except Unsupported:
             return cls(rows, {})
         try:
             shapes, longer = (shapes_in_all_forms(with_vocabulary(config, n), ask_base) for n in (rows, rows + 1))
@@ -74,32 +78,24 @@ class NewVocabulary:
 
     def sizes(self, name: str, shape: Shape, other: Shape) -> tuple[int, int] | None:
         """Return the rows of two shapes of a tensor; None if the shapes differ in more than the vocabulary."""
-        axis_found = self.axis_of(name)
-        if axis_found is None or len(shape) != len(other):
+        token_axis = self.axis_of(name)
+        if token_axis is None or len(shape) != len(other):
             return None
-        if any(
-            pair[0] != pair[1] for axis, pair in enumerate(zip(shape, other, strict=True)) if axis != axis_found.axis
-        ):
+        axis, extra = token_axis.axis, token_axis.extra
+        if axes.replace_at(shape, axis, 1, ()) != axes.replace_at(other, axis, 1, ()):
             return None
-        return shape[axis_found.axis] - axis_found.extra, other[axis_found.axis] - axis_found.extra
+        return shape[axis] - extra, other[axis] - extra
 
     def resize(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return located tensors with `rows` rows in each tensor that follows the vocabulary. New rows are zero."""
-        return {name: self.resize_one(name, tensor) for name, tensor in tensors.items()}
-
-    def resize_one(self, name: str, tensor: StoredTensor) -> StoredTensor:
-        token_axis = self.axis_of(name)
-        return tensor if token_axis is None else resize(tensor, token_axis.axis, self.rows + token_axis.extra)
+        axes = {name: axis for name in tensors if (axis := self.axis_of(name)) is not None}
+        resized = {name: resize(tensors[name], axis.axis, self.rows + axis.extra) for name, axis in axes.items()}
+        return {**tensors, **resized}
 
     def require_one_size(self, tensors: Mapping[str, StoredTensor]) -> int:
-        """Return the current number of rows.
-
-        Raises `Mismatch` if no tensor follows the vocabulary, or their rows differ.
-        """
-        axes = {name: token_axis for name in tensors if (token_axis := self.axis_of(name)) is not None}
-        sizes = {
-            name: tensors[name].spec.shape[token_axis.axis] - token_axis.extra for name, token_axis in axes.items()
-        }
+        """Return the current number of rows. Raises `Mismatch` if no tensor has rows for tokens, or if they differ."""
+        axes = {name: axis for name in tensors if (axis := self.axis_of(name)) is not None}
+        sizes = {name: tensors[name].spec.shape[axis.axis] - axis.extra for name, axis in axes.items()}
         if not sizes:
             raise Mismatch("there is no embedding that --vocab-size could change")
         first = next(iter(sizes))
@@ -111,19 +107,11 @@ class NewVocabulary:
 
 
 def vocabulary_in(config: Mapping[str, Any]) -> NewVocabulary:
-    """Return the vocabulary that config.json describes."""
     size = vocabulary_of(config)
     try:
         return NewVocabulary(0, {}) if size is None else NewVocabulary.of(config, size)
     except Unsupported:
         return NewVocabulary(size or 0, {})
-
-
-def is_described(config: Mapping[str, Any], ask_base: AskBase) -> bool:
-    try:
-        return bool(forms_for(config, ask_base))
-    except Unsupported:
-        return False
 
 
 def shapes_in_all_forms(config: Mapping[str, Any], ask_base: AskBase) -> dict[str, Shape]:

@@ -27,7 +27,7 @@ from ckptkit.checkpoints.examination import examine, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.one_of_several import find_parts
-from ckptkit.checkpoints.replaceable import is_made_of_another
+from ckptkit.checkpoints.replaceable import files_in_manifest
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -158,7 +158,7 @@ def outputs_in(here: Checkpoint) -> list[Path]:
     if not all(component.is_model for component in here.components):
         return []  # the components of a single checkpoint
     paths = [path for path in children(here.path) if not path.name.startswith(".")]
-    if not any(is_made_of_another(path) for path in paths):
+    if not any(files_in_manifest(path, made_of_another=True) for path in paths):
         return []
     return [path for path in paths if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_direct)]
 

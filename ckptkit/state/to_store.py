@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.marks import PlacedFiles, files_to_end_with
 from ckptkit.checkpoints.replaceable import marks_in
+from ckptkit.checkpoints.seal import PlacedFiles, files_to_end_with
 from ckptkit.engine.blocks import blocks
 from ckptkit.engine.check_sources import Sources, bytes_at
 from ckptkit.engine.copy import check_complete, copy, copy_unit

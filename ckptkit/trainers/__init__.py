@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptkit.layout import KeyPath
 from ckptkit.trainers.foreign import FOREIGN
@@ -15,14 +15,7 @@ from ckptkit.trainers.trainer import ConfigOf, Evidence, MetricsFile, Unread
 
 Found = TypeVar("Found")
 NUMBER = re.compile(r"[0-9]{1,18}")
-ONE_FILE = (
-    ".bin",
-    ".ckpt",
-    ".pt",
-    ".pth",
-    ".safetensors",
-    ".tar",
-)  # suffixes of a checkpoint that is one file
+ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors", ".tar")  # suffixes of a checkpoint that is one file
 
 
 def number_in(name: str, table: str) -> int | None:
@@ -31,18 +24,22 @@ def number_in(name: str, table: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def rank_in(name: str) -> int | None:
-    return number_in(name, "ranks")
+def is_listed(table: str, name: str) -> bool:
+    """Return whether a name matches a pattern of a table."""
+    return any(matches(table, name))
+
+
+is_whole = partial(is_listed, "complete_folders")  # a directory with the full checkpoint
+is_exported = partial(is_listed, "exported")  # a file with weights for inference, beside the full training state
+is_beside_model = partial(is_listed, "others")  # a directory with everything except the model
+is_description = partial(is_listed, "descriptions")  # a file that describes only the weights beside it
+is_optional_state = partial(is_listed, "optional_state")  # per-rank state that its trainer can do without
+is_last = partial(is_listed, "last")  # the last checkpoint of a run, whatever its step
 
 
 def owner_of_file(name: str) -> int | None:
     """Return the rank whose per-rank state a file contains, by its name in any directory; None for other files."""
     return number_in(Path(name).name, "own_state")
-
-
-def is_optional_state(name: str) -> bool:
-    """Return whether a file has per-rank state that its trainer can do without."""
-    return any(matches("optional_state", Path(name).name))
 
 
 def owner_of_key(key: KeyPath) -> int | None:
@@ -66,16 +63,7 @@ def rank_at(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
 
 @cache
 def own_keys() -> tuple[tuple[re.Pattern[str], ...], ...]:
-    return tuple(tuple(map(re.compile, patterns)) for trainer in TRAINERS.values() for patterns in trainer.own_keys)
-
-
-def is_whole(name: str) -> bool:
-    return any(matches("complete_folders", name))
-
-
-def is_exported(name: str) -> bool:
-    """Return whether a file of this name has weights for inference, beside a directory with the full training state."""
-    return any(matches("exported", name))
+    return tuple(tuple(map(re.compile, patterns)) for patterns in rows_of("own_keys"))
 
 
 def is_other_part(name: str) -> bool:
@@ -83,65 +71,49 @@ def is_other_part(name: str) -> bool:
     return name.startswith("optim") or is_beside_model(name)
 
 
-def is_beside_model(name: str) -> bool:
-    return any(matches("others", name))
-
-
 def key_beside(name: str, step: int | None, names: Collection[str]) -> str | None:
     """Return the keys under which the contents of a file beside a model belong; None for other files.
 
     The model is a directory with these `names`, or else a file of this `step`.
     """
-    for pattern, key in files_beside():
+    for pattern, key, companion in files_beside():
         match = pattern.fullmatch(name)
-        if match and companion_of(pattern.pattern) in (None, *names):
+        if match and companion in (None, *names):
             groups = match.groupdict()
             if step == (int(groups["step"]) if "step" in groups else None):
                 return key.format(**groups)
     return None
 
 
-def companion_of(pattern: str) -> str | None:
-    """Return the file that must exist for files of a pattern to belong to a model; None if none is needed."""
-    return next((trainer.beside_of[pattern] for trainer in TRAINERS.values() if pattern in trainer.beside_of), None)
-
-
 def is_beside_file(name: str) -> bool:
-    return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _ in files_beside())
+    return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _, _ in files_beside())
 
 
 @cache
-def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
-    return tuple((re.compile(pattern), key) for trainer in TRAINERS.values() for pattern, key in trainer.beside.items())
+def files_beside() -> tuple[tuple[re.Pattern[str], str, str | None], ...]:
+    """Return the files that belong to a model: pattern, key, and the file that must be beside them, if any."""
+    return tuple(
+        (re.compile(pattern), key, trainer.beside_of.get(pattern))
+        for trainer in TRAINERS.values()
+        for pattern, key in trainer.beside.items()
+    )
 
 
 def is_training_state(name: str) -> bool:
     """Return whether a file of this name has training state, which a model for inference does not need."""
-    is_beside = any(pattern.fullmatch(name) and not key.startswith("model") for pattern, key in files_beside())
-    return (
-        is_beside
-        or any(matches("states", name))
-        or is_tracker(name)
-        or name in metrics_files()
-        or owner_of_file(name) is not None
-    )
-
-
-def is_description(name: str) -> bool:
-    """Return whether a file of this name describes only the weights beside it."""
-    return any(matches("descriptions", name))
+    is_beside = any(pattern.fullmatch(name) and not key.startswith("model") for pattern, key, _ in files_beside())
+    return is_beside or is_listed("states", name) or is_record(name)
 
 
 def is_of_checkpoint(name: str) -> bool:
     """Return whether a trainer gives this name to a file of one of its checkpoints."""
-    beside = any(pattern.fullmatch(name) for pattern, _ in files_beside())
-    return (
-        beside
-        or is_tracker(name)
-        or name in metrics_files()
-        or rank_in(name) is not None
-        or owner_of_file(name) is not None
-    )
+    is_beside = any(pattern.fullmatch(name) for pattern, _, _ in files_beside())
+    return is_beside or is_listed("ranks", name) or is_record(name)
+
+
+def is_record(name: str) -> bool:
+    """Return whether a file of this name is a tracker, has metrics, or has the state of one rank."""
+    return is_tracker(name) or name in metrics_files() or owner_of_file(name) is not None
 
 
 def is_kept(name: str, beside: Iterable[str]) -> bool:
@@ -151,42 +123,31 @@ def is_kept(name: str, beside: Iterable[str]) -> bool:
 
 def is_change(name: str) -> bool:
     """Return whether a directory of this name describes changes of the model's modules."""
-    return any(name in trainer.changes for trainer in TRAINERS.values())
+    return name in rows_of("changes")
 
 
 def step_keys() -> tuple[tuple[str, KeyPath], ...]:
     """Return where checkpoints record their step: the file, "" for the checkpoint's own entries, and the key path."""
-    return tuple(step_key for trainer in TRAINERS.values() for step_key in trainer.step_keys)
+    return rows_of("step_keys")
 
 
 def is_tracker(name: str) -> bool:
-    return name in plain_trackers() or name in json_trackers()
-
-
-@cache
-def plain_trackers() -> frozenset[str]:
-    """Return the names of latest-checkpoint files that contain only the name of a checkpoint."""
-    return frozenset(name for trainer in TRAINERS.values() for name in (*trainer.trackers, *trainer.best_trackers))
+    return name in rows_of("trackers") or names_best(name) or name in rows_of("json_trackers")
 
 
 def names_best(name: str) -> bool:
     """Return whether a tracker of this name names the best checkpoint, not the latest."""
-    return any(name in trainer.best_trackers for trainer in TRAINERS.values())
-
-
-def is_last(name: str) -> bool:
-    """Return whether a checkpoint of this name is the last one of its run, whatever its step."""
-    return any(matches("last", name))
+    return name in rows_of("best_trackers")
 
 
 def best_keys() -> tuple[tuple[str, KeyPath], ...]:
     """Return where checkpoints name the best one of the run: the file, "" for own entries, and the key path."""
-    return tuple(best_key for trainer in TRAINERS.values() for best_key in trainer.best_keys)
+    return rows_of("best_keys")
 
 
 def is_of_run(name: str) -> bool:
     """Return whether trainers put a file of this name into a run, possibly before its first checkpoint."""
-    return any(name in trainer.of_runs for trainer in TRAINERS.values()) or is_tracker(name) or may_note(name)
+    return name in rows_of("of_runs") or is_tracker(name) or may_note(name)
 
 
 def may_note(name: str) -> bool:
@@ -208,18 +169,17 @@ def completion_marker_of(path: Path) -> str | None:
 
 def is_commit_marker(name: str) -> bool:
     """Return whether a file of this name marks the end of the save that it belongs to."""
-    return any(matches("commits", name)) or any(name in trainer.markers.values() for trainer in TRAINERS.values())
+    return is_listed("commits", name) or any(name in trainer.markers.values() for trainer in TRAINERS.values())
 
 
-@cache
-def unfinished_names() -> frozenset[str]:
+def unfinished_names() -> tuple[str, ...]:
     """Return the names of files that are in a checkpoint only while its trainer writes it."""
-    return frozenset(name for trainer in TRAINERS.values() for name in trainer.unfinished)
+    return rows_of("unfinished")
 
 
 def companion_folders() -> tuple[str, ...]:
     """Return the directories of a checkpoint that may contain config and tokenizer."""
-    return tuple(folder for trainer in TRAINERS.values() for folder in trainer.companions)
+    return rows_of("companions")
 
 
 def metrics_files() -> dict[str, MetricsFile]:
@@ -238,9 +198,9 @@ def find_unread(names: Iterable[str]) -> Unread | None:
     return look_up([trainer.unread for trainer in TRAINERS.values()], sorted(names))
 
 
-def find_foreign(names: Iterable[str]) -> Unread | None:
-    """Return the description of the first file of another program's model among these names, else None."""
-    return look_up([FOREIGN], sorted(names))
+def find_foreign(name: str) -> Unread | None:
+    """Return the description of a file of another program's model by its name, None for any other file."""
+    return look_up([FOREIGN], [name])
 
 
 def say_opaque(names: Iterable[str]) -> str | None:
@@ -270,7 +230,13 @@ def matches(table: str, name: str) -> Iterator[re.Match[str]]:
 
 @cache
 def patterns(table: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(pattern) for trainer in TRAINERS.values() for pattern in getattr(trainer, table))
+    return tuple(map(re.compile, rows_of(table)))
+
+
+@cache
+def rows_of(table: str) -> tuple[Any, ...]:
+    """Return the rows of a table such as "step_keys", trainer by trainer; of a mapping its keys."""
+    return tuple(row for trainer in TRAINERS.values() for row in getattr(trainer, table))
 
 
 def stem_of(name: str) -> str:

@@ -74,10 +74,7 @@ SENTENCE_TRANSFORMERS = TrainerFacts(
 # with `meta.pt`, or one file, named by values: `epoch=1-step=500.ckpt`, and `epoch=1-step=500-v1.ckpt` if that exists.
 LIGHTNING = TrainerFacts(
     name="lightning",
-    marks=(
-        Mark("Lightning", files=(r"meta\.pt",)),
-        Mark("Lightning", keys=("pytorch-lightning_version",)),
-    ),
+    marks=(Mark("Lightning", files=(r"meta\.pt",)), Mark("Lightning", keys=("pytorch-lightning_version",))),
     steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:-v[0-9]+)?(?:\.ckpt)?",),
     beside={r"meta\.pt": ""},
     epochs=(r"epoch=([0-9]{1,18})(?:-v[0-9]+)?(?:\.ckpt)?",),

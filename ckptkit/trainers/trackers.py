@@ -80,7 +80,9 @@ def trackers_in(root: Path) -> list[Tracker]:
         may_mention = not target and named and path.name not in named.values()
         found = list(mentions_in(path, named)) if may_mention else []
         if not found and target is not None:
-            found = [Tracker(path.name, target, is_for_resuming(path))]
+            is_link = path.is_symlink()
+            is_latest = _LATEST.fullmatch(path.name) is not None if is_link else not trainers.names_best(path.name)
+            found = [Tracker(path.name, target, is_latest)]
         trackers_found += found
     return trackers_found
 
@@ -190,13 +192,6 @@ def leaves_of(value: Any, keys: Keys) -> Iterator[tuple[Keys, object]]:
         yield keys, value
 
 
-def is_for_resuming(path: Path) -> bool:
-    """Return whether a tracker names the checkpoint to resume from, not the best one."""
-    if path.is_symlink():
-        return _LATEST.fullmatch(path.name) is not None
-    return not trainers.names_best(path.name)
-
-
 def read_tracker(path: Path) -> str | None:
     """Return the name or step in a tracker, "" for other content, None for any other file.
 
@@ -207,28 +202,21 @@ def read_tracker(path: Path) -> str | None:
             return entry_of(path.parent, os.readlink(path))
         if not trainers.is_tracker(path.name) or not path.is_file():
             return None
+    keys = trainers.json_trackers().get(path.name)
     try:
-        text = read_text(path)
+        if keys is None:
+            text: Any = decode(read_small(path, _LIMIT)).strip()
+        else:
+            text = json.loads(read_small(path, _LIMIT_OF_JSON))
+            for key in keys:
+                text = text.get(key) if isinstance(text, dict) else None
     except (Corrupt, Unsafe, ValueError, RecursionError):
         return ""  # an invalid tracker protects no checkpoint; a failed read (IOFailure) must not look like one
-    if text is None:
+    if not isinstance(text, str):
         return None
+    if keys is None and not text.isascii():
+        return ""
     if path.suffix == _OF_STORES:
         text = PurePosixPath(text).name
     is_name = text.isprintable() and text not in (".", "..") and not set(text) & set("/\\")
     return text if is_name else ""
-
-
-def read_text(path: Path) -> str | None:
-    """Return the name or step in a tracker, None if its JSON has none.
-
-    Raises `ValueError` for a file that is not text.
-    """
-    keys = trainers.json_trackers().get(path.name)
-    if keys is None:
-        text = decode(read_small(path, _LIMIT)).strip()
-        return text if text.isascii() else ""
-    value = json.loads(read_small(path, _LIMIT_OF_JSON))
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, str) else None

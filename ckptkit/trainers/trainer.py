@@ -31,9 +31,6 @@ class Evidence:
     read_class: Callable[[str], str] = lambda _: ""
     read_source: Callable[[], Mapping[str, str] | None] = lambda: None
 
-    def has_file(self, pattern: str) -> bool:
-        return any(map(re.compile(pattern).fullmatch, self.files))
-
     def has_key(self, key: str) -> bool:
         """Return whether there is an entry `a`, or `a/b` for a nested entry."""
         first, _, second = key.partition("/")
@@ -67,7 +64,7 @@ class Mark(NamedTuple):
             and self.format in (None, seen.format)
             and not (self.by_ranks and seen.world_size is None)
             and all(map(seen.has_key, self.keys))
-            and all(map(seen.has_file, self.files))
+            and all(any(map(re.compile(pattern).fullmatch, seen.files)) for pattern in self.files)
             and (not self.beside or (seen.place.parent / place.expand(self.beside)).exists())
             and (self.json is None or self.json[1] in seen.read_json(self.json[0]))
             and (self.pickled is None or re.fullmatch(self.pickled[1], seen.read_class(self.pickled[0])) is not None)

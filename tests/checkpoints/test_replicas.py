@@ -87,7 +87,7 @@ def test_copies_that_differ_are_no_tensor(made: tuple[Path, Any], tmp_path: Path
     equal, different = (made[0] / kind / f"{step}-{has_sums}" for step in STEPS)
     assert ckptkit.verify(equal)[0].is_ok
     assert ckptkit.open(equal)["model.weight"].shape == (5, 3)
-    with pytest.raises(Corrupt, match=r"the copy in `.*3.*` at \[3, 0\]") as caught:
+    with pytest.raises(Corrupt, match=r"the replica in `.*3.*` at \[3, 0\]") as caught:
         _ = Checkpoint.open(different).layout
     assert caught.value.tensor == "model.weight"
     assert "rank_1" in str(caught.value.path) or "__1_0" in str(caught.value.path)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.models.computation import find_differences
-from ckptkit.models.harmless_keys import is_harmless
+from ckptkit.models.computation import find_differences, is_harmless
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 OF_BART = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Self
 
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, recorded_names, split_groups
@@ -24,18 +24,6 @@ _UNREADABLE = (Corrupt, Unsafe, Unsupported)  # `verify` reports such entries in
 
 
 States = Mapping[str, Mapping[str, str]]  # parameter -> kind of state -> entry name
-
-
-class StatePlace(NamedTuple):
-    """The meaning of a state's key path.
-
-    `above` is the optimizer, `parameter` the parameter's name, or its index as text, and `kind` the kind of state. Keys
-    deeper below a parameter are joined by dots: `GG.0`.
-    """
-
-    above: KeyPath
-    parameter: str
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -84,11 +72,12 @@ class Facts:
     @cached_property
     def kinds(self) -> Mapping[KeyPath, Mapping[str, frozenset[str]]]:
         """Return the kinds of state that each parameter has in each optimizer, including non-tensor states."""
+
+        def kinds_of(entries: Iterable[str]) -> frozenset[str]:
+            return frozenset(kind.partition(".")[0] for kind in entries)
+
         return {
-            above: {
-                parameter: frozenset(kind.partition(".")[0] for kind in entries)
-                for parameter, entries in states.items()
-            }
+            above: {parameter: kinds_of(entries) for parameter, entries in states.items()}
             for above, states in self.states_among(self.layout.names).items()
         }
 
@@ -104,44 +93,45 @@ class Facts:
         by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
         for name in names:
             if state := self.place_of(self.layout.key(name)):
-                by_optimizer.setdefault(state.above, {}).setdefault(state.parameter, {})[state.kind] = name
+                above, parameter, kind = state
+                by_optimizer.setdefault(above, {}).setdefault(parameter, {})[kind] = name
         return by_optimizer
 
     def is_known(self, name: str) -> bool:
         """Return whether a weight has this name, ignoring wrapper prefixes."""
         return name in self.shapes_by_name or without_wrappers(name) in self.plain_names
 
-    def shapes_of(self, name: str) -> set[Shape]:
-        """Return the shapes of the weights that a parameter's name may mean, ignoring wrapper prefixes."""
-        return self.shapes_by_name.get(self.plain_names.get(without_wrappers(name), name), set())
-
     def shapes_of_parameter(self, above: KeyPath, parameter: str) -> set[Shape]:
         """Return the shapes of the weights that a parameter of the optimizer at a key path may be.
 
         Returns an empty set for an index without a recorded name, unless the optimizer lists parameters by name.
         """
-        name = self.names_of_indices(above).get(parameter, parameter)
-        is_name = not name.isdecimal() or above in self.named_optimizers
-        return self.shapes_of(name) if is_name else set()
+        name = self.names_of_indices.get(above, {}).get(parameter, parameter)
+        if name.isdecimal() and above not in self.named_optimizers:
+            return set()
+        return self.shapes_by_name.get(self.plain_names.get(without_wrappers(name), name), set())
 
     @cached_property
     def named_optimizers(self) -> frozenset[KeyPath]:
         """Return the key paths of the optimizers whose groups list parameters by name."""
         return frozenset(optimizer.above for optimizer in self.optimizers if not optimizer.is_numbered)
 
-    def place_of(self, key: KeyPath) -> StatePlace | None:
-        """Return the optimizer, parameter and kind that a key path means; None if it is not a state."""
+    def place_of(self, key: KeyPath) -> tuple[KeyPath, str, str] | None:
+        """Return the optimizer, parameter (or its index as text) and kind of a state's key path; None for other paths.
+
+        Keys deeper below a parameter are joined by dots: `GG.0`.
+        """
         last = str(key[-1])
         if last.startswith(FLATTENED[0]):
             parameter, _, kind = last.removeprefix(FLATTENED[0]).rpartition(".")
-            return StatePlace(key[:-1], parameter, kind) if parameter else None
+            return (key[:-1], parameter, kind) if parameter else None
         if _STATE not in key[:-2]:
             return None
         at = key.index(_STATE)
         first = str(key[at + 1])
         if at + 3 == len(key) and last in self.shapes_by_name and first not in self.shapes_by_name:
-            return StatePlace(key[:at], last, first)  # some optimizers have the kind first
-        return StatePlace(key[:at], first, ".".join(map(str, key[at + 2 :])))
+            return key[:at], last, first  # some optimizers have the kind first
+        return key[:at], first, ".".join(map(str, key[at + 2 :]))
 
     @cached_property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -151,12 +141,9 @@ class Facts:
         except _UNREADABLE:
             return ()
 
-    def names_of_indices(self, above: KeyPath) -> Mapping[str, str]:
-        """Return the recorded name of each parameter of the optimizer at a key path, by its index as text."""
-        return self._names_of_indices.get(above, {})
-
     @cached_property
-    def _names_of_indices(self) -> Mapping[KeyPath, Mapping[str, str]]:
+    def names_of_indices(self) -> Mapping[KeyPath, Mapping[str, str]]:
+        """Return the recorded name of each parameter by its index as text, by the optimizer's key path."""
         names: dict[KeyPath, Mapping[str, str]] = {}
         for optimizer in self.optimizers:
             with suppress(*_UNREADABLE):
@@ -200,12 +187,8 @@ class Facts:
     def has_setting(self, above: KeyPath, names: frozenset[str]) -> bool:
         """Return whether a group of the optimizer at a key path has one of these settings."""
         at = len(above)
-        keys = (self.layout.key(name) for name in self.layout.names)
-        return any(
-            key[:at] == above and str(key[-1]).rpartition(".")[2] in names and _GROUPS in str(key[at])
-            for key in keys
-            if len(key) > at
-        )
+        keys = (key for key in map(self.layout.key, self.layout.names) if len(key) > at and key[:at] == above)
+        return any(str(key[-1]).rpartition(".")[2] in names and _GROUPS in str(key[at]) for key in keys)
 
 
 def without_wrappers(name: str) -> str:

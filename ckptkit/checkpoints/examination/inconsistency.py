@@ -20,58 +20,44 @@ class Certainty(IntEnum):
     CERTAIN = 2  # no model and optimizer can have these entries
 
 
+_NOTE, _LIKELY, _CERTAIN = Certainty
 _PREFIX_OF = "names have the prefix `{prefix}` (added by {whose})"
 _NO_STATES = "a load by the weights' names finds no states"
 _LOST_SETTINGS = "torch's `set_optimizer_state_dict` loses its settings, and the next step fails with a KeyError"
 _TRAIN_MODE = "expected `train_mode` False in a schedule-free optimizer, found True"
 _NO_AVERAGE = "{averaged} of {total} weights are those for training, not the averaged weights for evaluation"
 _WORDS: Mapping[str, tuple[Certainty, str]] = {
-    "state_shape": (Certainty.CERTAIN, "expected shape {expected} of its parameter, found {found}"),
-    "state_size": (
-        Certainty.CERTAIN,
-        "expected the shape of a parameter, as {others} other states have, found {found}",
-    ),
+    "state_shape": (_CERTAIN, "expected shape {expected} of its parameter, found {found}"),
+    "state_size": (_CERTAIN, "expected the shape of a parameter, as {others} other states have, found {found}"),
     "foreign_states": (
-        Certainty.LIKELY,
+        _LIKELY,
         "expected states with the shapes of the weights, found other shapes for {unfit} of {total} parameters",
     ),
-    "state_kinds": (Certainty.CERTAIN, "expected the states {expected} of this parameter, found only {found}"),
+    "state_kinds": (_CERTAIN, "expected the states {expected} of this parameter, found only {found}"),
     "prefixed_state": (
-        Certainty.LIKELY,
+        _LIKELY,
         f"the optimizer's names have the prefix `{{prefix}}`, and the weights' names do not: {_NO_STATES}",
     ),
     "prefixed_weight": (
-        Certainty.LIKELY,
+        _LIKELY,
         f"the weights' names have the prefix `{{prefix}}`, and the optimizer's names do not: {_NO_STATES}",
     ),
-    "unknown_parameter": (
-        Certainty.LIKELY,
-        "no weight has this name; {unknown} of the optimizer's {total} names are unknown",
-    ),
-    "listed_twice": (Certainty.LIKELY, "the optimizer's groups list this parameter {times} times"),
-    "unlisted_state": (
-        Certainty.LIKELY,
-        "the optimizer has a state for this parameter, but no group contains the parameter",
-    ),
-    "wrapped_state": (Certainty.LIKELY, f"the optimizer's {_PREFIX_OF}, and the weights' names do not: {_NO_STATES}"),
-    "wrapped_weight": (Certainty.LIKELY, f"the weights' {_PREFIX_OF}, and the optimizer's names do not: {_NO_STATES}"),
-    "empty_group": (Certainty.LIKELY, f"group {{number}} is without parameters: {_LOST_SETTINGS}"),
-    "empty_weight": (Certainty.CERTAIN, "expected elements as in the other weights, found shape {found}"),
-    "empty_tensor": (Certainty.LIKELY, "expected elements as in the other weights, found shape {found}"),
-    "layer_gap": (Certainty.LIKELY, "expected {expected} numbered modules from 0, found no tensors for {missing}"),
-    "layer_lacks": (Certainty.LIKELY, "expected the tensor as in the other {others} layers, not found"),
-    "layer_differs": (Certainty.LIKELY, "expected {expected} as in the other {others} layers, found {found}"),
-    "bias": (Certainty.LIKELY, "expected {expected} elements, one for each row of its weight, found {found}"),
-    "experts": (Certainty.LIKELY, "expected {expected} experts as `{other}` has, found {found}"),
-    "router": (Certainty.LIKELY, "expected {expected} rows, one for each expert, found {found}"),
-    "head": (
-        Certainty.NOTE,
-        "expected {expected} rows as in `{embedding}`, found {found}; fine if some tokens are input only",
-    ),
-    "training_point": (
-        Certainty.NOTE,
-        f"{_TRAIN_MODE}: {_NO_AVERAGE}; call `optimizer.eval()` before the save",
-    ),
+    "unknown_parameter": (_LIKELY, "no weight has this name; {unknown} of the optimizer's {total} names are unknown"),
+    "listed_twice": (_LIKELY, "the optimizer's groups list this parameter {times} times"),
+    "unlisted_state": (_LIKELY, "the optimizer has a state for this parameter, but no group contains the parameter"),
+    "wrapped_state": (_LIKELY, f"the optimizer's {_PREFIX_OF}, and the weights' names do not: {_NO_STATES}"),
+    "wrapped_weight": (_LIKELY, f"the weights' {_PREFIX_OF}, and the optimizer's names do not: {_NO_STATES}"),
+    "empty_group": (_LIKELY, f"group {{number}} is without parameters: {_LOST_SETTINGS}"),
+    "empty_weight": (_CERTAIN, "expected elements as in the other weights, found shape {found}"),
+    "empty_tensor": (_LIKELY, "expected elements as in the other weights, found shape {found}"),
+    "layer_gap": (_LIKELY, "expected {expected} numbered modules from 0, found no tensors for {missing}"),
+    "layer_lacks": (_LIKELY, "expected the tensor as in the other {others} layers, not found"),
+    "layer_differs": (_LIKELY, "expected {expected} as in the other {others} layers, found {found}"),
+    "bias": (_LIKELY, "expected {expected} elements, one for each row of its weight, found {found}"),
+    "experts": (_LIKELY, "expected {expected} experts as `{other}` has, found {found}"),
+    "router": (_LIKELY, "expected {expected} rows, one for each expert, found {found}"),
+    "head": (_NOTE, "expected {expected} rows as in `{embedding}`, found {found}; fine if some tokens are input only"),
+    "training_point": (_NOTE, f"{_TRAIN_MODE}: {_NO_AVERAGE}; call `optimizer.eval()` before the save"),
 }
 
 
@@ -98,7 +84,6 @@ class Inconsistency:
         return _WORDS[self.code][1].format(**self.data)
 
     def to_error(self, path: Path) -> Mismatch:
-        """Return it as a problem of the checkpoint at a path."""
         return Mismatch(f"{self.message}{and_more(len(self.names) - 1)}", path=path, tensor=self.tensor)
 
     @property
@@ -111,25 +96,12 @@ class Inconsistency:
 def fold_layers(found: Iterable[Inconsistency]) -> tuple[Inconsistency, ...]:
     """Merge the inconsistencies that are the same in every layer: `layers.*.q_proj.weight.exp_avg`."""
     by_pattern: dict[object, list[Inconsistency]] = {}
-    for inconsistency in found:
-        by_pattern.setdefault(
-            (inconsistency.code, inconsistency.tensor and fold(inconsistency.tensor), inconsistency.message), []
-        ).append(inconsistency)
-    return tuple(merge_entries(same) for same in by_pattern.values())
-
-
-def merge_entries(same: list[Inconsistency]) -> Inconsistency:
-    """Merge inconsistencies whose entries differ only in numbers."""
-    first = same[0]
-    names = tuple(
-        name
-        for inconsistency in same
-        for name in (inconsistency.names or ((inconsistency.tensor,) if inconsistency.tensor else ()))
-    )
-    return replace(first, tensor=fold(first.tensor) if first.tensor and len(same) > 1 else first.tensor, names=names)
-
-
-def first_numbers(numbers: Iterable[int], shown: int = 4) -> str:
-    """Return the first numbers as text, with how many more there are."""
-    every = list(numbers)
-    return f"{', '.join(map(str, every[:shown]))}{and_more(len(every) - shown)}"
+    for one in found:
+        by_pattern.setdefault((one.code, one.tensor and fold(one.tensor), one.message), []).append(one)
+    merged = []
+    for same in by_pattern.values():
+        first = same[0]
+        tensor = fold(first.tensor) if first.tensor and len(same) > 1 else first.tensor
+        names = tuple(name for one in same for name in one.names or (one.tensor,) if name)
+        merged.append(replace(first, tensor=tensor, names=names))
+    return tuple(merged)

@@ -23,12 +23,7 @@ from ckptkit.models.names.group_map import GROUP_MAP
 # elementwise states whose names no other optimizer uses for states of another shape
 _JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1", "state2"}
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
-_MARKS_OF_PACKED_STATES = (
-    "projector",
-    "ortho_matrix",
-    "absmax",
-    "qmap",
-)  # these show that the other states are projected or packed
+_MARKS_OF_PACKED_STATES = ("projector", "ortho_matrix", "absmax", "qmap")  # the other states are projected or packed
 _FLOATS = ("float", "small_float")
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
 # States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
@@ -70,16 +65,13 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
                 yield Inconsistency("state_size", kinds[0], {"found": list(found), "others": fitting}, kinds)
         elif every and any(len(shape) > 1 for wrong in odd for shape in wrong):
             numbers = {"unfit": len(odd), "total": len(odd) + fitting}
-            yield Inconsistency("foreign_states", text_of(above), numbers)
+            yield Inconsistency("foreign_states", ".".join(map(str, above)) or None, numbers)
 
 
 def misshaped_states(
     facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]
 ) -> dict[Shape, tuple[str, ...]]:
-    """Return the elementwise states of a parameter that fit none of `shapes`, grouped by their own shape.
-
-    `entries` maps the kind of each state to its entry.
-    """
+    """Return a parameter's elementwise states that fit none of `shapes`, by their shape. `entries` are by kind."""
     specs = {kind: facts.layout.tensors[name].spec for kind, name in entries.items()}
     if any(word in kind for word in _MARKS_OF_PACKED_STATES for kind in specs):
         return {}
@@ -185,11 +177,8 @@ def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) 
     for prefix in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
         rest = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
         is_free = not any(name.startswith(prefix) for name in facts.shapes_by_name)
-        if (
-            len(rest) == len(unknown)
-            and is_free
-            and all(facts.is_known(suffix) and suffix not in states for suffix in rest)
-        ):
+        is_shared = len(rest) == len(unknown) and is_free
+        if is_shared and all(facts.is_known(suffix) and suffix not in states for suffix in rest):
             return prefix
     return None
 
@@ -241,16 +230,9 @@ def state_name(above: KeyPath, parameter: str) -> str:
 
 
 def find_training_point(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield an inconsistency if a schedule-free optimizer was saved in training mode.
-
-    Source: `train` and `eval` in schedulefree/adamw_schedulefree.py.
-    """
+    """Yield the schedule-free optimizers that were saved in training mode (see `train` in schedulefree's adamw)."""
     for above, states in facts.states.items():
         averaged = sum("z" in entries for entries in states.values())
         if averaged and any(value is True for value in facts.settings(above, "train_mode")):
-            yield Inconsistency("training_point", text_of(above), {"averaged": averaged, "total": len(states)})
-
-
-def text_of(above: KeyPath) -> str | None:
-    """Return the dotted name of an optimizer's key path; None if the checkpoint itself is the optimizer."""
-    return ".".join(map(str, above)) or None
+            optimizer = ".".join(map(str, above)) or None
+            yield Inconsistency("training_point", optimizer, {"averaged": averaged, "total": len(states)})

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptkit.checkpoints.examination.facts import Facts
-from ckptkit.checkpoints.examination.inconsistency import Inconsistency, first_numbers
+from ckptkit.checkpoints.examination.inconsistency import Inconsistency
+from ckptkit.errors import and_more
 from ckptkit.layout.wrappers import may_be_adapted
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
@@ -49,15 +50,12 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
         missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
         has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
         if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
-            data = {"expected": max(numbered) + 1, "missing": first_numbers(missing)}
-            yield Inconsistency("layer_gap", above, data)
+            numbers = f"{', '.join(map(str, missing[:4]))}{and_more(len(missing) - 4)}"
+            yield Inconsistency("layer_gap", above, {"expected": max(numbered) + 1, "missing": numbers})
 
 
 def numbered_modules(facts: Facts) -> Members:
-    """Return the tensors in each list of layers or experts; {} for an adapter, which only has layers that it changes.
-
-    A tensor inside nested lists belongs to each of them.
-    """
+    """Return the tensors in each list of layers or experts, also nested ones; {} for an adapter: it has few layers."""
     members: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     if may_be_adapted(facts.weights.values()):
         return {}
@@ -87,11 +85,13 @@ def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
                 yield Inconsistency("layer_lacks", lacking[0], {"others": others}, lacking)
             elif not lacking and len(modules) == 1:
                 for rest in odd:
-                    if not facts.layout.tensors[numbered[layer][rest]].spec.numel:
-                        continue  # `find_empty_weights` yields it
                     other = next(tensors for number, tensors in numbered.items() if number != layer)[rest]
-                    shown = {"expected": describe(facts, other), "found": describe(facts, numbered[layer][rest])}
-                    yield Inconsistency("layer_differs", numbered[layer][rest], {"others": others, **shown})
+                    specs = [facts.layout.tensors[name].spec for name in (other, numbered[layer][rest])]
+                    if not specs[1].numel:
+                        continue  # `find_empty_weights` yields it
+                    expected, found = (f"{list(spec.shape)} {spec.dtype}" for spec in specs)
+                    data = {"others": others, "expected": expected, "found": found}
+                    yield Inconsistency("layer_differs", numbered[layer][rest], data)
 
 
 def odd_members(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapping[int, Sequence[str]]:
@@ -113,12 +113,6 @@ def odd_members(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapp
                 others.add(layer)  # a kind of layer of its own
             odd[layer].append(rest)
     return {layer: rests for layer, rests in odd.items() if layer not in others}
-
-
-def describe(facts: Facts, name: str) -> str:
-    """Return the shape and dtype of a tensor as text."""
-    spec = facts.layout.tensors[name].spec
-    return f"{list(spec.shape)} {spec.dtype}"
 
 
 def find_bias_rows(facts: Facts) -> Iterator[Inconsistency]:

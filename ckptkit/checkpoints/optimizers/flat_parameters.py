@@ -43,7 +43,8 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     Raises `Unsupported` if neither an optimizer nor a config.json, beside them or in `base`, describes the contents,
     `Corrupt` if the description belongs to another model.
     """
-    flat = {name: key for name in layout.tensors if is_flat(key := layout.key(name))}
+    keys = {name: layout.key(name) for name in layout.tensors}
+    flat = {name: key for name, key in keys.items() if is_flat_name(str(key[-1]))}
     known = find_shapes(layout, path, base)
     if known is None:
         message = "this is a flat parameter, and no file gives the names and shapes of the parameters in it"
@@ -59,9 +60,8 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
             keys[".".join(map(str, new))] = new
     lacking = known.shapes.keys() - {str(key[-1]) for key in keys.values()}
     if lacking:
-        message = (
-            f"{known.said_by} lists the parameter, but no flat parameter belongs to a module that could contain it"
-        )
+        what = f"{known.said_by} lists the parameter"
+        message = f"{what}, but no flat parameter belongs to a module that could contain it"
         raise Corrupt(message, path=path, tensor=min(lacking))
     return replace(layout, tensors=tensors, keys=keys)
 
@@ -85,10 +85,6 @@ def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
         raise error.blame(path=path) from None
 
 
-def is_flat(key: KeyPath) -> bool:
-    return is_flat_name(str(key[-1]))
-
-
 def optimizer_layouts(layout: Layout, path: Path) -> Iterator[Layout]:
     """Yield the layouts that may have names and shapes: the checkpoint's own, and those of its optimizers."""
     yield layout
@@ -99,10 +95,7 @@ def optimizer_layouts(layout: Layout, path: Path) -> Iterator[Layout]:
 
 
 def shapes_in(layout: Layout) -> dict[str, Shape] | None:
-    """Return the shapes of an optimizer's parameters by name, in order; None without names or with several groups.
-
-    The order of parameters across groups is unknown.
-    """
+    """Return an optimizer's parameter shapes by name, in order; None without names, or with groups of unknown order."""
     moments: dict[str, Shape] = {}
     for name, tensor in layout.tensors.items():
         key = layout.key(name)
@@ -115,10 +108,7 @@ def shapes_in(layout: Layout) -> dict[str, Shape] | None:
 
 
 def parameters_of_flat(key: KeyPath, shapes: Mapping[str, Shape], flat: Sequence[KeyPath]) -> dict[str, Shape]:
-    """Return the parameters of the flat one at a key path.
-
-    These are the parameters of its module, except those of submodules that are wrapped themselves.
-    """
+    """Return the parameters of a flat one: those of its module, except in submodules that are wrapped themselves."""
     prefixes = sorted((prefix_of(other) for other in flat), key=len, reverse=True)
     own = prefix_of(key)
     return {
@@ -132,17 +122,10 @@ def prefix_of(key: KeyPath) -> str:
 
 
 def cut_flat(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the members of a flat parameter.
-
-    Raises `Corrupt` unless they fill it exactly, `Unsupported` if they fit in more than one way.
-    """
+    """Yield a flat parameter's members. Raises `Corrupt` if none fill it, `Unsupported` if they fit in several ways."""
     world = layout.world_size or 1
     members = known.shapes
-    starts = {
-        tuple(start_list): start_list
-        for a in _ALIGNMENTS
-        if (start_list := starts_of(members, flat.spec.numel, a, world))
-    }
+    starts = {fit for a in _ALIGNMENTS if (fit := starts_of(members, flat.spec.numel, a, world))}
     if len(starts) > 1:
         message = f"the {len(members)} parameters of {known.said_by} fit into this flat parameter in {len(starts)} ways"
         raise Unsupported(message, path=layout.path, tensor=name)
@@ -151,11 +134,11 @@ def cut_flat(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Ite
         message = f"expected {total} elements in {len(members)} parameters ({known.said_by}), found {flat.spec.numel}"
         raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {known.said_by} belongs to this model")
     pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in flat.chunks]
-    for (parameter, shape), start in zip(members.items(), *starts.values(), strict=True):
+    for (parameter, shape), start in zip(members.items(), *starts, strict=True):
         yield parameter, StoredTensor(replace(flat.spec, shape=shape), tuple(cut_out(pieces, start, shape)))
 
 
-def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> list[int] | None:
+def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> tuple[int, ...] | None:
     """Return the start of each member, aligned to `alignment` elements; None if the members do not fill the tensor."""
     starts, at = [], 0
     for shape in members.values():
@@ -163,4 +146,4 @@ def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: i
         starts.append(at)
         at += prod(shape)
     end = at if alignment == 1 else at + -at % world
-    return starts if end == numel else None
+    return tuple(starts) if end == numel else None

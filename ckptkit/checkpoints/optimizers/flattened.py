@@ -7,7 +7,7 @@ with the same settings were in one group, or in groups that cannot be distinguis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.errors import Mismatch, Unsupported
@@ -28,7 +28,6 @@ class FlattenedOptimizer:
 
     @property
     def name(self) -> str:
-        """Return its dotted name in the checkpoint."""
         return ".".join(map(str, self.above)) or "optimizer"
 
     def groups(self, layout: Layout, order: Sequence[str]) -> list[list[str]]:
@@ -85,19 +84,10 @@ def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) ->
             tensors[new] = layout.tensors[name]
         else:
             blobs[new] = layout.blobs[name]
-    for key, blob in group_entries(layout, optimizer, order):
-        name = ".".join(map(str, key))
-        keys[name], blobs[name] = key, blob
-    return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={})
-
-
-def group_entries(
-    layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]
-) -> Iterator[tuple[KeyPath, Blob]]:
-    """Yield the entries of the groups: their settings, and the list of their parameters."""
     for i, names in enumerate(optimizer.groups(layout, order)):
-        above = (*optimizer.above, _GROUPS, i)
         settings = {what: layout.blobs[name] for what, name in optimizer.settings[names[0]].items()}
+        settings["params"] = with_value(next(iter(settings.values())), names)
         for what, blob in settings.items():
-            yield (*above, what), blob
-        yield (*above, "params"), with_value(next(iter(settings.values())), names)
+            key = (*optimizer.above, _GROUPS, i, what)
+            keys[".".join(map(str, key))], blobs[".".join(map(str, key))] = key, blob
+    return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={})

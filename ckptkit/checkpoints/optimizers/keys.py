@@ -8,7 +8,7 @@ rank has a different shard of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.values import load_value, with_value
-from ckptkit.layout import Blob, KeyPath, Layout, edits
+from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import check_numbers
 from ckptkit.layout.wrappers import is_record_of, read_recorded
@@ -52,7 +52,6 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """Return its dotted name in the checkpoint."""
         return ".".join(map(str, self.above)) or "optimizer"
 
 
@@ -77,30 +76,22 @@ def split_groups(layout: Layout) -> Layout:
     blobs = {name: blob for name, blob in layout.blobs.items() if name not in joined}
     keys = {name: layout.key(name) for name in layout.names if name not in joined}
     for name in joined:
-        for key, blob in entries_of_groups(layout, name):
-            new = ".".join(map(str, key))
-            blobs[new], keys[new] = blob, key
+        key, blob = layout.key(name), layout.blobs[name]
+        value = load_value(layout.root, blob)
+        groups = [pairs_of(group) or () for group in value] if isinstance(value, list) else []
+        settings = [((*key, i, name), setting) for i, pairs in enumerate(groups) for name, setting in pairs]
+        entries = [(new, with_value(blob, setting)) for new, setting in settings]
+        for new, setting in entries if groups and all(groups) else [(key, blob)]:
+            dotted = ".".join(map(str, new))
+            blobs[dotted], keys[dotted] = setting, new
     return replace(layout, blobs=blobs, keys=keys)
 
 
-def entries_of_groups(layout: Layout, name: str) -> Iterator[tuple[KeyPath, Blob]]:
-    """Yield one entry for each setting of the groups in the entry `name`.
-
-    Yields the entry itself if it is not a list of groups.
-    """
-    key, blob = layout.key(name), layout.blobs[name]
-    value = load_value(layout.root, blob)
-    groups = [pairs_of(group) for group in value] if isinstance(value, list) else []
-    if not groups or not all(groups):
-        yield key, blob
-        return
-    for i, settings in enumerate(groups):
-        for setting, its_value in settings or ():
-            yield (*key, i, setting), with_value(blob, its_value)
-
-
 def find_optimizers(layout: Layout) -> list[Optimizer]:
-    """Return the optimizers in torch's nested form. Reads the parameter lists of their groups."""
+    """Return the optimizers in torch's nested form. Reads the parameter lists of their groups.
+
+    Raises `Corrupt` for an entry that is not a list of parameters.
+    """
     layout = split_groups(layout)
     lists: dict[KeyPath, dict[int, str]] = {}
     recorded: dict[KeyPath, str] = {}
@@ -111,35 +102,25 @@ def find_optimizers(layout: Layout) -> list[Optimizer]:
                 lists.setdefault(key[:-3], {})[key[-2]] = name
             elif is_list_of_names(key):
                 recorded[key[:-1]] = name
-    return [
-        read_optimizer(
-            layout, above, {name: recorded.get((*above, _GROUPS, i), "") for i, name in sorted(entries.items())}
-        )
-        for above, entries in lists.items()
-    ]
-
-
-def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> Optimizer:
-    """Return the optimizer at a key path; `lists` maps each group's list to its entry of recorded names.
-
-    Raises `Corrupt` for an entry that is not a list of parameters.
-    """
-    values = [load_value(layout.root, layout.blobs[name]) for name in lists]
-    for name, value in zip(lists, values, strict=True):
-        if not isinstance(value, list) or not all(type(item) in (int, str) for item in value):
-            raise Corrupt("expected a list of the group's parameters", path=layout.path, tensor=name)
-    optimizer = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
-    if not (optimizer.is_numbered or optimizer.is_named):
-        message = "expected either parameter indices or names in the optimizer's groups, found both"
-        raise Corrupt(message, path=layout.path, tensor=optimizer.name)
-    return optimizer
+    optimizers = []
+    for above, entries in lists.items():
+        groups = []
+        for _, name in sorted(entries.items()):
+            value = load_value(layout.root, layout.blobs[name])
+            if not isinstance(value, list) or not all(type(item) in (int, str) for item in value):
+                raise Corrupt("expected a list of the group's parameters", path=layout.path, tensor=name)
+            groups.append(tuple(value))
+        names = tuple(recorded.get((*above, _GROUPS, i), "") for i in sorted(entries))
+        optimizer = Optimizer(above, tuple(entries[i] for i in sorted(entries)), tuple(groups), names)
+        if not (optimizer.is_numbered or optimizer.is_named):
+            message = "expected either parameter indices or names in the optimizer's groups, found both"
+            raise Corrupt(message, path=layout.path, tensor=optimizer.name)
+        optimizers.append(optimizer)
+    return optimizers
 
 
 def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
-    """Return the name that torch recorded for each index of an optimizer; {} without a record.
-
-    Raises `Unsupported` for lists that do not name each index once.
-    """
+    """Return torch's recorded name of each index, or {}. Raises `Unsupported` unless it names each index once."""
     lists = optimizer.name_lists
     values = [load_value(layout.root, layout.blobs[name]) if name else None for name in lists]
     return read_recorded(optimizer.groups, values)
@@ -168,10 +149,7 @@ def known_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
 
 
 def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
-    """Return the index of each name of an optimizer as torch counts them: group by group.
-
-    Raises `Corrupt` for a name that is listed twice, and for a state without a group.
-    """
+    """Return torch's index of each name, group by group. Raises `Corrupt` for a name in two groups or in none."""
     every = [name for group in optimizer.groups for name in group]
     numbers: dict[Any, str | int] = {name: number for number, name in enumerate(every)}
     if len(numbers) < len(every):
@@ -212,10 +190,7 @@ def keys_of_states(layout: Layout, optimizer: Optimizer) -> dict[str, KeyPath]:
 
 
 def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape]]:
-    """Return the shapes of an optimizer's state tensors, by parameter index and kind.
-
-    Raises `Corrupt` for a state of a parameter that is in no group.
-    """
+    """Return the shapes of state tensors by index and kind. Raises `Corrupt` for a parameter that is in no group."""
     states: dict[int, dict[str, Shape]] = {}
     numbers = {str(number): number for group in optimizer.groups for number in group}
     at = len(optimizer.above) + 1
@@ -230,10 +205,7 @@ def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape
 
 
 def shape_of(state: Mapping[str, Shape]) -> Shape | None:
-    """Return the shape of the parameter that a state belongs to; None for a state without tensors.
-
-    Raises `Unsupported` if none of its tensors shows the shape.
-    """
+    """Return the shape of a state's parameter; None without tensors. Raises `Unsupported` if no tensor shows it."""
     known = {name: shape for name, shape in state.items() if name.rpartition(".")[2] in ELEMENTWISE}
     first_moments = {shape for name, shape in known.items() if name.rpartition(".")[2] not in SECOND_MOMENTS}
     shapes = first_moments or set(known.values())

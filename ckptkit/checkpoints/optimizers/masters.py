@@ -15,8 +15,7 @@ from contextlib import suppress
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.models.names.parameters import EntryPlace
-from ckptkit.models.names.training import find_place
+from ckptkit.models.names.training import find_place, state_kind
 
 REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]  # the optimizer's state, and the weight that it completes
 _MASTER_STATES = ("fp32_param", "param", "master_param")
@@ -29,7 +28,11 @@ def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
     """
     masters = {}
     for name, parameter in masters_in(layout, weights):
-        check_master(layout, name, parameter, weights[parameter])
+        spec, weight = layout.tensors[name].spec, weights[parameter]
+        fits = spec.dtype.can_become(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
+        if spec.shape != weight.shape or not fits:
+            message = f"expected a master for `{parameter}`, {weight}; found {spec}"
+            raise Mismatch(message, path=layout.path, tensor=name, hint="check that both come from one save")
         masters[parameter] = name
     return masters
 
@@ -39,25 +42,11 @@ def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[st
     own = set(weights)
     for name in layout.tensors:
         with suppress(Unsupported):  # an optimizer with indices instead of names
-            if (located := find_place(layout.key(name), own)) and state_kind_at(located[0]) in _MASTER_STATES:
+            located = find_place(layout.key(name), own)
+            if located and state_kind(located[0]).rpartition(".")[2] in _MASTER_STATES:
                 yield name, located[1]
 
 
 def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
     """Return the entries with the low bits that complete the weights to their masters."""
     return [name for name, _ in masters_in(layout, weights) if layout.tensors[name].spec.dtype == REMAINDERS]
-
-
-def state_kind_at(place: EntryPlace) -> str:
-    """Return the kind of state at a place."""
-    last = place.after or (place.text.rpartition(".")[2].replace("{}", "") or place.before[-1],)
-    return str(last[-1])
-
-
-def check_master(layout: Layout, name: str, parameter: str, weight: Spec) -> None:
-    """Raise `Mismatch` for a master whose shape or dtype does not fit the weight."""
-    spec = layout.tensors[name].spec
-    fits = spec.dtype.can_become(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
-    if spec.shape != weight.shape or not fits:
-        message = f"expected a master for `{parameter}`, {weight}; found {spec}"
-        raise Mismatch(message, path=layout.path, tensor=name, hint="check that both come from one save")

@@ -44,7 +44,6 @@ class States:
 
     @property
     def name(self) -> str:
-        """Return the dotted name of the optimizer in the checkpoint."""
         return ".".join(map(str, self.above)) or "optimizer"
 
     @property
@@ -61,7 +60,6 @@ class States:
         return [parameter for parameter in self.of if parameter not in listed]
 
     def way(self, parameter: str, kind: str) -> KeyPath:
-        """Return the key path of a parameter's state."""
         if self.optimizer is None:
             return (*self.above, f"state.{parameter}.{kind}")
         return (*self.above, "state", parameter, kind)
@@ -81,24 +79,19 @@ class StateForm:
 
 def find_states(layout: Layout) -> list[States]:
     """Return the optimizers in a checkpoint that list their parameters in groups, nested or flattened by torch."""
-    return [*(nested_states(layout, optimizer) for optimizer in find_optimizers(layout)), *flattened_states(layout)]
-
-
-def nested_states(layout: Layout, optimizer: Optimizer) -> States:
-    """Return the states of an optimizer in torch's nested form."""
-    of: dict[str, dict[str, str]] = {}
-    at = len(optimizer.above) + 1
-    for name, key in keys_of_states(layout, optimizer).items():
-        of.setdefault(str(key[at]), {})[".".join(map(str, key[at + 1 :]))] = name
-    groups = tuple(tuple(map(str, group)) for group in optimizer.groups)
-    return States(optimizer.above, groups, of, optimizer)
+    found = []
+    for optimizer in find_optimizers(layout):
+        of: dict[str, dict[str, str]] = {}
+        at = len(optimizer.above) + 1
+        for name, key in keys_of_states(layout, optimizer).items():
+            of.setdefault(str(key[at]), {})[".".join(map(str, key[at + 1 :]))] = name
+        groups = tuple(tuple(map(str, group)) for group in optimizer.groups)
+        found.append(States(optimizer.above, groups, of, optimizer))
+    return [*found, *flattened_states(layout)]
 
 
 def flattened_states(layout: Layout) -> Iterator[States]:
-    """Yield the optimizers that torch has flattened.
-
-    All parameters count as one group, because no entry records the groups.
-    """
+    """Yield the optimizers that torch has flattened, with all parameters as one group: no entry records the groups."""
     members: dict[KeyPath, dict[str, None]] = {}
     of: dict[KeyPath, dict[str, dict[str, str]]] = {}
     for name in layout.names:
@@ -173,10 +166,7 @@ def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> Stor
 
 
 def zeros(spec: Spec, like: StoredTensor, first_offset: int) -> StoredTensor:
-    """Return a tensor of zeros, split into chunks like its parameter.
-
-    The offsets of its chunks start at `first_offset`, so that no two chunks of a checkpoint share one.
-    """
+    """Return zeros, split into chunks like a parameter. No two chunks of a checkpoint may share an offset."""
     is_alike = like.splits is None and like.spec.shape == spec.shape
     chunks: list[Chunk] = []
     for box in [chunk.box for chunk in like.chunks] if is_alike else [whole(spec.shape)]:
@@ -196,13 +186,11 @@ def forms_for(
     first = states.of[peers[0]].keys()
     other = next((parameter for parameter in peers if states.of[parameter].keys() != first), None)
     if other is not None:
-        kinds = " and ".join(
-            f"`{parameter}` has {', '.join(sorted(states.of[parameter]))}" for parameter in (peers[0], other)
-        )
+        own = (f"`{parameter}` has {', '.join(sorted(states.of[parameter]))}" for parameter in (peers[0], other))
+        kinds = " and ".join(own)
         message = f"the states of this parameter are unknown, because other parameters have different ones: {kinds}"
-        raise Unsupported(
-            message, tensor=next(parameter for parameter in group if parameter not in states.of), hint=_HINT
-        )
+        lacking = next(parameter for parameter in group if parameter not in states.of)
+        raise Unsupported(message, tensor=lacking, hint=_HINT)
     unknown = sorted(first - FIRST_ZERO)
     if unknown:
         message = f"ckptkit does not know the initial value of the state `{unknown[0]}`, or it is not zero"
@@ -232,31 +220,23 @@ def state_form(
     """Return the common form of the entries of one kind, by parameter. Raises `Unsupported` if they differ."""
     names = list(entries.values())
     if all(name in layout.blobs for name in names):
-        return StateForm(zero=zero_of(layout, names[0]))
+        blob = layout.blobs[names[0]]
+        value = load_value(layout.root, blob)
+        if type(value) not in (int, float):
+            message = f"expected a tensor or a number, found a {type(value).__name__}"
+            raise Unsupported(message, tensor=names[0], hint=_HINT)
+        return StateForm(zero=with_value(blob, type(value)(0)))
+    differing = f"the states `{kind}` differ in shape or dtype, so ckptkit cannot create one for other parameters"
+    forms_differ = Unsupported(differing, tensor=names[0], hint=_HINT)
     if not all(name in layout.tensors for name in names):
-        raise forms_differ(kind, names)
+        raise forms_differ
     pairs = [
         (parameter_of(parameters, parameter).spec, layout.tensors[name].spec) for parameter, name in entries.items()
     ]
     is_shaped = all(own.shape == spec.shape for own, spec in pairs)
     is_single = all(not spec.shape for _, spec in pairs)
-    if not (is_shaped or is_single):
-        raise forms_differ(kind, names)
     dtypes = {spec.dtype for _, spec in pairs}
     is_own = not is_single and all(own.dtype == spec.dtype for own, spec in pairs)
-    if len(dtypes) > 1 and not is_own:
-        raise forms_differ(kind, names)
+    if not (is_shaped or is_single) or (len(dtypes) > 1 and not is_own):
+        raise forms_differ
     return StateForm(is_single and (kind == STEP or not is_shaped), None if is_own else dtypes.pop())
-
-
-def forms_differ(kind: str, names: Sequence[str]) -> Unsupported:
-    message = f"the states `{kind}` differ in shape or dtype, so ckptkit cannot create one for other parameters"
-    return Unsupported(message, tensor=names[0], hint=_HINT)
-
-
-def zero_of(layout: Layout, name: str) -> Blob:
-    """Return a zero of the same number type as an entry. Raises `Unsupported` for an entry that is not a number."""
-    value = load_value(layout.root, layout.blobs[name])
-    if type(value) not in (int, float):
-        raise Unsupported(f"expected a tensor or a number, found a {type(value).__name__}", tensor=name, hint=_HINT)
-    return with_value(layout.blobs[name], type(value)(0))

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -96,7 +97,6 @@ class OneModel:
 
     @property
     def name(self) -> str:
-        """Return the dotted name of the model in the checkpoint."""
         return ".".join(map(str, self.above)) or "the model"
 
     @cached_property
@@ -131,11 +131,10 @@ class NamedNumbers:
 
 
 def find_models(layout: Layout) -> list[OneModel]:
-    """Return the models in a layout: each dict of tensors outside the training state.
-
-    The checkpoint's main model comes first.
-    """
-    main = main_key(layout)
+    """Return the models in a layout, the main model first: each dict of tensors outside the training state."""
+    main: KeyPath | None = None
+    with suppress(Mismatch, SeveralModels):
+        main = find_model_key(layout)
     training = names_of_training(layout)
     groups: dict[KeyPath, dict[str, StoredTensor]] = {main: {}} if main is not None else {}
     for name, tensor in layout.tensors.items():
@@ -147,20 +146,8 @@ def find_models(layout: Layout) -> list[OneModel]:
     return [OneModel(above, replace(alone, tensors=tensors)) for above, tensors in groups.items() if tensors]
 
 
-def main_key(layout: Layout) -> KeyPath | None:
-    """Return the key path of the model; None if there are several models or none."""
-    try:
-        return find_model_key(layout)
-    except (Mismatch, SeveralModels):
-        return None
-
-
 def find_names(
-    layout: Layout,
-    optimizer: Optimizer,
-    models: Sequence[OneModel],
-    path: Path,
-    order: Order | None = None,
+    layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, order: Order | None = None
 ) -> NamedNumbers:
     """Return the name for each index of an optimizer in a layout.
 
@@ -201,7 +188,16 @@ def assume_names(
     """Return the names in the order that the user states. Raises `Unsupported` or `Mismatch` if it does not fit."""
     proof = f"assumed, as {ORDER} {order.text} says"
     if not order.names:
-        return find_by_order(optimizer, parameter_shapes_of(layout, optimizer), models, find_config(path), proof)
+        sizes, config = parameter_shapes_of(layout, optimizer), find_config(path)
+
+        def fit(model: OneModel) -> Names:
+            return match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))
+
+        model, names = choose_model(models, fit, optimizer)
+        others = [other for other in models if other is not model]
+        check_others(optimizer, sizes, model, others)
+        owner = f" (of `{model.name}` and of no other model)" if others else ""
+        return NamedNumbers(names, model, f"{proof}{owner}")
     numbers = list(chain.from_iterable(optimizer.groups))
     if len(numbers) != len(order.names):
         message = (
@@ -252,28 +248,6 @@ def order_in_models(models: Sequence[OneModel], names: Collection[str], path: Pa
     raise Mismatch("no model of the checkpoint has all parameters of the optimizer", tensor=next(iter(names), None))
 
 
-def find_by_order(
-    optimizer: Optimizer,
-    sizes: Mapping[int, Shape],
-    models: Sequence[OneModel],
-    config: Mapping[str, Any] | None,
-    proof: str,
-) -> NamedNumbers:
-    """Return the names that one model gives by the order of its parameters.
-
-    Raises `Unsupported` or `Mismatch` if no model, or more than one, fits.
-    """
-
-    def fit(model: OneModel) -> list[Names]:
-        return [match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))]
-
-    model, names = choose_model(models, fit, optimizer)
-    others = [other for other in models if other is not model]
-    check_others(optimizer, sizes, model, others)
-    owner = f" (of `{model.name}` and of no other model)" if others else ""
-    return NamedNumbers(names, model, f"{proof}{owner}")
-
-
 def find_recorded(
     recorded: Mapping[Any, str],
     sizes: Mapping[int, Shape],
@@ -288,7 +262,7 @@ def find_recorded(
     """
     prefixed = [(model, names) for model in models for names in match_with_prefix(recorded, sizes, model.shapes)]
     try:
-        exact = choose_model(models, lambda model: [match_recorded(recorded, sizes, model.shapes, lister)], optimizer)
+        exact = choose_model(models, lambda model: match_recorded(recorded, sizes, model.shapes, lister), optimizer)
         assignments = [exact] if len(exact[1]) == len(exact[0].shapes) else [exact, *prefixed]
     except Mismatch:
         assignments = prefixed
@@ -303,7 +277,7 @@ def find_recorded(
 
 
 def choose_model(
-    models: Sequence[OneModel], fit: Callable[[OneModel], Iterable[Names]], optimizer: Optimizer
+    models: Sequence[OneModel], fit: Callable[[OneModel], Names], optimizer: Optimizer
 ) -> tuple[OneModel, Names]:
     """Return the model that fits an optimizer, and the names that it gives.
 
@@ -313,27 +287,21 @@ def choose_model(
     errors: list[Mismatch | Unsupported] = []
     for model in models:
         try:
-            fitting += [(model, names) for names in fit(model)]
+            fitting.append((model, fit(model)))
         except (Mismatch, Unsupported) as error:
             errors.append(error)
+    if not fitting and len(models) == 1:
+        raise errors[0]
     if not fitting:
-        raise errors[0] if len(models) == 1 else fits_none(models, errors)
+        reasons = (f"`{model.name}`: {error.message}" for model, error in zip(models, errors, strict=True))
+        message = f"the optimizer fits none of the {len(models)} models: {'; '.join(reasons)}"
+        kind = Mismatch if all(isinstance(error, Mismatch) for error in errors) else Unsupported
+        raise kind(message, tensor=errors[0].tensor, hint=_HINT)
     first, *others = fitting
     other = next((other for other in others if not are_same_names(other[1], first[1])), None)
     if other is not None:
         raise ambiguous(optimizer, [first[0], other[0]])
     return first
-
-
-def fits_none(models: Sequence[OneModel], errors: Sequence[Mismatch | Unsupported]) -> Mismatch | Unsupported:
-    """Return the error for an optimizer that fits none of several models, with the reason for each."""
-    reasons = (f"`{model.name}`: {error.message}" for model, error in zip(models, errors, strict=True))
-    kind = Mismatch if all(isinstance(error, Mismatch) for error in errors) else Unsupported
-    return kind(
-        f"the optimizer fits none of the {len(models)} models: {'; '.join(reasons)}",
-        tensor=errors[0].tensor,
-        hint=_HINT,
-    )
 
 
 def are_same_names(one: Names, other: Names) -> bool:
@@ -344,16 +312,16 @@ def are_same_names(one: Names, other: Names) -> bool:
 def check_others(optimizer: Optimizer, sizes: Mapping[int, Shape], model: OneModel, others: Sequence[OneModel]) -> None:
     """Raise `Unsupported` if an optimizer's states also fit differently named tensors of other models."""
     own = {(bare(name), shape) for name, shape in model.shapes.items()}
-    rest = {other.name: Counter(shapes_beside(other, own)) for other in others}
+    rest = {
+        other.name: Counter(
+            shape for name, shape in other.shapes.items() if (bare(name), shape) not in own and not is_buffer(name)
+        )
+        for other in others
+    }
     other_shapes = sum(rest.values(), Counter[Shape]())
     wanted = Counter(sizes.values())
     if sum(map(len, optimizer.groups)) <= other_shapes.total() and wanted <= other_shapes:
         raise ambiguous(optimizer, [model, *(other for other in others if rest[other.name] & wanted or not wanted)])
-
-
-def shapes_beside(model: OneModel, own: set[tuple[str, Shape]]) -> Iterator[Shape]:
-    """Return the shapes of a model's parameters that are not in `own`, by bare name and shape."""
-    return (shape for name, shape in model.shapes.items() if (bare(name), shape) not in own and not is_buffer(name))
 
 
 def ambiguous(optimizer: Optimizer, models: Sequence[OneModel]) -> Unsupported:

@@ -8,7 +8,7 @@ that ckptkit knows or transformers builds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptkit.errors import Unsupported
@@ -22,10 +22,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  #
 
 
 def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:
-    """Return the shapes of the model's parameters in order, by key; tied parameters count once.
-
-    Raises `Unsupported` if the order is unknown.
-    """
+    """Return the model's parameter shapes in order, tied ones once. Raises `Unsupported` if the order is unknown."""
     shapes = float_shapes(without_ties(own_tensors(layout)))
     if layout.format in _ORDERED_FORMATS and is_order_of_modules(shapes):
         order: Iterable[str] = shapes
@@ -45,7 +42,8 @@ def without_ties(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     """Return the tensors, except tensors that share their bytes with an earlier tensor."""
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
-        first.setdefault(storage_location(name, tensor), name)
+        places = tuple((chunk.path, chunk.offset, chunk.strides) for chunk in tensor.chunks)
+        first.setdefault((places, tensor.spec) if tensor.spec.nbytes else name, name)
     return {name: tensors[name] for name in first.values()}
 
 
@@ -68,29 +66,17 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
     closed: set[str] = set()
     before: list[str] = []
     for name in names:
-        modules = modules_of(name)
-        # a module that was left must not be entered again, and numbered modules must ascend
-        exited = before[common_prefix_length(before, modules) :]
+        modules = [name[: dot.start()] for dot in re.finditer(r"\.", name)]  # around the parameter, outermost first
+        exited = [module for module in before if module not in modules]
+        entered = [module for module in modules if module not in before]
         closed.update(exited)
-        entered = modules[len(before) - len(exited) :]
-        if (
-            (exited and not entered)
-            or not closed.isdisjoint(entered)
-            or (exited and is_lower_number(exited[0], entered[0]))
-        ):
+        # a module that was left must not be entered again, and numbered modules must ascend
+        is_disordered = exited and (not entered or is_lower_number(exited[0], entered[0]))
+        if is_disordered or not closed.isdisjoint(entered):
             return False
         before = modules
     kinds = {tuple(step for step in name.split(".") if not step.isdecimal()) for name in names}
     return len(kinds) <= 1 or names != sorted(names)
-
-
-def modules_of(name: str) -> list[str]:
-    """Return the modules around a parameter, outermost first."""
-    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-
-
-def common_prefix_length(one: Sequence[str], other: Sequence[str]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def is_lower_number(left: str, entered: str) -> bool:
@@ -98,17 +84,8 @@ def is_lower_number(left: str, entered: str) -> bool:
     return left_label.isdecimal() and entered_label.isdecimal() and int(left_label) > int(entered_label)
 
 
-def storage_location(name: str, tensor: StoredTensor) -> object:
-    """Return the byte ranges of a tensor, which tied tensors share; for an empty tensor its name."""
-    places = tuple((chunk.path, chunk.offset, chunk.strides) for chunk in tensor.chunks)
-    return (places, tensor.spec) if tensor.spec.nbytes else name
-
-
 def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterable[str]:
-    """Return all names of the model that a config describes, in order.
-
-    Raises `Unsupported` without a config, or if the config describes other shapes.
-    """
+    """Return a config's names in order. Raises `Unsupported` without a config, or if it describes other shapes."""
     if config is None:
         hint = "put the model's config.json beside the checkpoint"
         raise Unsupported("no file gives the order of the model's parameters", hint=hint)

@@ -110,8 +110,7 @@ def get_family(name: str) -> Family | None:
 def check_names(name: str | None, table: Family | None = None) -> None:
     """Raise `Usage` for a name that is not a family, `HUB`, `KEEP`, or the name of the user's own table."""
     if table is not None and name == KEEP:
-        raise Usage(
-            "--map renames tensors, but --names keep keeps their names", hint="drop --names keep, or drop --map"
-        )
+        hint = "drop --names keep, or drop --map"
+        raise Usage("--map renames tensors, but --names keep keeps their names", hint=hint)
     if name not in (None, KEEP) and (table is None or name != table.name):
         get_family(str(name))

@@ -68,11 +68,8 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
     missing_bias = family.find_bias_missing(tensors)
     if missing_bias is not None:
         message = f"missing: on the Hub every `{sizes.model_type}` has this tensor"
-        raise Mismatch(
-            message,
-            tensor=missing_bias,
-            hint="keep the names with --names keep: a model without biases cannot be written there",
-        )
+        hint = "keep the names with --names keep: a model without biases cannot be written there"
+        raise Mismatch(message, tensor=missing_bias, hint=hint)
     translated = family.to_hub(tensors, sizes)
     left = [name for name in translated.unplaced if not family.drops_name(name)]
     if left:

@@ -99,10 +99,13 @@ def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Sh
         if spec is None or spec.dtype.kind != "float" or prod(spec.shape) == 1:
             continue
         key = layout.key(name)
-        if isinstance(key[-1], int):
-            lists.setdefault(without_numbers(key), []).append(name)
-        elif is_copied(key, spec.shape, known):
-            copies.add(name)
+        if not isinstance(key[-1], int):
+            if is_copied(key, spec.shape, known):
+                copies.add(name)
+            continue
+        while key and isinstance(key[-1], int):  # a list may contain a list for each group of parameters
+            key = key[:-1]
+        lists.setdefault(key, []).append(name)
     available = Counter(known.values())
     for above, members in lists.items():
         wanted = Counter(layout.tensors[name].spec.shape for name in members)
@@ -128,13 +131,6 @@ def is_state(above: Sequence[str]) -> bool:
 def steps_of(key: KeyPath) -> list[str]:
     """Return the steps of a key path, split at dots and without the prefixes of wrappers."""
     return unwrapped(".".join(map(str, key))).split(".")
-
-
-def without_numbers(key: KeyPath) -> KeyPath:
-    """Return a key path without the indices at its end: a list may contain a list for each group of parameters."""
-    while key and isinstance(key[-1], int):
-        key = key[:-1]
-    return key
 
 
 def without_dots(name: str) -> str:

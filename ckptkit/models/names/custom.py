@@ -23,7 +23,7 @@ from ckptkit.io.file import is_there, read_small
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.rule import Rule, patterns_of
-from ckptkit.models.names.sizes import SYMBOLS
+from ckptkit.models.names.sizes import SYMBOLS, Sizes
 from ckptkit.models.names.steps import (
     Alternating,
     Chain,
@@ -82,7 +82,8 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
             rules.append(rule_in(entry))
         except Usage as error:
             raise Usage(f"{where}: {error.message}", hint=error.hint) from None
-    drops = tuple(re.escape(p.outline) for one in texts_in(parsed, "drop", ()) for p in patterns_of(one))
+    dropped = texts_in(parsed, "drop") if "drop" in parsed else ()
+    drops = tuple(re.escape(p.outline) for one in dropped for p in patterns_of(one))
     return Family(name=name, rules=lambda _: tuple(rules), drops=drops)
 
 
@@ -97,14 +98,14 @@ def rule_in(entry: object) -> Rule:
     step = step_in(entry.get("step", "same"))
     check_placeholders("own", own)
     check_placeholders("hub", hub)
-    check_counts(step, len(own), len(hub))
+    if counts_of(step, len(own)) != len(hub):
+        message = f"`step` does not make {count(len(hub), 'tensor')} of {len(own)}"
+        raise Usage(message, hint="joined splits one tensor into several, {reversed = {joined = 2}} joins two tensors")
     return Rule(own, hub, step, flat)
 
 
-def texts_in(table: Mapping[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+def texts_in(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the names under a key, which may be a single string. Raises `Usage` for anything else."""
-    if key not in table and default is not None:
-        return default
     value = table.get(key)
     texts = tuple(value) if isinstance(value, list) else (value,)
     for text in texts:
@@ -112,9 +113,8 @@ def texts_in(table: Mapping[str, Any], key: str, default: tuple[str, ...] | None
             hint = "write a name like `layers.{layer}.wq.weight`: numbers in braces, optional parts in brackets"
             raise Usage(f"`{key}`: expected a name, found {value!r}", hint=hint)
         if outline_of(text)[1]:
-            raise Usage(
-                f"`{key}` has a number in {text!r}", hint="write {layer} or a similar placeholder instead of the number"
-            )
+            hint = "write {layer} or a similar placeholder instead of the number"
+            raise Usage(f"`{key}` has a number in {text!r}", hint=hint)
     return texts
 
 
@@ -126,21 +126,15 @@ def check_placeholders(key: str, texts: tuple[str, ...]) -> None:
         raise Usage(f"the names in `{key}` must have the same numbers, each once")
 
 
-def check_counts(step: TensorStep, own: int, hub: int) -> None:
-    """Raise `Usage` if a step does not turn `own` tensors into `hub` tensors."""
-    if counts_of(step, own) != hub:
-        message = f"`step` does not make {count(hub, 'tensor')} of {own}"
-        raise Usage(message, hint="joined splits one tensor into several, {reversed = {joined = 2}} joins two tensors")
-
-
 def in_front(table: Family, family: Family | None) -> Family:
     """Return the user's table, extended by a family's rules for names that the table does not have."""
     if family is None or type(family) is not Family:  # subclasses translate without rules
         return table
-    drops = (*table.drops, *family.drops)
-    return replace(
-        family, name=table.name, drops=drops, rules=lambda sizes: (*table.rules(sizes), *family.rules(sizes))
-    )
+
+    def rules(sizes: Sizes) -> tuple[Rule, ...]:
+        return (*table.rules(sizes), *family.rules(sizes))
+
+    return replace(family, name=table.name, drops=(*table.drops, *family.drops), rules=rules)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -165,10 +159,8 @@ def step_in(value: object) -> TensorStep:
 def read_count(value: object, what: str, least: int = 0) -> int:
     """Return an integer from `least` to 64. Raises `Usage` for anything else."""
     if type(value) is not int or not least <= value <= _MAX_COUNT:
-        raise Usage(
-            f"`step`: {what}: expected a number from {least} to {_MAX_COUNT}, found {value!r}",
-            hint=f"use a number from {least} to {_MAX_COUNT}",
-        )
+        range_text = f"a number from {least} to {_MAX_COUNT}"
+        raise Usage(f"`step`: {what}: expected {range_text}, found {value!r}", hint=f"use {range_text}")
     return value
 
 
@@ -177,9 +169,8 @@ def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
     count, axis = read_count(argument, "joined", 1), read_count(more.get("axis", 0), "axis")
     parts = more.get("parts", [])
     if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
-        raise Usage(
-            f"`step`: parts: expected {count} sizes, found {parts!r}", hint=f"use {count} of {', '.join(_EXTENTS)}"
-        )
+        hint = f"use {count} of {', '.join(_EXTENTS)}"
+        raise Usage(f"`step`: parts: expected {count} sizes, found {parts!r}", hint=hint)
     return Concatenated(count, axis, tuple(parts))
 
 
@@ -191,10 +182,8 @@ def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
     """Return the step that swaps two axes."""
     axes = [0, 1] if argument is None else argument
     if not isinstance(axes, list) or len(axes) != 2:
-        raise Usage(
-            f"`step`: transposed: expected two axes, found {argument!r}",
-            hint="use the numbers of two axes, like [0, 1]",
-        )
+        message = f"`step`: transposed: expected two axes, found {argument!r}"
+        raise Usage(message, hint="use the numbers of two axes, like [0, 1]")
     one, other = (read_count(axis, "transposed") for axis in axes)
     return SwappedAxes((one, other))
 
@@ -239,10 +228,8 @@ def require_keys(table: Mapping[str, Any], known: tuple[str, ...], what: str) ->
     """Raise `Usage` for an unknown key."""
     unknown = next((key for key in table if key not in known), None)
     if unknown is not None:
-        raise Usage(
-            f"{what} does not have a key `{unknown}`",
-            hint=f"use one of {', '.join(known)}" if known else "remove the key",
-        )
+        hint = f"use one of {', '.join(known)}" if known else "remove the key"
+        raise Usage(f"{what} does not have a key `{unknown}`", hint=hint)
 
 
 def counts_of(step: TensorStep, count: int) -> int | None:

@@ -7,19 +7,8 @@ from __future__ import annotations
 ELEMENTWISE = frozenset(
     [
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "exp_avg_slow", "exp_avg_diff", "exp_avg_res"),
-        *(
-            "momentum_buffer",
-            "momentum",
-            "square_avg",
-            "acc_delta",
-            "grad_avg",
-            "sum",
-            "ax",
-            "z",
-            "prev",
-            "step_size",
-            "variance",
-        ),
+        *("momentum_buffer", "momentum", "square_avg", "acc_delta", "grad_avg", "sum", "ax", "z", "prev", "step_size"),
+        "variance",
         *("master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad", "state1", "state2"),
     ]
 )

@@ -77,12 +77,10 @@ class Family:
     def find_bias_missing(self, names: Iterable[str]) -> str | None:
         """Return the name of a bias that is required beside a weight and missing; None if none is missing."""
         present = set(names)
-        biases = (f"{name.removesuffix('.weight')}.bias" for name in present if name.endswith(".weight"))
-        missing = (bias for bias in biases if bias not in present and self.has_bias(bias.removesuffix(".bias")))
-        return min(missing, default=None)
-
-    def has_bias(self, module: str) -> bool:
-        return bool(re.fullmatch(self.biased or r"(?!)", outline_of(module)[0]))
+        biased = re.compile(self.biased or r"(?!)")
+        modules = [name.removesuffix(".weight") for name in present if name.endswith(".weight")]
+        biases = (f"{module}.bias" for module in modules if biased.fullmatch(outline_of(module)[0]))
+        return min((bias for bias in biases if bias not in present), default=None)
 
     def drops_name(self, name: str) -> bool:
         """Return whether the Hub has no tensor for this name."""

@@ -39,17 +39,13 @@ class MovedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Move boxes as torch's `func` would move elements.
-
-        Raises `Unsupported` for a function that computes values.
-        """
+        """Move boxes as torch's `func` would move elements. Raises `Unsupported` for a function that computes."""
         del types
         move = _MOVES.get(func.overloadpacket.__name__)
         if move is None:
             raise Unsupported(f"ckptkit cannot follow torch's `{func}`, a step of this tensor's conversion")
-        moved = move(
-            *map(unwrap_tensors, args), **{name: unwrap_tensors(value) for name, value in (kwargs or {}).items()}
-        )
+        options = {name: unwrap_tensors(value) for name, value in (kwargs or {}).items()}
+        moved = move(*map(unwrap_tensors, args), **options)
         return [cls(one) for one in moved] if isinstance(moved, list) else cls(moved)
 
 
@@ -58,15 +54,6 @@ def unwrap_tensors(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [unwrap_tensors(one) for one in value]
     return value.stored if isinstance(value, MovedTensor) else value
-
-
-def same(tensor: StoredTensor, **_: Any) -> StoredTensor:
-    """Return the tensor unchanged, for functions that only affect memory."""
-    return tensor
-
-
-def cat(tensors: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
-    return axes.concatenate(tensors, axis_of(tensors[0], dim))
 
 
 def stack(tensors: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
@@ -85,7 +72,6 @@ def split_axis(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTens
 
 
 def split_with_sizes(tensor: StoredTensor, sizes: Sequence[int], dim: int = 0) -> list[StoredTensor]:
-    """Return chunks of these lengths along an axis."""
     axis = axis_of(tensor, dim)
     if all(size == 1 for size in sizes):  # one pass over the chunks instead of one per size: there may be many of both
         return [unsqueeze(one, axis) for one in unbind(tensor, axis)]
@@ -110,14 +96,9 @@ def slice_of(
 
 
 def transpose(tensor: StoredTensor, dim0: int = 0, dim1: int = 1) -> StoredTensor:
-    """Return the tensor with two axes swapped."""
     order = list(range(len(tensor.spec.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return axes.permute(tensor, order)
-
-
-def permute(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
-    return axes.permute(tensor, [axis_of(tensor, dim) for dim in dims])
 
 
 def squeeze(tensor: StoredTensor, dim: int | None = None) -> StoredTensor:
@@ -149,7 +130,6 @@ def reshape(tensor: StoredTensor, shape: Sequence[int], *_: Any) -> StoredTensor
 
 
 def move_axis(tensor: StoredTensor, source: int, target: int) -> StoredTensor:
-    """Return the tensor with one axis moved to another position."""
     order = [axis for axis in range(len(tensor.spec.shape)) if axis != source]
     order.insert(target, source)
     return tensor if source == target else axes.permute(tensor, order)
@@ -161,10 +141,10 @@ def axis_of(tensor: StoredTensor, dim: int) -> int:
 
 
 _MOVES: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("alias", "clone", "contiguous", "detach"), same),
+    **dict.fromkeys(("alias", "clone", "contiguous", "detach"), lambda tensor, **_: tensor),  # these move no element
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "_reshape_alias"), reshape),
-    "cat": cat,
-    "permute": permute,
+    "cat": lambda tensors, dim=0: axes.concatenate(tensors, axis_of(tensors[0], dim)),
+    "permute": lambda tensor, dims: axes.permute(tensor, [axis_of(tensor, dim) for dim in dims]),
     "select": select,
     "slice": slice_of,
     "split": split_axis,

@@ -1,10 +1,15 @@
-"""Give a model's tensors the requested names: the Hub's, a family's, or the names that they have."""
+"""Give a model's tensors the requested names: the Hub's, a family's, or the names that they have.
+
+Under the Hub's names, a model must have exactly the layers and experts of its config.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +17,12 @@ from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported
 from ckptkit.formats import locate, unpack
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import is_there, read_small
-from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
+from ckptkit.layout import Layout, StoredTensor, edits
+from ckptkit.layout.box import Shape
 from ckptkit.models.computation import describe_differences, find_contradictions
-from ckptkit.models.expected import AskBase
+from ckptkit.models.expected import AskBase, Form, form_or_reason
 from ckptkit.models.names import KEEP, family_of, get_family
 from ckptkit.models.names.between_families import choose_family, turn_between
-from ckptkit.models.names.complete import check_complete
 from ckptkit.models.names.custom import in_front
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.sizes import Sizes
@@ -28,7 +33,15 @@ from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.words import count
 
 Config = Mapping[str, Any] | None
+Shapes = Mapping[str, Shape]
 _LIMIT = 1 << 20  # bytes; the largest file with a model's sizes has a few kilobytes
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
+_EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
+_OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
+_MTP_LAYERS = "num_nextn_predict_layers"  # MTP layers, after the other layers
+# LongCat's experts that compute nothing; transformers still saves a gate and an up projection for each of them
+_ZERO_EXPERTS = "zero_expert_num"
+_HINT = "check that config.json belongs to this model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +79,10 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
     layout = locate(unpack(weights.layout))
     layout = layout if change is None else change.compute(layout)
     vocabulary = asked.find_vocabulary()
-    named_tensors = translate_layout(layout, with_resized_rows(change, vocabulary))
+    try:
+        named_tensors = with_resized_rows(change, vocabulary)(layout.tensors)
+    except CkptError as error:
+        raise error.blame(path=layout.path) from None
     if change is not None and change.there is None and asked.config is not None:
         check_complete(named_tensors.tensors, Sizes(asked.config), layout.root)
     came_from = {
@@ -74,22 +90,15 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
         for new, olds in named_tensors.came_from.items()
     }
     named = replace(layout, tensors=named_tensors.tensors, blobs={}, keys={}, twins={})
-    left_out = {
-        **weights.left_out,
-        **dict.fromkeys(weights.origins_of(named_tensors.unplaced), f"{asked.names} names cannot express this tensor"),
-    }
-    notes = [
-        *remarks(weights.layout, change, named_tensors, asked.config, vocabulary),
-        *contradictions(weights.whole, change, asked),
-    ]
+    why = f"{asked.names} names cannot express this tensor"
+    left_out = {**weights.left_out, **dict.fromkeys(weights.origins_of(named_tensors.unplaced), why)}
+    notes = remarks(weights.layout, change, named_tensors, asked.config, vocabulary)
+    notes += contradictions(weights.whole, change, asked)
     return replace(weights, layout=named, came_from=came_from, left_out=left_out), notes
 
 
 def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
-    """Return a checkpoint whose model and optimizer use the parameter names of a family, and notes.
-
-    Raises as `name_weights` does.
-    """
+    """Return a checkpoint with a family's parameter names, and notes. Raises as `name_weights` does."""
     if asked.names == KEEP and asked.rows is None:
         return layout, []  # the checkpoint may have no model, which `find_weights` refuses
     weights = find_weights(layout)
@@ -108,19 +117,15 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         named, translated = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
-    notes = [
-        *remarks(weights.layout, change, translated, asked.config, vocabulary),
-        *contradictions(layout, change, asked),
-    ]
-    dropped = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
+    notes = remarks(weights.layout, change, translated, asked.config, vocabulary)
+    notes += contradictions(layout, change, asked)
+    # non-tensor entries of layers have no meaning under other names
+    last_steps = {name: str(named.key(name)[-1]).partition(OF_ONE)[0] for name in named.blobs}
+    here = change.here if change else None
+    dropped = {name for name, step in last_steps.items() if here and here.drops_name(step)}
     if dropped:
         notes.append(f"dropped {count(len(dropped), 'entry')} under old names of layers, such as `{min(dropped)}`")
     return edits.select(named, lambda name: name not in dropped), notes
-
-
-def is_dropped(family: Family | None, key: KeyPath) -> bool:
-    """Return whether a non-tensor entry belongs to a layer of a family and has no meaning under other names."""
-    return family is not None and family.drops_name(str(key[-1]).partition(OF_ONE)[0])
 
 
 class FamilyChange(NamedTuple):
@@ -213,14 +218,6 @@ def with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | N
     return resized
 
 
-def translate_layout(layout: Layout, turn: Turn) -> Translated:
-    """Return the translated tensors of a layout. Adds the layout's path to errors."""
-    try:
-        return turn(layout.tensors)
-    except CkptError as error:
-        raise error.blame(path=layout.path) from None
-
-
 def remarks(
     before: Layout,
     change: FamilyChange | None,
@@ -230,47 +227,101 @@ def remarks(
 ) -> list[str]:
     """Return notes on changed names and rows. Raises `Mismatch` if config.json contradicts the number of rows."""
     notes = []
+    uses = Counter(old for olds in translated.came_from.values() for old in olds)
     try:
         if vocabulary is not None:
-            rows, rows_before = vocabulary.rows, vocabulary.require_one_size(before.tensors)
-            what = (
-                f"dropped the last {rows_before - rows}"
-                if rows_before > rows
-                else f"added {rows - rows_before} rows of zeros"
-            )
-            notes.append(f"the vocabulary has {rows} rows instead of {rows_before}: {what}")
+            rows, old_rows = vocabulary.rows, vocabulary.require_one_size(before.tensors)
+            more = rows - old_rows
+            what = f"dropped the last {-more}" if more < 0 else f"added {more} rows of zeros"
+            notes.append(f"the vocabulary has {rows} rows instead of {old_rows}: {what}")
         else:
-            notes += [
-                describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, translated)
-            ]
+            notes += find_cropped(before, translated, uses)
             if config is not None:
                 check_rows(translated.tensors, config)
     except CkptError as error:
         raise error.blame(path=before.root) from None
-    return [*notes, *(describe_translation(change, translated) if change else [])]
-
-
-def describe_translation(change: FamilyChange, named: Translated) -> list[str]:
-    """Return notes on the translation of names."""
-    before = len({old for olds in named.came_from.values() for old in olds})
-    source, target = (family.name if family else "the Hub" for family in (change.here, change.there))
-    notes = [f"translated {count(before, 'tensor')} from the names of {source} to {len(named.came_from)} of {target}"]
-    if named.unplaced:
-        notes.append(
-            f"dropped {count(len(named.unplaced), 'tensor')} that {target} does not have, such as `{named.unplaced[0]}`"
-        )
+    if change is not None:
+        old, new = (family.name if family else "the Hub" for family in (change.here, change.there))
+        tensors, unplaced = count(len(uses), "tensor"), translated.unplaced
+        notes.append(f"translated {tensors} from the names of {old} to {len(translated.came_from)} of {new}")
+        if unplaced:
+            what = f"{count(len(unplaced), 'tensor')} that {new} does not have"
+            notes.append(f"dropped {what}, such as `{unplaced[0]}`")
     return notes
 
 
-def find_cropped(before: Layout, translated: Translated) -> Iterator[tuple[str, Spec]]:
-    """Yield the old name and the new spec of each tensor that lost rows."""
-    uses = Counter(old for olds in translated.came_from.values() for old in olds)
+def find_cropped(before: Layout, translated: Translated, uses: Mapping[str, int]) -> Iterator[str]:
+    """Yield a note on each tensor that lost rows; `uses` counts the new tensors that each old one is part of."""
     for new, olds in translated.came_from.items():
-        spec = translated.tensors[new].spec
-        if len(olds) == 1 and uses[olds[0]] == 1 and spec.numel < before.tensors[olds[0]].spec.numel:
-            yield olds[0], spec
+        now = translated.tensors[new].spec
+        if len(olds) == 1 and uses[olds[0]] == 1 and now.numel < before.tensors[olds[0]].spec.numel:
+            rows = before.tensors[olds[0]].spec.shape[0]
+            dropped = f"the last {rows - now.shape[0]} of the {rows} rows of `{olds[0]}`"
+            yield f"dropped {dropped}, which pad the vocabulary"
 
 
-def describe_padding(name: str, before: Spec, now: Spec) -> str:
-    dropped = before.shape[0] - now.shape[0]
-    return f"dropped the last {dropped} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"
+def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
+    """Raise `Mismatch` for a missing layer or expert, or for more of them than the config declares."""
+    layers: dict[int, set[str]] = {}
+    experts: dict[tuple[str, str], set[int]] = {}
+    has_experts = False
+    for name in names:
+        layer, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+        has_experts |= bool(_OF_EXPERTS.search(name))
+        if layer:
+            layers.setdefault(int(layer[1]), set()).add(layer[2])
+        if expert:
+            experts.setdefault((expert[1], expert[3]), set()).add(int(expert[2]))
+
+    @cache
+    def find_shapes() -> Shapes | None:
+        form = form_or_reason(names, sizes.config, sizes.ask_base)
+        return form.shapes if isinstance(form, Form) else None
+
+    layer_count, wanted = sizes.find("layers"), sizes.find("experts")
+    if layers and layer_count is not None:
+        check_layer_numbers(layers, layer_count, further(sizes, _MTP_LAYERS), "model.layers.{}", path)
+    if wanted is not None:
+        shapes = find_shapes() if layers and not has_experts else {}
+        if shapes is None or any(map(_OF_EXPERTS.search, shapes)):
+            raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
+        for (above, below), numbers in experts.items():
+            check_layer_numbers(numbers, wanted, further(sizes, _ZERO_EXPERTS), f"{above}.{{}}.{below}", path)
+    if layers and layer_count is not None:
+        check_alike({number: layers[number] for number in range(layer_count)}, find_shapes, path)
+
+
+def further(sizes: Sizes, key: str) -> int:
+    """Return an integer of config.json; 0 if it is absent."""
+    number = sizes.text.get(key)
+    return number if type(number) is int else 0
+
+
+def check_layer_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
+    """Raise `Mismatch` unless the numbers are 0 to `wanted` - 1, optionally followed by up to `more` others."""
+    numbers = set(found)
+    missing = next((number for number in range(wanted) if number not in numbers), None)
+    if missing is not None:
+        message = f"missing: expected {wanted} of them (config.json), found {len(numbers)}"
+        raise Mismatch(message, path=path, tensor=name.format(missing))
+    if max(numbers) >= wanted + more:
+        message = f"expected only {wanted} of them (config.json), found this one too"
+        raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
+
+
+def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes | None], path: Path) -> None:
+    """Raise `Mismatch` if the tensors of a layer are a proper subset of the tensors of another layer.
+
+    If `find_shapes` returns the shapes of the model's tensors, a tensor that is not among them is not missing.
+    """
+    kinds: dict[frozenset[str], int] = {}
+    for number, tensors in layers.items():
+        kinds.setdefault(frozenset(tensors), number)
+    for kind, number in kinds.items():
+        for other, complete in kinds.items():
+            if kind < other:
+                missing, shapes = (f"model.layers.{number}.{name}" for name in sorted(other - kind)), find_shapes()
+                missing_name = next((name for name in missing if shapes is None or name in shapes), None)
+                if missing_name is not None:
+                    has = f"layer {complete} has this tensor, and otherwise the same tensors as layer {number}"
+                    raise Mismatch(f"missing: {has}", path=path, tensor=missing_name)

@@ -12,8 +12,5 @@ Numbers = tuple[int, ...]
 
 
 def outline_of(name: str) -> tuple[str, Numbers]:
-    """Return a name with `#` in place of its numbers, and the numbers.
-
-    A number is a whole step, or ends `weight` or `bias`.
-    """
+    """Return a name with `#` for each of its numbers (whole steps, or ends of `weight` and `bias`), and the numbers."""
     return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))

@@ -33,7 +33,6 @@ class EntryPlace(NamedTuple):
     after: KeyPath = ()
 
     def key(self, name: str) -> KeyPath:
-        """Return the key path of the entry of a parameter."""
         return (*self.before, self.text.format(name), *self.after)
 
 
@@ -56,10 +55,7 @@ def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str]
 
 
 def index_of_state(key: KeyPath, own: Container[str]) -> int | None:
-    """Return the index of the step `state` (or `GROUP_MAP`) in the key path of an optimizer's state.
-
-    Returns None for other entries.
-    """
+    """Return the index of the step `state` (or `GROUP_MAP`) in the key path of an optimizer's state; else None."""
     if len(key) > 2 and key[-3] in BY_PARAMETER:
         return len(key) - 3
     deeper = range(len(key) - 4, -1, -1)

@@ -44,10 +44,7 @@ def prefix_of_family(shapes: Shapes) -> str:
 
 
 def prefix_of_config(shapes: Shapes, config: Mapping[str, Any]) -> str:
-    """Return the prefix of all names, if the names without it are all that a config describes.
-
-    Returns "" if the names fit with the prefix, or do not fit in either case.
-    """
+    """Return the prefix of all names, if only the names without it are all that a config describes; else ""."""
     if not config or len({name.partition(".")[0] for name in shapes}) != 1:
         return ""
     try:

@@ -76,9 +76,8 @@ def with_bias(
 ) -> Iterator[Rule]:
     """Yield the rule for the weight of a module, given by the module's name, and the rule for its bias."""
     for leaf in (".weight", ".bias"):
-        own, hub_names = (tuple(add_suffix(name, leaf) for name in as_tuple(side)) for side in (family, hub))
+        own, hub_names = (
+            tuple(" | ".join(f"{way}{leaf}" for way in name.split(" | ")) for name in as_tuple(side))
+            for side in (family, hub)
+        )
         yield Rule(own, hub_names, step or Same())
-
-
-def add_suffix(text: str, end: str) -> str:
-    return " | ".join(way + end for way in text.split(" | "))

@@ -25,9 +25,7 @@ class TensorStep(Protocol):
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors: ...
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the tensors as the family has them."""
-        ...
+    def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,6 @@ class Chain:
     steps: tuple[TensorStep, ...]
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Apply all steps."""
         for step in self.steps:
             tensors = step.to_hub(tensors, sizes)
         return tensors
@@ -75,11 +72,8 @@ class Rotary:
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return each tensor with the rows of a head in pairs."""
-        paired = []
-        for one in tensors:
-            heads, half = self.of(one, sizes)
-            paired.append(swap_row_axes(one, (heads, 2, half)))
-        return tuple(paired)
+        parts = ((one, *self.of(one, sizes)) for one in tensors)
+        return tuple(swap_row_axes(one, (heads, 2, half)) for one, heads, half in parts)
 
     def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
         """Return the number of heads, and half the number of rows of each."""
@@ -103,7 +97,6 @@ class Grouped:
     """
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return queries, keys and values."""
         (fused,) = tensors
         groups, per_group, width = group(sizes)
         rows = fused.spec.shape[0]
@@ -115,7 +108,6 @@ class Grouped:
         return tuple(axes.merge(axes.cut(apart, 1, start, stop), 0, 3) for start, stop in ends)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the fused tensor."""
         groups, per_group, width = group(sizes)
         apart = [
             axes.split(tensor, 0, (groups, heads, width))
@@ -146,7 +138,6 @@ class Concatenated:
     size: str = ""
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the parts of the concatenated tensor."""
         (fused,) = tensors
         ends = (0, *accumulate(self.of(fused.spec.shape[self.axis], sizes)))
         if ends[-1] != fused.spec.shape[self.axis]:
@@ -158,7 +149,6 @@ class Concatenated:
         return (axes.concatenate(tensors, self.axis),)
 
     def of(self, extent: int, sizes: Sizes) -> Shape:
-        """Return the extent of each part."""
         if self.extents:
             return tuple(sizes[symbol] * sizes.head_width for symbol in self.extents)
         if self.size:
@@ -176,18 +166,15 @@ class Alternating:
     axis: int = 0
 
     def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        """Return the tensors that are interleaved."""
         (interleaved,) = tensors
         extent = interleaved.spec.shape[self.axis]
         if extent % self.count:
-            raise Mismatch(
-                f"expected elements of {self.count} tensors in turn along axis {self.axis}, found {extent} elements"
-            )
+            what = f"elements of {self.count} tensors in turn along axis {self.axis}"
+            raise Mismatch(f"expected {what}, found {extent} elements")
         apart = axes.split(interleaved, self.axis, (extent // self.count, self.count))
         return tuple(axes.take(apart, self.axis + 1, i) for i in range(self.count))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        """Return the interleaved tensor."""
         apart = [axes.insert(tensor) for tensor in tensors]
         stacked = axes.concatenate(apart, 0)
         order = [*range(1, self.axis + 2), 0, *range(self.axis + 2, len(stacked.spec.shape))]
@@ -206,7 +193,6 @@ class SwappedAxes:
     from_hub = to_hub
 
     def order(self, ndim: int) -> Sequence[int]:
-        """Return the permutation of `ndim` axes."""
         order = list(range(ndim))
         one, other = self.axes
         order[one], order[other] = order[other], order[one]
@@ -228,7 +214,6 @@ class Cropped:
         return tuple(axes.cut(one, 0, 0, min(sizes[self.rows], one.spec.shape[0])) for one in tensors)
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        """Return the tensors unchanged."""
         return tensors
 
 
@@ -239,11 +224,9 @@ class FlatFront:
     symbol: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Return each tensor with its first axis split in two."""
         return tuple(axes.split(tensor, 0, self.of(tensor, sizes)) for tensor in tensors)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the others have use for it
-        """Return each tensor with its first two axes merged."""
         return tuple(axes.merge(tensor, 0, 2) for tensor in tensors)
 
     def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
@@ -265,7 +248,6 @@ class RequiredExtent:
     symbol: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Return the tensors unchanged."""
         for tensor in tensors:
             shape, wanted = tensor.spec.shape, sizes[self.symbol]
             if len(shape) <= self.axis or shape[self.axis] != wanted:
@@ -287,7 +269,6 @@ class Each:
         return tuple(one for step, tensor in pairs for one in step.to_hub((tensor,), sizes))
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Apply the inverse of each step."""
         pairs = zip(self.steps, tensors, strict=True)
         return tuple(one for step, tensor in pairs for one in step.from_hub((tensor,), sizes))
 
@@ -299,7 +280,6 @@ class Reversed:
     step: TensorStep
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Apply the inverse of the step."""
         return self.step.from_hub(tensors, sizes)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:

@@ -34,10 +34,7 @@ _EXPERTS = "layers.{layer}.moe."
 
 
 def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
-    """Return the table for a model type. With `is_older`, it writes the names of versions before 0.3.
-
-    Raises `Unsupported` for an unknown type.
-    """
+    """Return a model type's table; with `is_older`, names before 0.3 come first. Raises `Unsupported` for others."""
     model = sizes.require_type(TORCHTITAN.name, _TYPES)
     prefix = "language_model." if model == _LLAMA4 and "text_config" in sizes.config else ""
     layer = prefix + LAYER
@@ -70,16 +67,11 @@ def attention(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, .
     if is_in_pairs:
         steps = (Rotary("heads"), Rotary("key_heads"), Same())
     hub = tuple(f"{layer}self_attn.{one}_proj" for one in "qkv")
-    return (
-        *(
-            rule
-            for own, hub_name, step in zip(("wq", "wk", "wv"), hub, steps, strict=True)
-            for rule in with_bias(
-                ways(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older), hub_name, step
-            )
-        ),
-        *with_bias(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(steps)))),
-    )
+    separate: list[Rule] = []
+    for own, hub_name, step in zip(("wq", "wk", "wv"), hub, steps, strict=True):
+        names = ways(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older)
+        separate += with_bias(names, hub_name, step)
+    return (*separate, *with_bias(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(steps)))))
 
 
 def feed_forward(own: str, hub: str) -> tuple[Rule, ...]:
@@ -113,20 +105,15 @@ def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
 
 def fused_mixture(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture whose experts are fused on the Hub too, and transposed."""
+    hub = layer + "feed_forward."
+    gate_up = (experts("w1", "EFD", is_older), experts("w3", "EFD", is_older))
     both = Chain((RequiredExtent(2, "hidden"), SwappedAxes((1, 2)), Reversed(Concatenated(2, axis=2))))
+    down = Chain((RequiredExtent(1, "hidden"), SwappedAxes((1, 2))))
     return (
-        Rule.of(f"{_EXPERTS}router.gate.weight", layer + "feed_forward.router.weight"),
-        Rule.of(
-            (experts("w1", "EFD", is_older), experts("w3", "EFD", is_older)),
-            layer + "feed_forward.experts.gate_up_proj",
-            both,
-        ),
-        Rule.of(
-            experts("w2", "EDF", is_older),
-            layer + "feed_forward.experts.down_proj",
-            Chain((RequiredExtent(1, "hidden"), SwappedAxes((1, 2)))),
-        ),
-        *feed_forward(_EXPERTS + "shared_experts", layer + "feed_forward.shared_expert"),
+        Rule.of(f"{_EXPERTS}router.gate.weight", hub + "router.weight"),
+        Rule.of(gate_up, hub + "experts.gate_up_proj", both),
+        Rule.of(experts("w2", "EDF", is_older), hub + "experts.down_proj", down),
+        *feed_forward(_EXPERTS + "shared_experts", hub + "shared_expert"),
     )
 
 
@@ -146,13 +133,8 @@ def mixture_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, 
 
 def latent_attention() -> tuple[Rule, ...]:
     """Return the rules for multi-head latent attention (MLA)."""
-    names = {
-        "wkv_a": "kv_a_proj_with_mqa",
-        "kv_norm": "kv_a_layernorm",
-        "wkv_b": "kv_b_proj",
-        "wq_a": "q_a_proj",
-        "wq_b": "q_b_proj",
-    }
+    names = {"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj"}
+    names |= {"wq_a": "q_a_proj", "wq_b": "q_b_proj"}
     return tuple(Rule.of(f"{_ATTENTION}{own}.weight", f"{LAYER}self_attn.{hub}.weight") for own, hub in names.items())
 
 
@@ -164,8 +146,4 @@ TORCHTITAN = Family(
     trainer="torchtitan",
     has_tied_head=True,
 )
-BEFORE_0_3 = replace(
-    TORCHTITAN,
-    name="torchtitan-0.2",
-    rules=partial(rules, is_older=True),
-)
+BEFORE_0_3 = replace(TORCHTITAN, name="torchtitan-0.2", rules=partial(rules, is_older=True))

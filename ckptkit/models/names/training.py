@@ -58,11 +58,9 @@ def translate_training(
     blobs = {name: layout.blobs[name] for name in rest if name in layout.blobs}
     keys = {name: layout.key(name) for name in rest}
     for place, entries in kinds.items():
-        translated = (
-            weights
-            if place == EntryPlace(prefix)
-            else follow(layout, entries, model_tensors.layout, weights, turn, place)
-        )
+        translated = weights
+        if place != EntryPlace(prefix):
+            translated = follow(layout, entries, model_tensors.layout, weights, turn, place)
         for name, tensor in translated.tensors.items():
             key = place.key(name)
             tensors[dotted(key)], keys[dotted(key)] = tensor, key
@@ -83,10 +81,7 @@ def dotted(key: KeyPath) -> str:
 def entries_by_kind(
     layout: Layout, weights: Mapping[str, str], prefix: KeyPath
 ) -> tuple[dict[EntryPlace, ParameterEntries], list[str]]:
-    """Return the entries of parameters by their kind, and the names of all other entries.
-
-    `weights` are the model's entries.
-    """
+    """Return the entries of parameters by kind, and the names of all others. `weights` are the model's entries."""
     own = set(weights.values())
     kinds: dict[EntryPlace, ParameterEntries] = {EntryPlace(prefix): ParameterEntries()}
     rest = []
@@ -106,10 +101,7 @@ def entries_by_kind(
 
 
 def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
-    """Return the kind and parameter of an optimizer's entry.
-
-    Returns two results if the entry belongs to both saved halves of a parameter.
-    """
+    """Return the kind and parameter of an optimizer's entry; two of them for an entry of both halves of a parameter."""
     entry = find_place(key, own)
     if entry or key[-3:-2] != (GROUP_MAP,):
         return [entry] if entry else []
@@ -118,10 +110,7 @@ def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
 
 
 def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
-    """Return the kind of an optimizer's entry and its parameter, one of `own`; None for any other entry.
-
-    Raises `Unsupported` for an optimizer with parameter indices.
-    """
+    """Return the kind and parameter (of `own`) of an optimizer's entry, or None. Raises `Unsupported` for indices."""
     entry = find_entry(key, own)
     if entry is None:
         return None
@@ -133,13 +122,8 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
 
 
 def choose_entry(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
-    name = clean(parameter, own)
-    return None if name is None else (place, name)
-
-
-def clean(parameter: str, own: set[str]) -> str | None:
     name = own_name(parameter, own)
-    return name if name in own else None
+    return (place, name) if name in own else None
 
 
 def follow(
@@ -155,7 +139,7 @@ def follow(
             continue
         require_all(layout, present, olds, place)
         one = other_states[present[0]]
-        if is_untouched(new, olds, translated, weights):  # only renamed: any state can follow
+        if len(olds) == 1 and translated.tensors[new] == weights.tensors[olds[0]]:  # only renamed: any state can follow
             following.tensors[new] = one
         elif one.spec.numel == 1:
             values = {old: value_of(layout, other_states[old]) for old in present if not other_states[old].is_lost}
@@ -184,23 +168,16 @@ def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -
     shaped = {name: one for name, one in entries.tensors.items() if pairs[name][0] == pairs[name][1]}
     if state_kind(place).rpartition(".")[2] in ELEMENTWISE:
         return shaped
-    others = [
-        state_shape for state_shape, own_shape in pairs.values() if state_shape != own_shape and prod(state_shape) != 1
-    ]
-    is_plain = any(state_shape == own_shape and len(set(state_shape)) > 1 for state_shape, own_shape in pairs.values())
-    is_shown = is_plain or all(len(state_shape) < 2 for state_shape, _ in pairs.values())
-    return {} if others or not is_shown else shaped
+    has_others = any(state != own and prod(state) != 1 for state, own in pairs.values())
+    is_plain = any(state == own and len(set(state)) > 1 for state, own in pairs.values())
+    is_shown = is_plain or all(len(state) < 2 for state, _ in pairs.values())
+    return {} if has_others or not is_shown else shaped
 
 
 def state_kind(place: EntryPlace) -> str:
     """Return the name of a kind of entries: `exp_avg`, `GG.0`."""
     flattened = place.text.partition("{}.")[2]
     return flattened or ".".join(map(str, place.after or place.before[-1:]))
-
-
-def is_untouched(new: str, olds: Iterable[str], translated: Translated, weights: Layout) -> bool:
-    first, *more = olds
-    return not more and translated.tensors[new] == weights.tensors[first]
 
 
 def copy_blobs(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: EntryPlace) -> dict[str, Blob]:
@@ -245,9 +222,9 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
         message = "expected parameter names in the optimizer, found indices"
         raise Unsupported(message, path=layout.path, tensor=name)
     own = set(weights.values())
-    listed = {one: clean(one, own) for one in value}
-    known = set(listed.values())
-    new_names: dict[str | None, list[str]] = {}
+    listed = {one: own_name(one, own) for one in value}
+    known = own.intersection(listed.values())
+    new_names: dict[str, list[str]] = {}
     for new, olds in origins.items():
         listed_olds = [old for old in olds if old in known]
         if listed_olds and len(listed_olds) < len(olds):
@@ -255,5 +232,5 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
             raise Mismatch(message, path=layout.path, tensor=name)
         for old in listed_olds[:1]:
             new_names.setdefault(old, []).append(new)
-    names = [[one] if old is None else new_names.get(old, []) for one, old in listed.items()]
+    names = [new_names.get(old, []) if old in own else [one] for one, old in listed.items()]
     return with_value(blob, list(chain.from_iterable(names)))

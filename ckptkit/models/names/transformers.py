@@ -64,7 +64,12 @@ class InMemory(Family):
         check_shapes(tensors, model.shapes)
         known = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         if isinstance(model, ExpectedByTransformers):
-            translated = to_disk_names(known, model)
+            from ckptkit.models.names.moved import MovedTensor  # deferred: imports torch
+            from ckptkit.models.transformers_table import to_disk, transforms_of
+
+            moved = {name: MovedTensor(tensor) for name, tensor in known.items()}
+            on_disk = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
+            translated = Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
         else:
             translated = by_rules(known, model.forms[0], sizes, to_hub=True)
         require_all_sources(translated.came_from, model.forms[0])
@@ -75,7 +80,11 @@ class InMemory(Family):
         model = expected(sizes.config, lambda: frozenset(tensors))
         require_all_merged(tensors.keys(), closest(model.forms, tensors.keys()))
         if isinstance(model, ExpectedByTransformers):
-            translated = to_memory_names(tensors, model)
+            from ckptkit.models.names.moved import MovedTensor  # deferred: imports torch
+            from ckptkit.models.transformers_table import to_memory
+
+            there = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
+            translated = Translated({name: one.stored for name, one in there.tensors.items()}, there.came_from)
         else:
             translated = by_rules(tensors, model.forms[-1], sizes, to_hub=False)
         known = {name: tensor for name, tensor in translated.tensors.items() if name in model.shapes}
@@ -83,25 +92,6 @@ class InMemory(Family):
         unplaced = [old for name, olds in translated.came_from.items() if name not in known for old in olds]
         came_from = {name: translated.came_from[name] for name in known}
         return Translated(known, came_from, tuple(unplaced))
-
-
-def to_disk_names(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
-    """Return tensors in memory, translated to disk by transformers' own table."""
-    from ckptkit.models.names.moved import MovedTensor
-    from ckptkit.models.transformers_table import to_disk, transforms_of
-
-    moved = {name: MovedTensor(tensor) for name, tensor in tensors.items()}
-    on_disk = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
-    return Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
-
-
-def to_memory_names(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
-    """Return tensors on disk, translated to memory by transformers' own table."""
-    from ckptkit.models.names.moved import MovedTensor
-    from ckptkit.models.transformers_table import to_memory
-
-    in_memory = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
-    return Translated({name: one.stored for name, one in in_memory.tensors.items()}, in_memory.came_from)
 
 
 def by_rules(tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *, to_hub: bool) -> Translated:
@@ -141,9 +131,9 @@ def require_all_merged(names: Collection[str], form: Form) -> None:
             parts.setdefault(old, []).append(disk)
     for merged in parts.values():
         present = [name for name in merged if name in names]
-        missing = [name for name in merged if name not in names]
-        if present and missing:
-            raise Mismatch(f"missing: `{present[0]}` is here, and the two become one tensor", tensor=missing[0])
+        missing = next((name for name in merged if name not in names), None)
+        if present and missing is not None:
+            raise Mismatch(f"missing: `{present[0]}` is here, and the two become one tensor", tensor=missing)
 
 
 def rules_of_experts(sizes: Sizes) -> tuple[Rule, ...]:

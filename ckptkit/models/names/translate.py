@@ -13,7 +13,7 @@ from ckptkit.layout import StoredTensor, axes
 from ckptkit.models.names.outline import Numbers, outline_of
 from ckptkit.models.names.rule import Pattern, Rule, patterns_of
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.steps import FlatFront
+from ckptkit.models.names.steps import FlatFront, Tensors
 
 _MAX_STACKED = 1 << 20  # layers times experts; ten times more than any model has
 
@@ -42,43 +42,49 @@ class Translated:
 Turn = Callable[[Mapping[str, StoredTensor]], Translated]
 
 
-class Slot(NamedTuple):
-    """The position of a tensor in a rule, the name pattern that matched, and all placeholders of the rule."""
+class DirectedRule(NamedTuple):
+    """A rule in one direction: the names that are read, the patterns of the names that are written, and the step.
 
-    rule: Rule
+    `captures` are all placeholders: those of the written names first. For `flat` see `Rule`.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[Pattern, ...]
+    captures: tuple[str, ...]
+    step: Callable[[Tensors, Sizes], Tensors]
+    flat: str
+
+    @classmethod
+    def of(cls, rule: Rule, *, to_hub: bool) -> Self:
+        sources, written = (rule.family, rule.hub) if to_hub else (rule.hub, rule.family)
+        targets = tuple(next(patterns_of(text)) for text in written)
+        read = [capture for text in sources for pattern in patterns_of(text) for capture in pattern.captures]
+        captures = tuple(dict.fromkeys([*targets[0].captures, *read]))
+        return cls(sources, targets, captures, rule.step.to_hub if to_hub else rule.step.from_hub, rule.flat)
+
+
+class Slot(NamedTuple):
+    """The position of a tensor in a rule, and the name pattern that matched."""
+
+    rule: DirectedRule
     place: int
     pattern: Pattern
-    captures: tuple[str, ...]
-
-
-class Direction(NamedTuple):
-    """The direction of a translation: to the Hub, or from it."""
-
-    to_hub: bool
-
-    def sources(self, rule: Rule) -> tuple[str, ...]:
-        """Return the names that are read."""
-        return rule.family if self.to_hub else rule.hub
-
-    def targets(self, rule: Rule) -> tuple[Pattern, ...]:
-        """Return the patterns of the names that are written."""
-        return tuple(next(patterns_of(text)) for text in (rule.hub if self.to_hub else rule.family))
-
-    def take(self, rule: Rule, tensors: tuple[StoredTensor, ...], sizes: Sizes) -> tuple[StoredTensor, ...]:
-        return (rule.step.to_hub if self.to_hub else rule.step.from_hub)(tensors, sizes)
 
 
 def translate(
     tensors: Mapping[str, StoredTensor], rules: Iterable[Rule], sizes: Sizes, *, to_hub: bool = True
 ) -> Translated:
-    """Return the tensors as the other side of a table has them.
+    """Return the tensors as the other side of a table has them. The first rule that matches a name wins.
 
     Raises `Mismatch` for a tensor whose shape does not fit its step, and for one that its rule combines with missing
     ones.
     """
-    side = Direction(to_hub)
-    slots = find_slots(rules, side)
-    groups: dict[Rule, dict[Numbers, Found]] = {}
+    slots: dict[str, Slot] = {}
+    for rule in (DirectedRule.of(rule, to_hub=to_hub) for rule in rules):
+        for place, text in enumerate(rule.sources):
+            for pattern in patterns_of(text):
+                slots.setdefault(pattern.outline, Slot(rule, place, pattern))
+    groups: dict[DirectedRule, dict[Numbers, Found]] = {}
     unplaced = []
     for name, tensor in tensors.items():
         outline, numbers = outline_of(name)
@@ -90,112 +96,76 @@ def translate(
         for full, one in unfold(slot, numbers, tensor, sizes):
             by_place = members.setdefault(full, {})
             if slot.place in by_place:
-                raise Mismatch(
-                    f"the tensor is the same as `{by_place[slot.place][0]}`: two names of one tensor", tensor=name
-                )
+                message = f"the tensor is the same as `{by_place[slot.place][0]}`: two names of one tensor"
+                raise Mismatch(message, tensor=name)
             by_place[slot.place] = name, one
     translated = Translated(unplaced=tuple(unplaced))
     for rule, members in groups.items():
-        fold_rule(rule, members, sizes, side, translated)
+        fold_rule(rule, members, sizes, translated)
     return translated
-
-
-def find_slots(rules: Iterable[Rule], side: Direction) -> dict[str, Slot]:
-    """Return the slot for each outline of a name that rules know. The first matching rule wins."""
-    slots: dict[str, Slot] = {}
-    for rule in rules:
-        captures = captures_of(rule, side)
-        for place, text in enumerate(side.sources(rule)):
-            for pattern in patterns_of(text):
-                slots.setdefault(pattern.outline, Slot(rule, place, pattern, captures))
-    return slots
-
-
-def captures_of(rule: Rule, side: Direction) -> tuple[str, ...]:
-    """Return all placeholders of a rule: those of the written names first."""
-    read = [capture for text in side.sources(rule) for pattern in patterns_of(text) for capture in pattern.captures]
-    return tuple(dict.fromkeys([*side.targets(rule)[0].captures, *read]))
 
 
 def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> Iterable[tuple[Numbers, StoredTensor]]:
     """Yield the tensors that are stacked in the first axes of a tensor, each with the numbers of all placeholders."""
-    folded = [capture for capture in slot.captures if capture not in slot.pattern.captures]
+    folded = [capture for capture in slot.rule.captures if capture not in slot.pattern.captures]
     if folded and slot.rule.flat:
         (tensor,) = FlatFront(slot.rule.flat).to_hub((tensor,), sizes)
-    if len(folded) > len(tensor.spec.shape):
-        shape = list(tensor.spec.shape)
-        raise Mismatch(
-            f"expected an axis for each {' and each '.join(folded)}, found shape {shape}", tensor=slot.pattern.text
-        )
-    if (
-        prod(tensor.spec.shape[: len(folded)]) > _MAX_STACKED
-        or max(tensor.spec.shape[: len(folded)], default=0) > _MAX_STACKED
-    ):
-        message = (
-            f"found shape {list(tensor.spec.shape)}: no known model has an axis of so many {' and '.join(folded)}s"
-        )
+    shape = list(tensor.spec.shape)
+    if len(folded) > len(shape):
+        message = f"expected an axis for each {' and each '.join(folded)}, found shape {shape}"
+        raise Mismatch(message, tensor=slot.pattern.text)
+    stacked = shape[: len(folded)]
+    if max([prod(stacked), *stacked]) > _MAX_STACKED:  # an extent of 0 makes the product 0
+        message = f"found shape {shape}: no known model has an axis of so many {' and '.join(folded)}s"
         raise Mismatch(message, tensor=slot.pattern.text)
     own = dict(zip(slot.pattern.captures, numbers, strict=True))
-    for indices, one in index_front_axes(tensor, len(folded)):
-        numbered = own | dict(zip(folded, indices, strict=True))
-        yield tuple(numbered[capture] for capture in slot.captures), one
-
-
-def index_front_axes(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:
-    """Return the tensor at each index of the first `count` axes, without these axes."""
     indexed: list[tuple[Numbers, StoredTensor]] = [((), tensor)]
-    for _ in range(count):
+    for _ in folded:
         indexed = [((*at, i), inner) for at, one in indexed for i, inner in enumerate(axes.unstack(one))]
-    return indexed
+    for indices, one in indexed:
+        numbered = own | dict(zip(folded, indices, strict=True))
+        yield tuple(numbered[capture] for capture in slot.rule.captures), one
 
 
-def fold_rule(
-    rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direction, translated: Translated
-) -> None:
+def fold_rule(rule: DirectedRule, members: Mapping[Numbers, Found], sizes: Sizes, translated: Translated) -> None:
     """Add to `translated` the tensors that a rule makes of its members."""
-    captures, targets = captures_of(rule, side), side.targets(rule)
-    folded = [i for i, capture in enumerate(captures) if capture not in targets[0].captures]
-    kept = [i for i in range(len(captures)) if i not in folded]
-    converted: dict[Numbers, dict[Numbers, tuple[StoredTensor, ...]]] = {}
+    folded = [i for i, capture in enumerate(rule.captures) if capture not in rule.targets[0].captures]
+    kept = [i for i in range(len(rule.captures)) if i not in folded]
+    converted: dict[Numbers, dict[Numbers, Tensors]] = {}
     origin: dict[Numbers, dict[str, None]] = {}
     for numbers, by_place in members.items():
-        names, tensors = require_all(rule, by_place, numbers, captures, side)
         at = tuple(numbers[i] for i in kept)
-        converted.setdefault(at, {})[tuple(numbers[i] for i in folded)] = step(rule, names, tensors, sizes, side)
+        names, made = combine(rule, by_place, numbers, sizes)
+        converted.setdefault(at, {})[tuple(numbers[i] for i in folded)] = made
         origin.setdefault(at, {}).update(dict.fromkeys(names))
     for at, parts in converted.items():
-        for place, target in enumerate(targets):
+        for place, target in enumerate(rule.targets):
             name = target.name(at)
             if name in translated.tensors:
                 clash = f"`{translated.came_from[name][0]}` and `{next(iter(origin[at]))}` would both get this name"
                 raise Mismatch(clash, tensor=name)
             by_index = {index: tensors[place] for index, tensors in parts.items()}
-            stacked = stack_all(by_index, [captures[i] for i in folded], name)
+            stacked = stack_all(by_index, [rule.captures[i] for i in folded], name)
             translated.tensors[name] = axes.merge(stacked, 0, 2) if folded and rule.flat else stacked
             translated.came_from[name] = tuple(origin[at])
 
 
-def require_all(
-    rule: Rule, by_position: Found, numbers: Numbers, captures: Sequence[str], side: Direction
-) -> tuple[tuple[str, ...], tuple[StoredTensor, ...]]:
-    """Return the names and tensors that a rule combines. Raises `Mismatch` if one is missing."""
-    for place, text in enumerate(side.sources(rule)):
-        if place not in by_position:
-            present_name, _ = next(iter(by_position.values()))
+def combine(rule: DirectedRule, by_place: Found, numbers: Numbers, sizes: Sizes) -> tuple[list[str], Tensors]:
+    """Return the names that a rule combines, and the tensors that its step makes. Raises `Mismatch` if one is missing.
+
+    Adds the name of the first tensor to errors of the step.
+    """
+    names = [by_place[place][0] for place in sorted(by_place)]
+    for place, text in enumerate(rule.sources):
+        if place not in by_place:
             pattern = next(patterns_of(text))
-            numbered = dict(zip(captures, numbers, strict=True))
-            name = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
-            raise Mismatch(f"missing: `{present_name}` is here and needs this tensor too", tensor=name)
-    pairs = [by_position[place] for place in sorted(by_position)]
-    return tuple(name for name, _ in pairs), tuple(tensor for _, tensor in pairs)
-
-
-def step(
-    rule: Rule, names: Sequence[str], tensors: tuple[StoredTensor, ...], sizes: Sizes, side: Direction
-) -> tuple[StoredTensor, ...]:
-    """Apply the step of a rule. Adds the tensor's name to errors."""
+            numbered = dict(zip(rule.captures, numbers, strict=True))
+            missing = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
+            present, _ = next(iter(by_place.values()))
+            raise Mismatch(f"missing: `{present}` is here and needs this tensor too", tensor=missing)
+    tensors = tuple(by_place[place][1] for place in sorted(by_place))
     try:
-        return side.take(rule, tensors, sizes)
+        return names, rule.step(tensors, sizes)
     except IndexError:  # a step needs an axis that the tensor does not have
         shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
         raise Mismatch(f"found shape {shapes}: an axis that the rule needs is missing", tensor=names[0]) from None

@@ -26,15 +26,7 @@ _FLAX = "params"  # flax's collection of model parameters
 _MAXTEXT = frozenset({"decoder", "token_embedder"})  # modules of a MaxText model, whose names are nested keys
 _FLAX_OPTIMIZER, _FLAX_STEP = "opt_state", "step"  # other entries of flax's TrainState
 _TRAINING_STATE = (
-    "optim",
-    _FLAX_OPTIMIZER,
-    "chained_",
-    "lr_scheduler",
-    "scheduler",
-    "dataloader",
-    "rng",
-    "scaler",
-    "train_state",
+    *("optim", _FLAX_OPTIMIZER, "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state"),
     OWN,
 )
 _GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
@@ -145,7 +137,6 @@ def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[s
 
 
 def is_generator(key: KeyPath) -> bool:
-    """Return whether a key path belongs to the state of a random generator."""
     return any(_GENERATOR.search(step) for step in key if isinstance(step, str))
 
 
@@ -169,10 +160,7 @@ def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str 
 
 
 def has_weights(layout: Layout) -> bool:
-    """Return whether there are tensors besides training state.
-
-    Some trainers save the optimizer in its own directory.
-    """
+    """Return whether there are tensors besides training state. Some trainers save an optimizer alone."""
     training = training_state(layout, ())
     return any(layout.key(name)[0] not in training for name in layout.tensors)
 
@@ -218,15 +206,13 @@ def names_of_training(layout: Layout) -> set[str]:
     optimizers = {
         key[:at] for key in keys.values() for at, step in enumerate(key) if at and str(step).startswith("param_groups")
     }
-    return {
-        name
-        for name in layout.tensors
-        if any(
-            key_path in optimizers or str(key_path[-1]).startswith(_TRAINING_STATE)
-            for key_path in accumulate((step,) for step in keys[name][:-1])
-        )
-        or is_in_flat_optimizer(layout, name)
-    }
+
+    def is_of_training(name: str) -> bool:
+        above = accumulate((step,) for step in keys[name][:-1])
+        is_below = any(key in optimizers or str(key[-1]).startswith(_TRAINING_STATE) for key in above)
+        return is_below or is_in_flat_optimizer(layout, name)
+
+    return set(filter(is_of_training, layout.tensors))
 
 
 def is_in_flat_optimizer(layout: Layout, name: str) -> bool:
@@ -259,11 +245,8 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
         return SeveralModels(message, path=layout.path, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
     contents = ", ".join(f"{count(n, 'entry')} under `{name}`" for name, n in tops.most_common(4))
-    return Mismatch(
-        f"expected model weights, found {f'only {contents}' if contents else 'no tensors'}",
-        path=layout.path,
-        hint="look for the model in a directory beside it",
-    )
+    message = f"expected model weights, found {f'only {contents}' if contents else 'no tensors'}"
+    return Mismatch(message, path=layout.path, hint="look for the model in a directory beside it")
 
 
 def summarize(

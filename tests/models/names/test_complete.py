@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import Mismatch
-from ckptkit.models.names.complete import check_complete
+from ckptkit.models.names.naming import check_complete
 from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.sizes import Sizes
 
