@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.checks.verify import verify_part
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
-from ckptkit.layout import Spec
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, cause_of
 from ckptkit.trainers.ckptkit import TRAINING
@@ -85,15 +84,13 @@ def read_outline(reader: Reader) -> Tree:
     leaves: dict[str, Tensor | None] = {}
     keys: dict[str, Any] = {}
     for layout in reader.open():
-        leaves |= dict.fromkeys(layout.blobs) | {name: without_data(spec) for name, spec in layout.specs.items()}
+        leaves |= dict.fromkeys(layout.blobs)
+        for name, spec in layout.specs.items():
+            leaves[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
         keys |= layout.keys
     if not keys:
         raise Unsupported("saved without the names of its nested entries", path=reader.path)
     return unflatten(leaves, keys)
-
-
-def without_data(spec: Spec) -> Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
 
 
 def read_file(path: Path) -> Tree:
