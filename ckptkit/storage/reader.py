@@ -103,7 +103,9 @@ class LayoutReader(StorageReader):
 
         Tensors are read in the order of the files.
         """
-        terms = self.terms.with_planner(planner)
+        terms = self.terms
+        if terms.missing == ERROR and getattr(planner, "allow_partial_load", False):
+            terms = replace(terms, missing="keep")
         wanted: Mapping[str, Any] = getattr(planner, "state_dict", {})
         first_with = {name: i for i, layout in reversed([*enumerate(self.layouts)]) for name in layout.names}
         items: list[list[ReadItem]] = [[] for _ in self.layouts]

@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.optimizers.missing_states import FIRST_ZERO
@@ -139,11 +138,6 @@ class LoadTerms:
             raise Usage(f"cast: expected `{ERROR}` or `{ALLOW}`, found `{self.cast}`")
         if self.unasked not in (WARN, ERROR, IGNORE):
             raise Usage(f"unasked: expected `{WARN}`, `{ERROR}` or `{IGNORE}`, found `{self.unasked}`")
-
-    def with_planner(self, planner: LoadPlanner) -> LoadTerms:
-        """Return the terms for a planner: if it allows partial loads, missing entries are kept."""
-        is_partial = self.missing == ERROR and getattr(planner, "allow_partial_load", False)
-        return replace(self, missing=KEEP) if is_partial else self
 
     def check_unasked(self, keys: Iterable[KeyPath], asked: Iterable[KeyPath]) -> None:
         """Warn about entries below a requested key that the checkpoint has and the state lacks, or raise `Mismatch`.

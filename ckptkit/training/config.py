@@ -104,8 +104,10 @@ class TrainConfig:
         for name, least in LEAST.items():
             if getattr(self, name) is not None:
                 require_at_least(least, name, getattr(self, name))
-        for name in settings():
-            require_choice(name, getattr(self, name))
+        for name, setting in settings().items():
+            choices = get_args(setting.kind) if get_origin(setting.kind) is Literal else None
+            if choices and getattr(self, name) not in choices:
+                raise Usage(f"unknown {name} `{getattr(self, name)}`", hint=f"use one of {', '.join(choices)}")
         if self.seed >= 2**32:
             raise Usage(f"--seed: expected less than 2**32, found {self.seed}")
         if not self.clip > 0:
@@ -194,13 +196,6 @@ def require_adaptable(config: TrainConfig) -> None:
 def settings() -> dict[str, Setting]:
     """Return the settings by name, without `run` and `resume`, which are different in every run."""
     return {name: setting for name, setting in settings_of(TrainConfig).items() if name != "resume"}
-
-
-def require_choice(name: str, value: object) -> None:
-    """Raise `Usage` if the setting has fixed choices and `value` is not one of them."""
-    kind = settings()[name].kind
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise Usage(f"unknown {name} `{value}`", hint=f"use one of {', '.join(get_args(kind))}")
 
 
 def to_toml(value: object) -> str:

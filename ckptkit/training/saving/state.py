@@ -87,11 +87,6 @@ def with_lists(tree: Any) -> Any:
     return [inside[key] for key in range(len(inside))]
 
 
-def to_meta(tree: Any) -> Any:
-    """Return the tree with a meta tensor of the same shape and dtype in place of each tensor."""
-    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree)
-
-
 def replace_meta(tree: Any) -> Any:
     """Return the tree with an uninitialized CPU tensor in place of each meta tensor."""
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype) if each.is_meta else each, tree)
