@@ -37,7 +37,6 @@ def remember(
 
 
 def weights_of(model: Any) -> LoadedWeights | None:
-    """Return the recorded weights of a model, None if they are unknown."""
     return _BY_MODEL.get(model)
 
 
@@ -46,7 +45,6 @@ def replace_weights(model: Any, weights: LoadedWeights) -> None:
 
 
 def forget(model: Any) -> None:
-    """Delete the record of a model's weights."""
     _BY_MODEL.pop(model, None)
 
 

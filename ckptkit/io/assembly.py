@@ -105,15 +105,11 @@ class Assembly:
             if total is not None:
                 del self._gaps[gap_key]
         if gap is not None and total is not None:
-            self.fill_in(name, gap, total)
+            for at in gap.crc_at:
+                self.write(name, memoryview(total.to_bytes(4, "little")), at)
         whole, self._own.whole = self._own.whole, []
         for piece in sorted(whole, key=attrgetter("start")):
             self._send(piece)
-
-    def fill_in(self, name: str, gap: PendingBytes, crc: int) -> None:
-        """Write the CRC-32 of a gap at the offsets that record it."""
-        for at in gap.crc_at:
-            self.write(name, memoryview(crc.to_bytes(4, "little")), at)
 
     def send_rest(self) -> None:
         """Send the remaining pieces that needed no data: no piece with data follows them."""
@@ -122,7 +118,6 @@ class Assembly:
                 self._send(piece)
 
     def stop(self, error: BaseException) -> None:
-        """Wake all waiting threads after an error in one of them."""
         self._taker.stop(error)
 
     def require_all(self) -> None:
@@ -199,7 +194,6 @@ class AssembledFiles:
         return AssembledFile(self.assembly, self.name(name))
 
     def note(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
-        """Record written bytes; see `Assembly.note`."""
         self.assembly.note(self.name(name), offset, start, nbytes, crc)
 
     def wants(self, name: str, offset: int, nbytes: int) -> bool:

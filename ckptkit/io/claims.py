@@ -50,7 +50,6 @@ class StoreClaim:
 
     @classmethod
     def for_deletion(cls) -> Self:
-        """Return a claim for a deletion by this process."""
         return cls.begin(f"{_DELETION}{uuid4().hex}")
 
     @classmethod
@@ -76,12 +75,10 @@ class StoreClaim:
 
     @property
     def is_deletion(self) -> bool:
-        """Return whether the claim belongs to a deletion."""
         return self.plan.startswith(_DELETION)
 
     @property
     def kind(self) -> str:
-        """Return "upload" or "deletion"."""
         return "deletion" if self.is_deletion else "upload"
 
     def describe(self) -> str:
@@ -152,7 +149,6 @@ class UploadTarget:
 
     @property
     def notes_prefix(self) -> str:
-        """Return the prefix of the keys of notes."""
         return f"{self._own}{NOTES}/"
 
     @property
@@ -196,5 +192,4 @@ class UploadTarget:
 
 
 def prefix_below(key: str) -> str:
-    """Return the prefix of all keys below a key."""
     return f"{key}/" if key else ""

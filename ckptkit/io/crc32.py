@@ -84,7 +84,6 @@ class Checksums(Generic[Key]):
                 yield key, start, stop - start, crc
 
     def forget(self, key: Key) -> None:
-        """Drop the pieces of range `key`."""
         self._pieces.pop(key, None)
 
 

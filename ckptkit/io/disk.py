@@ -32,7 +32,6 @@ class DurabilityWarning(UserWarning):
 
 
 def warn_of_loss(path: Path, what: str) -> None:
-    """Warn about a guarantee that is lost at `path`."""
     warn(f"{path}: {what}", DurabilityWarning)
 
 

@@ -9,12 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from ckptkit.errors import RESTORE, CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.joined import JoinedPath, roots_of
-from ckptkit.io.local import open_regular, open_to_write
+from ckptkit.io.local import LocalFile, open_regular, open_to_write
 from ckptkit.io.path import hint_for_hub_id, is_remote
 from ckptkit.io.ranges import RemoteFile
 from ckptkit.io.stores import StoredSum
@@ -23,33 +23,11 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _MIN_READ = 1 << 12  # minimum bytes per request of `ReadAhead`
 _COMPARED_AT_ONCE = 1 << 20  # bytes per step, so that files of any size can be compared
-_COMPARED: set[tuple[tuple[int, ...], ...]] = (
-    set()
-)  # pairs of files known to be equal, by device, inode, size and mtime
+# pairs of files known to be equal, by device, inode, size and mtime
+_COMPARED: set[tuple[tuple[int, ...], ...]] = set()
 
 
-class File(Protocol):
-    """An open regular file, local or remote."""
-
-    @property
-    def path(self) -> Path:
-        """Return the path that was opened."""
-
-    @property
-    def size(self) -> int:
-        """Return the size in bytes."""
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from byte `offset`. Raises `Corrupt` if the file ends before."""
-
-    def write_at(self, buffer: memoryview, offset: int) -> None:
-        """Write all of `buffer` at byte `offset`. Raises `Unsupported` for a remote file."""
-
-    def announce_order(self, *, in_order: bool) -> None:
-        """Announce whether the file will be read sequentially or at random."""
-
-    def close(self) -> None:
-        """Close the file."""
+File = LocalFile | RemoteFile  # an open regular file
 
 
 def open_file(path: Path, *, writable: bool = False) -> File:
@@ -74,26 +52,20 @@ def only_file(path: JoinedPath) -> Path:
     """
     first, *others = path.places or [path.place]
     for other in others:
-        require_same(first, other)
+        with translate_os_errors(other):
+            statuses = first.stat(), other.stat()
+        stamps = tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in statuses)
+        if stamps in _COMPARED:
+            continue
+        with opening(first) as ours, opening(other) as theirs:
+            size, more = ours.size, theirs.size
+            pieces = ((min(_COMPARED_AT_ONCE, size - at), at) for at in range(0, size, _COMPARED_AT_ONCE))
+            if size != more or any(read_at(ours, *piece) != read_at(theirs, *piece) for piece in pieces):
+                how = f"{size} bytes here, {more} there" if size != more else "other bytes"
+                hint = "pass directories of one checkpoint only: these are of two saves, or one is an older copy"
+                raise Corrupt(f"the file of this name in {other.parent} differs: {how}", path=first, hint=hint)
+        _COMPARED.add(stamps)
     return first
-
-
-def require_same(one: Path, other: Path) -> None:
-    """Raise `Corrupt` unless two files have the same bytes; each pair is compared only once."""
-    with translate_os_errors(other):
-        stamps = [
-            (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in (one.stat(), other.stat())
-        ]
-    if tuple(stamps) in _COMPARED:
-        return
-    with opening(one) as ours, opening(other) as theirs:
-        size, more = ours.size, theirs.size
-        pieces = ((min(_COMPARED_AT_ONCE, size - at), at) for at in range(0, size, _COMPARED_AT_ONCE))
-        if size != more or any(read_at(ours, *piece) != read_at(theirs, *piece) for piece in pieces):
-            how = f"{size} bytes here, {more} there" if size != more else "other bytes"
-            hint = "pass directories of one checkpoint only: these are of two saves, or one is an older copy"
-            raise Corrupt(f"the file of this name in {other.parent} differs: {how}", path=one, hint=hint)
-    _COMPARED.add(tuple(stamps))
 
 
 @contextmanager
@@ -288,7 +260,6 @@ def wrong_kind_error(head: bytes, path: Path | None = None) -> Corrupt | None:
 
 
 def children(path: Path) -> list[Path]:
-    """Return the paths in a directory, sorted by name."""
     with translate_os_errors(path):
         return [path / name for name in sorted(names_in(path))]
 

@@ -37,7 +37,6 @@ class JoinedPath(PosixPath):
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Return the joined directories."""
         return _JOINED[int(self.parts[0].removeprefix(_MARK))]
 
     @property
@@ -68,15 +67,12 @@ class JoinedPath(PosixPath):
         return super().__truediv__(key)
 
     def with_name(self, name: str) -> Path:  # type: ignore[override]
-        """Return the path of another name in the same directory."""
         return self.parent / name
 
     def absolute(self) -> Path:  # type: ignore[override]
-        """Return the path with absolute directories."""
         return joined([root.absolute() for root in self.roots]).joinpath(*self.parts[1:])
 
     def resolve(self, strict: bool = False) -> Path:  # type: ignore[override]
-        """Return the first existing path, without links."""
         return self.place.resolve(strict)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
@@ -95,11 +91,9 @@ class JoinedPath(PosixPath):
         return self.place.readlink()
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return the status of the first existing path."""
         return self.place.stat() if follow_symlinks else self.place.lstat()
 
     def lstat(self) -> os.stat_result:
-        """Return the status of the first existing path, without following a link."""
         return self.place.lstat()
 
     def iterdir(self) -> Generator[Self, None, None]:

@@ -15,9 +15,7 @@ from ckptkit.io.disk import close
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
 _WRITE_BYTES = 1 << 17
-_CACHE_DIRECTORY = re.compile(
-    r"(models|datasets|spaces)--.+", re.DOTALL
-)  # the directory of a repository in the Hub's cache
+_CACHE_DIRECTORY = re.compile(r"(models|datasets|spaces)--.+", re.DOTALL)  # of a repository in the Hub's cache
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -32,7 +30,6 @@ class LocalFile:
 
     @property
     def size(self) -> int:
-        """Return the current size in bytes."""
         with translate_os_errors(self.path):
             return os.fstat(self._fd).st_size
 
@@ -126,6 +123,5 @@ def is_strange_link(path: Path) -> bool:
 
 
 def open_to_write(path: Path) -> LocalFile:
-    """Open the existing file `path` for writing."""
     with translate_os_errors(path):
         return LocalFile(path, os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))

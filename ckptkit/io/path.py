@@ -193,13 +193,17 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     """
     path = to_live_path(place)
     if isinstance(place, str) and is_remote(path) and path.parts[0] == "hf:":
-        return find_offline(path) or path
+        from ckptkit.io.stores.hub import find_snapshot
+
+        depth = path._depth
+        snapshot = find_snapshot("/".join(path.parts[1:depth]))
+        return path if snapshot is None else snapshot.joinpath(*path.parts[depth:])
     return path
 
 
 def to_live_path(place: str | os.PathLike[str]) -> Path:
     """Return the path that a user wants to change: a local path or a URL, never a copy in a cache."""
-    if isinstance(place, str) and is_url(place):
+    if isinstance(place, str) and _URL.match(place):
         return parse_url(place)
     return place if isinstance(place, Path) else Path(place)
 
@@ -258,15 +262,6 @@ def remarks_on_id(place: str | os.PathLike[str] | None) -> tuple[str, ...]:
     return (f"`{place}` is not a path here: ckptkit took it for the id of a model on the Hub",)
 
 
-def find_offline(path: RemotePath) -> Path | None:
-    """Return the path in the Hub's cache for an `hf://` URL; None if the Hub may be contacted."""
-    from ckptkit.io.stores.hub import find_snapshot
-
-    depth = path._depth
-    snapshot = find_snapshot("/".join(path.parts[1:depth]))
-    return None if snapshot is None else snapshot.joinpath(*path.parts[depth:])
-
-
 def list_ahead(paths: Iterable[Path]) -> None:
     """List the remote directories among `paths`, and directories below, in parallel, to fill the cache.
 
@@ -291,10 +286,6 @@ def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
 
     with ThreadPoolExecutor(REMOTE_JOBS) as pool:
         return list(pool.map(ask, things))
-
-
-def is_url(place: str) -> bool:
-    return _URL.match(place) is not None
 
 
 def parse_url(url: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 Progress = Callable[[int, int], None]  # (bytes just done, bytes in all)
 Told = Callable[[int], None]  # (bytes just done)
@@ -11,8 +10,4 @@ Told = Callable[[int], None]  # (bytes just done)
 
 def report_progress(progress: Progress | None, total: int) -> Told | None:
     """Return a function that reports bytes just done to `progress`, with the total; None without `progress`."""
-    return progress and partial(tell, progress, total)
-
-
-def tell(progress: Progress, total: int, nbytes: int) -> None:
-    progress(nbytes, total)
+    return progress and (lambda nbytes: progress(nbytes, total))

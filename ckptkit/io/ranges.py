@@ -39,14 +39,12 @@ class Pages:
         self._busy = [threading.Lock() for _ in range(256)]
 
     def get(self, key: PageKey) -> bytes | None:
-        """Return a page, if it is cached."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def put(self, key: PageKey, content: bytes) -> None:
-        """Add a page, and evict the least recently used ones."""
         with self._lock:
             self._kept[key] = content
             while len(self._kept) > self._limit:

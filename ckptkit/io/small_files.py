@@ -61,16 +61,6 @@ def replace_file(path: Path, content: bytes) -> None:
         publish(path, content, overwrite=True)
 
 
-class LineFile(Protocol):
-    """A small file that grows line by line."""
-
-    def add(self, line: bytes) -> None:
-        """Add a line; others may not see it before `send`."""
-
-    def send(self) -> None:
-        """Make the added lines visible to others."""
-
-
 class LocalLines:
     """The lines of a local file."""
 
@@ -99,16 +89,14 @@ class StoreLines:
         self._sent = len(self._content)
 
     def add(self, line: bytes) -> None:
-        """Add a line in memory."""
         self._content += line
 
     def send(self) -> None:
-        """Write the object, if it has new lines."""
         if len(self._content) > self._sent:
             self._tag = self._files.put(self._path, bytes(self._content), replaces=self._tag)
             self._sent = len(self._content)
 
 
-def open_lines(path: Path) -> LineFile:
+def open_lines(path: Path) -> LocalLines | StoreLines:
     """Return a small file to append lines to; a local file is created with the first line."""
     return StoreLines(path) if is_remote(path) else LocalLines(path)

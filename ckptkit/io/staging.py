@@ -90,9 +90,8 @@ class Stage:
             self._lock = self._acquire()
             # a process that died during a swap may have left the old destination aside
             recover(self.dst)
-            check_destination(
-                self.dst, self.overwrite, is_file=self.is_file
-            )  # another process may have finished it while we waited for the lock
+            # another process may have finished it while we waited for the lock
+            check_destination(self.dst, self.overwrite, is_file=self.is_file)
             begun = read_key(self.path)
             if self.key is None or begun != self.key:
                 if begun is not None and self.check_other is not None:
@@ -223,9 +222,8 @@ def make_empty(path: Path) -> None:
         if path.is_symlink():
             raise Unsafe("refusing to follow a symbolic link in place of the output", path=path, hint="remove it")
         if path.exists():
-            sync_path(
-                path.parent
-            )  # else a power failure may undo the rename that moved the old destination to this path
+            # else a power failure may undo the rename that moved the old destination to this path
+            sync_path(path.parent)
             remove(path)
         retry_interrupted(path.mkdir)
 

@@ -54,7 +54,7 @@ class ReadArray(np.ndarray[Any, Any]):
     """A numpy array as a pickle describes it. Pickled again, it is a plain numpy array."""
 
     def __new__(cls, *_: object) -> Self:
-        return super().__new__(cls, (0,), "b")
+        return super().__new__(cls, (0,), "b")  # the pickle sets shape, dtype and elements afterwards
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
@@ -64,11 +64,6 @@ class ReadArray(np.ndarray[Any, Any]):
 
     def __reduce__(self) -> Any:
         return self.view(np.ndarray).__reduce__()
-
-
-def read_array(*_: object) -> ReadArray:
-    """Return an empty array; the pickle sets shape, dtype and elements afterwards."""
-    return ReadArray()
 
 
 def read_scalar(dtype: object, data: bytes) -> Any:
@@ -87,7 +82,7 @@ STAND_INS: list[tuple[Callable[..., Any], str]] = [
     (ReadArray, "numpy.ndarray"),
     (ReadDtype, "numpy.dtype"),
     (empty_bytes, "builtins.bytes"),
-    *((read_array, f"{core}.multiarray._reconstruct") for core in ("numpy._core", "numpy.core")),
+    *((ReadArray, f"{core}.multiarray._reconstruct") for core in ("numpy._core", "numpy.core")),
     *((read_scalar, f"{core}.multiarray.scalar") for core in ("numpy._core", "numpy.core")),
 ]
 

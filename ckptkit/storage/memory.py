@@ -22,9 +22,12 @@ def find_dtype(dtype: torch.dtype, name: str) -> DType:
     return known
 
 
-def make_buffer(device: torch.device) -> Tensor:
-    """Return a buffer of one block on the CPU, for copies to or from tensors on `device`."""
-    return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+class Buffers(dict[torch.device, Tensor]):
+    """A buffer of one block on the CPU for each device, created on first use, for copies to or from its tensors."""
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        self[device] = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return self[device]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

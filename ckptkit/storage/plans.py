@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, check_cover
@@ -19,14 +21,17 @@ from ckptkit.layout.dtypes import DType
 from ckptkit.storage.memory import find_dtype
 
 
-def require_collectives(options: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` for several ranks without collectives: they must coordinate to write one checkpoint.
+class PlannedWriter(StorageWriter):
+    """A writer with which all ranks write one checkpoint together."""
 
-    `options` are the keyword arguments that torch passes to `set_up_storage_writer`.
-    """
-    if not options.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
-        message = f"use_collectives=False: {dist.get_world_size()} ranks write the same files together"
-        raise Unsupported(message, hint="drop it, or save with torch's FileSystemWriter, which ckptkit reads")
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Raise `Unsupported` for several ranks without collectives: they must coordinate to write one checkpoint."""
+        if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
+            message = f"use_collectives=False: {dist.get_world_size()} ranks write the same files together"
+            raise Unsupported(message, hint="drop it, or save with torch's FileSystemWriter, which ckptkit reads")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
 
 
 def without_gaps(plans: list[SavePlan], root: Path) -> list[SavePlan]:
@@ -92,6 +97,38 @@ def tie(planned: Layout, tied: Mapping[KeyPath, str]) -> Layout:
     ways = {".".join(map(str, way)): way for way in tied}
     tensors = {name: planned.tensors[tied[way]] for name, way in ways.items()}
     return replace(planned, tensors={**planned.tensors, **tensors}, keys={**planned.keys, **ways})
+
+
+def split_items(items: Iterable[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
+    """Return the items of tensors, and those of non-tensor entries."""
+    tensors: list[WriteItem] = []
+    entries: list[WriteItem] = []
+    for item in items:
+        (entries if item.type == WriteItemType.BYTE_IO else tensors).append(item)
+    return tensors, entries
+
+
+def written_entries(
+    results: Iterable[WriteResult], planned: Layout, stored_names: Mapping[str, str] | None = None
+) -> dict[str, Blob]:
+    """Return the byte range of each planned non-tensor entry; `stored_names` maps names in the state to planned names.
+
+    Raises `Corrupt` if one was not written.
+    """
+    entries = {result.index.fqn: result.storage_data for result in results if isinstance(result.storage_data, Blob)}
+    if stored_names is not None:
+        entries = {stored_names[name]: blob for name, blob in entries.items()}
+    if entries.keys() != planned.blobs.keys():
+        name = min(entries.keys() ^ planned.blobs.keys())
+        raise Corrupt("the entry was not written by the rank that has it", path=planned.root, tensor=name)
+    return {name: entries[name] for name in planned.blobs}
+
+
+def completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    """Return the results of `write_data` in the form that torch expects."""
+    done: Future[list[WriteResult]] = Future()
+    done.set_result(results)
+    return done
 
 
 def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:

@@ -18,8 +18,9 @@ from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate
 from ckptkit.io.allocation import write_parts
 from ckptkit.io.crc32 import whole_crc32
-from ckptkit.layout import Blob, Extent, FileOffset, KeyPath, Layout, NewFile, WriterOptions, edits
+from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, WriterOptions, edits
 from ckptkit.models.names.weights import find_model_key, keys_below, training_state
+from ckptkit.storage.plans import written_entries
 from ckptkit.trainers.ckptkit import TRAINING
 
 _TRAINING_FORMAT = "dcp"  # format of the directory `training`
@@ -39,7 +40,6 @@ class Portion:
 
     @property
     def root(self) -> Path:
-        """Return the directory in which the checkpoint is being written."""
         return self.planned.root
 
     def arrange(self, options: WriterOptions, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
@@ -71,14 +71,10 @@ class Portion:
 
         Returns the files that they stay in, with the byte range of each.
         """
-        blobs_by_name = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
-        if blobs_by_name.keys() != self.planned.blobs.keys():
-            name = min(blobs_by_name.keys() ^ self.planned.blobs.keys())
-            raise Corrupt("the entry was not written by the rank that has it", path=self.root, tensor=name)
-        if not blobs_by_name:
+        blobs = written_entries(results, self.planned, self.names)
+        if not blobs:
             return {}
         assert isinstance(writer, EntryWriter)
-        blobs = {name: blobs_by_name[name] for name in self.planned.blobs}
         write_parts(self.root, writer.embed(replace(self.planned, blobs=blobs), options))
         extents: dict[str, list[Extent]] = {}
         for name, blob in blobs.items():
@@ -93,12 +89,18 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     """Return the portions of a checkpoint in this format, for the entries of a state.
 
     A format without non-tensor entries gets the model's weights under the model's own names; everything else gets its
-    own directory. Several models are not divided. Raises `Unsupported` if a non-tensor entry is among the weights, or
-    if it is ambiguous which tensors are the weights.
+    own directory. Several models, and tensors among which no model is recognizable, are not divided. Raises
+    `Unsupported` if a non-tensor entry is among the weights, or if it is ambiguous which tensors are the weights.
     """
-    prefix = None if isinstance(get_writer(to), EntryWriter) else find_model_path(planned)
-    if prefix is None:
-        return (Portion("", to, planned, {name: name for name in planned.names}),)
+    whole = (Portion("", to, planned, {name: name for name in planned.names}),)
+    if isinstance(get_writer(to), EntryWriter):
+        return whole
+    try:
+        prefix = find_model_key(planned)
+    except (Mismatch, SeveralModels):
+        if planned.blobs:
+            raise
+        return whole
     rest = training_state(planned, prefix)
     names = {name: key[len(prefix) :] for name, key in keys_below(planned, prefix) if key[len(prefix)] not in rest}
     weights = {name: ".".join(map(str, key)) for name, key in names.items()}
@@ -117,19 +119,6 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
         Portion("", to, model, weights),
         Portion(TRAINING, _TRAINING_FORMAT, beside, {name: name for name in beside.names}),
     )
-
-
-def find_model_path(planned: Layout) -> KeyPath | None:
-    """Return the key path of the model in a state.
-
-    Returns None for a state of tensors only in which no model is recognizable.
-    """
-    try:
-        return find_model_key(planned)
-    except (Mismatch, SeveralModels):
-        if planned.blobs:
-            raise
-        return None
 
 
 def chunk_checksums(layout: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:

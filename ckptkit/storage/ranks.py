@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -50,48 +50,36 @@ class Ranks:
         """Run `work` on rank 0 and return its result on every rank. An error there is raised on every rank."""
         if self._alone:
             return work()
-        outcomes: list[Outcome[T] | None] = [self._attempt(work) if self.rank == 0 else None]
+        outcomes: list[Any] = [self._attempt(work) if self.rank == 0 else None]
         dist.broadcast_object_list(outcomes, group_src=0, group=self.group)
-        assert outcomes[0] is not None
-        return outcomes[0].result()
+        result, error = outcomes[0]
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank. An error on any rank is raised on all of them, after all have finished."""
         if self._alone:
             return work()
-        outcome = self._attempt(work)
-        for error in self.gather(outcome.error):  # the same first error on all ranks
+        result, own_error = self._attempt(work)
+        for error in self.gather(own_error):  # the same first error on all ranks
             if error is not None:
-                raise error from outcome.error
-        return outcome.result()
+                raise error from own_error
+        return cast(T, result)
 
-    def _attempt(self, work: Callable[[], T]) -> Outcome[T]:
-        """Return the outcome of `work`.
+    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, CkptError | None]:
+        """Return the result of `work`, and the error that ended it.
 
         Wraps a foreign error in a `CkptError`, so that it can be sent to other ranks.
         """
         try:
-            return Outcome(value=work())
+            return work(), None
         except CkptError as error:
-            return Outcome(error=error)
+            return None, error
         except Exception as error:  # noqa: BLE001 - whatever it was, the others must not wait for this rank
             wrapped = CkptError(f"rank {self.rank} failed: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
-            return Outcome(error=wrapped)
-
-
-class Outcome(Generic[T]):
-    """The outcome of `work`: its value, or the error that ended it."""
-
-    def __init__(self, value: T | None = None, error: CkptError | None = None) -> None:
-        self.value = value
-        self.error = error
-
-    def result(self) -> T:
-        """Return the value, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value  # type: ignore[return-value]
+            return None, wrapped
 
 
 def find_cause(error: BaseException) -> BaseException:

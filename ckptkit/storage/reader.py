@@ -9,7 +9,6 @@ import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch.futures import Future
 from ckptkit.argument_types import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.several_disks import Others, join_places
-from ckptkit.engine.blocks import Block, blocks_of
+from ckptkit.engine.blocks import blocks_of
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Worker
@@ -46,7 +45,7 @@ from ckptkit.models.names import HUB, KEEP, check_names
 from ckptkit.models.names.naming import name_training
 from ckptkit.state.names import NameOptions, ask_names
 from ckptkit.storage.entries import read_value
-from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
+from ckptkit.storage.memory import Buffers, as_bytes, find_dtype, is_memory, part_of, put
 from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries, find_tied, require_equal
 from ckptkit.summary import as_call
 
@@ -56,18 +55,11 @@ class LayoutReader(StorageReader):
 
     If several layouts are given, an entry that is in more than one is read from the first.
 
-    An entry that the state has and no layout contains is an error. With `missing` "keep" it does not change, with
-    "zero" tensors become zero; both give a `PartialLoad` warning. For the states of torch's own optimizers, "zero" is
-    the initial value; "keep" is the value that torch created for the load, with one step counted. With a planner that
-    allows partial loads, missing entries are kept.
-
-    If the state asks for some entries below a key and not for others, a `PartialLoad` warning counts the others: an
-    optimizer that has made no step has no states, and would not get those in the checkpoint. With `unasked` "error"
-    this is an error before anything is read; "ignore" silences it. A key below which the state asks for nothing does
-    not count, such as the optimizer's key when you load a model only.
-
-    A dtype that differs in the state is an error, unless `cast` is "allow": then floats of 16 bits and more are
-    converted.
+    See `Reader` for `missing`, `cast` and `unasked`. For the states of torch's own optimizers, `missing` "zero" gives
+    the initial value, and "keep" the value that torch created for the load, with one step counted. With a planner that
+    allows partial loads, missing entries are kept. `unasked` matters for an optimizer that has made no step: it has no
+    states, and would not get those in the checkpoint. A key below which the state asks for nothing does not count, such
+    as the optimizer's key when you load a model only.
 
     If a rank reads a complete chunk, its recorded checksum is verified, and a difference raises `Corrupt`. A chunk that
     is read in part (as when the world size changes), or whose elements are in another order, is not verified.
@@ -88,7 +80,11 @@ class LayoutReader(StorageReader):
         entries = PlannerEntries(self.layouts[0].root if self.layouts else None)
         keys: dict[str, KeyPath] = {}
         for layout in reversed(self.layouts):
-            entries.update({name: tensor_metadata(tensor.spec) for name, tensor in layout.tensors.items()})
+            for name, tensor in layout.tensors.items():
+                size = torch.Size(tensor.spec.shape)
+                chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+                properties = TensorProperties(dtype=getattr(torch, tensor.spec.dtype.name))
+                entries[name] = TensorStorageMetadata(properties, size, [chunk])
             entries.update({name: BytesStorageMetadata() for name in layout.blobs})
             keys |= {name: plain_key(layout.key(name)) for name in layout.names}
         return Metadata(entries, planner_data=keys)
@@ -97,11 +93,9 @@ class LayoutReader(StorageReader):
         """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -109,20 +103,24 @@ class LayoutReader(StorageReader):
 
         Tensors are read in the order of the files.
         """
-        terms = self.terms.with_planner(planner)
+        terms = self.terms
+        if terms.missing == ERROR and getattr(planner, "allow_partial_load", False):
+            terms = replace(terms, missing="keep")
         wanted: Mapping[str, Any] = getattr(planner, "state_dict", {})
+        first_with = {name: i for i, layout in reversed([*enumerate(self.layouts)]) for name in layout.names}
         items: list[list[ReadItem]] = [[] for _ in self.layouts]
         missing: dict[str, None] = {}
         for item in plan.items:
-            number = self._layout_with(item.storage_index.fqn)
-            if number is None:
-                missing[item.storage_index.fqn] = None
+            name = item.storage_index.fqn
+            if name in first_with:
+                items[first_with[name]].append(item)
             else:
-                items[number].append(item)
+                missing[name] = None
         try:
-            terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
+            terms.check_missing(missing, wanted, first_with.keys())
             if wanted and terms.unasked != IGNORE:
-                terms.check_unasked(unrequested_keys(self.layouts, wanted), requested_keys(planner))
+                keys: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
+                terms.check_unasked(unrequested_keys(self.layouts, wanted), [keys.get(n, (n,)) for n in wanted])
             if fills_state(planner):
                 self._read_together(items, planner, terms)
             else:
@@ -161,13 +159,7 @@ class LayoutReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, _checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a layout has no id."""
         return False
-
-    def _layout_with(self, name: str) -> int | None:
-        """Return the index of the first layout that has an entry; None if no layout has it."""
-        numbers = (i for i, layout in enumerate(self.layouts) if name in layout.tensors or name in layout.blobs)
-        return next(numbers, None)
 
 
 class Reader(LayoutReader):
@@ -210,7 +202,7 @@ class Reader(LayoutReader):
     ) -> None:
         self.named = NameOptions.of(map, rename, base)
         check_names(names, self.named.table)
-        self.path = join_places(find_path(path), also)
+        self.path = join_places(to_path(path), also)
         self.under = under
         self.names = names or (KEEP if map is None else HUB)
         self.rank = 0
@@ -235,9 +227,8 @@ class Reader(LayoutReader):
         return (model, *(with_own_state(other, self.rank) for other in others))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reset, with the checkpoint at another path if one is given."""
         if checkpoint_id is not None:
-            self.path = find_path(checkpoint_id)
+            self.path = to_path(checkpoint_id)
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return the entries of the checkpoint.
@@ -267,17 +258,11 @@ class Reader(LayoutReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether an id is a path or a URL."""
         try:
-            find_path(checkpoint_id)
+            to_path(checkpoint_id)
         except (TypeError, CkptError):
             return False
         return True
-
-
-def find_path(place: str | os.PathLike[str]) -> Path:
-    """Return the path that the user passed."""
-    return place if isinstance(place, Path) else to_path(os.fspath(place))
 
 
 def with_own_state(layout: Layout, rank: int) -> Layout:
@@ -332,12 +317,6 @@ def first_byte_of(tensor: StoredTensor) -> tuple[str, int]:
     return first.path, first.offset
 
 
-def requested_keys(planner: LoadPlanner) -> list[KeyPath]:
-    """Return the key paths of the entries that a planner's state asks for."""
-    ways: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
-    return [ways.get(name, (name,)) for name in getattr(planner, "state_dict", {})]
-
-
 def fills_state(planner: LoadPlanner) -> bool:
     """Return whether a planner reads directly into the tensors of the state, as torch's own planner does."""
     planner_class = type(planner)
@@ -372,9 +351,8 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
     wanted = describe_wanted(layout, items, tensors)
     tied = find_tied(tensors)
-    duplicates = {
-        label: torch.empty_like(tensors[label]) for label in tied
-    }  # otherwise the last read would silently win
+    # otherwise the last read would silently win
+    duplicates = {label: torch.empty_like(tensors[label]) for label in tied}
     with through_cpu_if_split(layout, items, {**tensors, **duplicates}) as filled:
         fill(make_plan(locate(share_of(layout, wanted)), wanted), filled, ledger)
     for label, one in tied.items():
@@ -403,13 +381,22 @@ def through_cpu_if_split(
 
 
 def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> None:
-    """Read every target of a plan into its tensor."""
+    """Read every target of a plan into its tensor: directly into contiguous CPU memory, otherwise through a buffer."""
     sources = Sources(plan, ledger or Ledger(), is_all=ledger is None)
+    buffers = Buffers()
     with Worker(plan, sources.compares) as worker:
-        filler = TensorFiller(worker)
         for target in plan.targets:
+            tensor = tensors[target.chunk.path]
+            is_direct = is_memory(tensor)
+            out = as_bytes(tensor if is_direct else buffers[tensor.device])
             for block in blocks_of(plan, target):
-                filler.fill(block, tensors[target.chunk.path])
+                start = target.chunk.offset + block.start if is_direct else 0
+                try:
+                    worker.read(block, out=out[start : start + block.nbytes])
+                except CkptError as error:
+                    raise error.blame(tensor=target.name) from None
+                if not is_direct:
+                    put(part_of(tensor, block.box.relative_to(target.chunk.box)), buffers[tensor.device])
                 sources.note(worker.pieces)
 
 
@@ -428,13 +415,6 @@ def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapp
     return Layout(layout.root, "memory", wanted)
 
 
-def tensor_metadata(spec: Spec) -> TensorStorageMetadata:
-    """Return the metadata of a tensor for torch's planner: a single chunk."""
-    size = torch.Size(spec.shape)
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, spec.dtype.name)), size, [chunk])
-
-
 def share_of(layout: Layout, wanted: Layout) -> Layout:
     """Return the part of a layout that `wanted` consists of, in the dtypes of `wanted` if both are floats."""
 
@@ -443,28 +423,3 @@ def share_of(layout: Layout, wanted: Layout) -> Layout:
         return dtype if spec.dtype.can_become(dtype) else spec.dtype
 
     return edits.cast(replace(needed(layout, wanted), keys={}), wanted_dtype)
-
-
-class TensorFiller:
-    """Reads blocks into tensors: directly into contiguous CPU memory, otherwise through a buffer."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._buffer: Tensor | None = None
-
-    def fill(self, block: Block, tensor: Tensor) -> None:
-        """Read a block into its place in the target's tensor. Errors name the tensor."""
-        try:
-            self._fill(block, tensor)
-        except CkptError as error:
-            raise error.blame(tensor=block.target.name) from None
-
-    def _fill(self, block: Block, tensor: Tensor) -> None:
-        if is_memory(tensor):
-            start = block.target.chunk.offset + block.start
-            self._worker.read(block, out=as_bytes(tensor)[start : start + block.nbytes])
-            return
-        if self._buffer is None:
-            self._buffer = make_buffer(tensor.device)
-        self._worker.read(block, out=as_bytes(self._buffer)[: block.nbytes])
-        put(part_of(tensor, block.box.relative_to(block.target.chunk.box)), self._buffer)

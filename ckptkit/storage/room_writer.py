@@ -13,33 +13,38 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
+from operator import mul
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.seal import create_files, read_made
+from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.formats import EntryWriter, get_writer, locate
 from ckptkit.io.allocation import check_room, create_file
-from ckptkit.io.crc32 import crc32
+from ckptkit.io.crc32 import crc32, part_sum
 from ckptkit.io.disk import staging_path, sync_path
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import to_local
 from ckptkit.io.staging import Stage
-from ckptkit.layout import Blob, KeyPath, StoredTensor, WriterOptions
+from ckptkit.layout import Blob, Chunk, FileOffset, KeyPath, StoredTensor, WriterOptions
+from ckptkit.layout.box import Box, BoxIndex, cut_box, row_major
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
-from ckptkit.storage.pieces import PieceWriter
+from ckptkit.storage.memory import Buffers, part_of, take
 from ckptkit.storage.plans import (
+    PlannedWriter,
+    completed,
     describe_item,
     plan_layout,
-    require_collectives,
     resolve_tensor,
+    split_items,
     tie,
     without_gaps,
 )
@@ -61,7 +66,7 @@ class Task:
     portions: Mapping[tuple[str, str], Mapping[str, str]]
 
 
-class RoomWriter(StorageWriter):
+class RoomWriter(PlannedWriter):
     """Writes a state as a checkpoint into the existing directory `room`, without publishing it.
 
     `format` is a format that ckptkit writes, `files` are small files to put beside the weights, and `max_shard_size` is
@@ -92,17 +97,8 @@ class RoomWriter(StorageWriter):
         self._options = WriterOptions(max_shard_size)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reset, with another directory if one is given."""
         if checkpoint_id is not None:
             self.room = to_local(os.fspath(checkpoint_id))
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise `Unsupported` for several ranks without collectives: they must coordinate to write the same files."""
-        require_collectives(kwargs)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, with gaps for the data, and return the plans with the task of each rank."""
@@ -140,17 +136,13 @@ class RoomWriter(StorageWriter):
         task: Task = plan.storage_data
         results: list[WriteResult] = []
         for (place, to), names in task.portions.items():
-            items = [item for item in plan.items if item.index.fqn in names]
-            entries = [item for item in items if item.type == WriteItemType.BYTE_IO]
-            tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+            tensors, entries = split_items(item for item in plan.items if item.index.fqn in names)
             results += self._write_tensors(task.root / place, to, tensors, names, planner)
             if entries:
                 writer = get_writer(to)
                 assert isinstance(writer, EntryWriter)
                 results += self._write_entries(task.root / place, writer.entries_file(task.rank), entries, planner)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return completed(results)
 
     def _write_tensors(
         self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
@@ -158,7 +150,11 @@ class RoomWriter(StorageWriter):
         layout = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
         with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
-            results = [write_item(pieces, item, planner, layout.tensors[names[item.index.fqn]]) for item in items]
+            results = []
+            for item in items:
+                tensor, box = resolve_tensor(item, planner), describe_item(item)[1]
+                sums = pieces.write(tensor, box, layout.tensors[names[item.index.fqn]])
+                results.append(WriteResult(item.index, tensor.nbytes, sums))
         if self.sync:  # each rank syncs its own writes: another machine cannot
             for name in sorted({path for result in results for path, _ in result.storage_data}):
                 sync_path(root / name)
@@ -190,16 +186,11 @@ class RoomWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether an id is the path of a local directory. URLs are not supported here."""
-        return is_local(checkpoint_id)
-
-
-def is_local(checkpoint_id: object) -> bool:
-    """Return whether an object is a path on this machine."""
-    try:
-        to_local(os.fspath(checkpoint_id))  # type: ignore[call-overload]
-    except (TypeError, CkptError):
-        return False
-    return True
+        try:
+            to_local(os.fspath(checkpoint_id))
+        except (TypeError, CkptError):
+            return False
+        return True
 
 
 @contextmanager
@@ -222,22 +213,14 @@ class StagedWriter(RoomWriter):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        format: str = "hf",  # noqa: A002 - as users call it
-        *,
-        files: Mapping[str, SmallFile] | None = None,
-        max_shard_size: int = DEFAULT_SHARD_SIZE,
-        overwrite: bool = False,
-        sync: bool = True,
+        self, path: Path, to: str, *, files: Mapping[str, SmallFile], max_shard_size: int, overwrite: bool, sync: bool
     ) -> None:
-        super().__init__(path, format, files=files, max_shard_size=max_shard_size, sync=sync)
+        super().__init__(path, to, files=files, max_shard_size=max_shard_size, sync=sync)
         self.path = self.room
         self.overwrite = overwrite
         self._stage: Stage | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reset, with another path if one is given."""
         if checkpoint_id is not None:
             self.path = to_local(os.fspath(checkpoint_id))
 
@@ -259,7 +242,6 @@ class StagedWriter(RoomWriter):
             raise
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items to their positions."""
         try:
             with naming_destination(self.path):
                 return super().write_data(plan, planner)
@@ -286,7 +268,43 @@ class StagedWriter(RoomWriter):
             stage.discard()
 
 
-def write_item(pieces: PieceWriter, item: WriteItem, planner: SavePlanner, target: StoredTensor) -> WriteResult:
-    """Write one item of a plan to its position in the files."""
-    tensor = resolve_tensor(item, planner)
-    return WriteResult(item.index, tensor.nbytes, pieces.write(tensor, describe_item(item)[1], target))
+class PieceWriter:
+    """Writes shards of tensors into open `files`. Uses at most one block of memory per device."""
+
+    def __init__(self, files: OpenFiles) -> None:
+        self._files = files
+        self._buffers = Buffers()
+
+    def write(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[FileOffset, int]:
+        """Write a tensor, which is box `box` of the target. Returns its contribution to the checksum of each chunk."""
+        meetings = BoxIndex([chunk.box for chunk in target.chunks]).meeting(box)
+        shares = [(target.chunks[i], shared) for i, shared in meetings]
+        return {(chunk.path, chunk.offset): self._write(tensor, box, chunk, shared) for chunk, shared in shares}
+
+    def _write(self, tensor: Tensor, box: Box, chunk: Chunk, shared: Box) -> int:
+        """Write the elements of `shared` into a chunk. Returns their contribution to the chunk's checksum."""
+        file = self._files[chunk.path]
+        itemsize = chunk.dtype.itemsize
+        total = 0
+        for block in cut_box(shared, BLOCK_BYTES // itemsize):
+            data = take(part_of(tensor, block.relative_to(box)), self._buffers[tensor.device])
+            starts, length = runs_of(block, chunk.box)
+            nbytes = length * itemsize
+            for i, start in enumerate(starts):
+                span, at = data[i * nbytes : (i + 1) * nbytes], start * itemsize
+                file.write_at(span, chunk.offset + at)
+                total ^= part_sum(span, chunk.length - at - nbytes)
+        return total
+
+
+def runs_of(box: Box, chunk: Box) -> tuple[list[int], int]:
+    """Return where the contiguous ranges of a box start in the memory of a chunk, in row-major order, and their length.
+
+    All in elements. A box of full rows is a single range; a box of some columns has a range per row.
+    """
+    inner, steps = box.relative_to(chunk), row_major(chunk.size)
+    axis = next((d for d in range(len(steps)) if box.size[d + 1 :] == chunk.size[d + 1 :]), 0)
+    starts = [sum(map(mul, inner.start, steps))]
+    for size, step in zip(box.size[:axis], steps[:axis], strict=True):
+        starts = [start + i * step for start in starts for i in range(size)]
+    return starts, prod(box.size[axis:])

@@ -36,21 +36,16 @@ def to_bytes(files: Mapping[str, SmallFile] | None, root: Path) -> dict[str, byt
     return {name: content_of(name, value) for name, value in (files or {}).items()}
 
 
-def require_json(name: str, text: str) -> None:
-    """Raise `Usage` for text that is not JSON, such as a path instead of the file's content."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        hint = "pass the content of the file, or its path as a `pathlib.Path`"
-        raise Usage(f"files[{name!r}]: expected JSON, found {text[:_SHOWN_CHARACTERS]!r}", hint=hint) from None
-
-
 def content_of(name: str, value: object) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str):
-        if name.endswith(".json"):
-            require_json(name, value)
+        try:
+            if name.endswith(".json"):
+                json.loads(value)
+        except (ValueError, RecursionError):  # such as a path instead of the file's content
+            hint = "pass the content of the file, or its path as a `pathlib.Path`"
+            raise Usage(f"files[{name!r}]: expected JSON, found {value[:_SHOWN_CHARACTERS]!r}", hint=hint) from None
         return value.encode()
     if isinstance(value, Path):
         return read_small(value.resolve(), _LIMIT)

@@ -7,18 +7,16 @@ to the local disk. The metadata is the last object and replaces none; without it
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 from uuid import uuid4
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -36,8 +34,17 @@ from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.layout import Blob, Layout
 from ckptkit.layout.box import cut_box, whole
-from ckptkit.storage.memory import make_buffer, part_of, take
-from ckptkit.storage.plans import describe_item, plan_layout, require_collectives, resolve_tensor, without_gaps
+from ckptkit.storage.memory import Buffers, part_of, take
+from ckptkit.storage.plans import (
+    PlannedWriter,
+    completed,
+    describe_item,
+    plan_layout,
+    resolve_tensor,
+    split_items,
+    without_gaps,
+    written_entries,
+)
 from ckptkit.storage.small_files import SmallFile, to_bytes
 
 FORMAT = "dcp"
@@ -62,7 +69,7 @@ class Upload:
     items: Mapping[str, list[ShardItem]]
 
 
-class StoreWriter(StorageWriter):
+class StoreWriter(PlannedWriter):
     """Writes a state as a DCP directory to `path` in a store, with small `files` beside it.
 
     `overwrite` replaces an existing checkpoint. With `takes_over`, the caller guarantees that nobody else writes there:
@@ -86,36 +93,23 @@ class StoreWriter(StorageWriter):
         self._upload: Upload | None = None  # set on the coordinator, from plan to finish
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reset, with another path if one is given."""
         if checkpoint_id is not None:
             self.path = to_store(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise `Unsupported` for several ranks without collectives."""
-        require_collectives(kwargs)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the destination, and return the plans with the task of each rank."""
         plans = without_gaps(plans, self.path)
         planned = plan_layout(plans, self.path)
-        items = {tensors_file(rank): lay_out_plan(plan) for rank, plan in enumerate(plans)}
+        items = {tensors_file(rank): lay_out_items(split_items(plan.items)[0]) for rank, plan in enumerate(plans)}
         sizes = {name: end_of(own_items) for name, own_items in items.items()}
-        self._require_free({*sizes, *map(entries_file, range(len(plans))), *_MARKS})
-        name = uuid4().hex
-        destination = open_destination(self.path, sizes, _MARKS, plan=name)
+        for name in {*sizes, *map(entries_file, range(len(plans))), *_MARKS} & self._files.keys():
+            raise Usage(f"`{name}` is a file of the checkpoint itself", path=self.path, hint="give it another name")
+        upload = uuid4().hex
+        destination = open_destination(self.path, sizes, _MARKS, plan=upload)
         self._claim(destination)
         self._upload = Upload(destination, planned, items)
-        tasks = [SendTask(rank, name, nbytes) for rank, nbytes in enumerate(sizes.values())]
+        tasks = [SendTask(rank, upload, nbytes) for rank, nbytes in enumerate(sizes.values())]
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
-
-    def _require_free(self, taken: Collection[str]) -> None:
-        for name in self._files:
-            if name in taken:
-                raise Usage(f"`{name}` is a file of the checkpoint itself", path=self.path, hint="give it another name")
 
     def _claim(self, destination: Destination) -> None:
         """Claim the destination. Replaces an incomplete checkpoint if it can only be from a save that died."""
@@ -137,22 +131,18 @@ class StoreWriter(StorageWriter):
         Reads the tensors one piece at a time, while others are sent.
         """
         task: SendTask = plan.storage_data
-        destination = self._upload.there if self._upload else self._join(task)
-        entries = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        if self._upload:
+            destination = self._upload.there
+        else:
+            destination = open_destination(self.path, {tensors_file(task.rank): task.nbytes}, _MARKS, plan=task.plan)
+            destination.join()
+        tensors, entries = split_items(plan.items)
         results = [
             *send_tensors(destination, task, tensors, planner),
             *send_entries(destination, task, entries, planner),
         ]
         refresh(self.path)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def _join(self, task: SendTask) -> Destination:
-        destination = open_destination(self.path, {tensors_file(task.rank): task.nbytes}, _MARKS, plan=task.plan)
-        destination.join()
-        return destination
+        return completed(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
         """Send the small files and the manifest, then the metadata, which publishes the checkpoint."""
@@ -161,14 +151,20 @@ class StoreWriter(StorageWriter):
         all_results = list(chain(*results))
         checksums = collect_checksums(all_results, items, self.path)
         entries = [result.storage_data for result in all_results if isinstance(result.storage_data, Blob)]
-        described = describe_files(planned, items, collect_entries(all_results, planned))
+        described = describe_files(planned, items, written_entries(all_results, planned))
         small = {**self._files, METADATA: described}
         sums = {
             **{name: FileSum(end_of(own), sum_items(own, checksums[name])) for name, own in items.items() if own},
             **sum_entries(entries),
             **{name: FileSum(len(content), crc32(content)) for name, content in small.items()},
         }
-        manifest = Manifest(sums, sum_tensors(planned, items, checksums)).to_bytes()
+        tensors = {
+            item.name: checksums[name][item.offset]
+            for name, own in items.items()
+            for item in own
+            if len(planned.tensors[item.name].chunks) == 1
+        }
+        manifest = Manifest(sums, tensors).to_bytes()
         for name, content in self._files.items():
             destination.put_small(name, content, crc32(content))
         for name, content in zip(_MARKS, (manifest, described), strict=True):
@@ -207,9 +203,8 @@ def to_store(place: str | os.PathLike[str]) -> RemotePath:
     return path
 
 
-def lay_out_plan(plan: SavePlan) -> list[ShardItem]:
-    """Return the items of the file of the rank that has this plan."""
-    tensors = (item for item in plan.items if item.type != WriteItemType.BYTE_IO)
+def lay_out_items(tensors: Iterable[WriteItem]) -> list[ShardItem]:
+    """Return the positions of a rank's tensors in its file."""
     return lay_out((item.index.fqn, *describe_item(item)) for item in tensors)
 
 
@@ -217,38 +212,25 @@ def send_tensors(
     destination: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
 ) -> Iterator[WriteResult]:
     """Send the file with a rank's shards. Yields the CRC-32 of each shard's data, by file and offset."""
-    placed = lay_out((item.index.fqn, *describe_item(item)) for item in items)
+    placed = lay_out_items(items)
     if end_of(placed) != task.nbytes:
         raise Mismatch(f"the planner changed its plan: expected {task.nbytes} bytes, found {end_of(placed)}")
     if not placed:
         return
     name = tensors_file(task.rank)
-    blocks = BlockReader()
+    buffers = Buffers()
     with FileStream(destination, name, task.nbytes) as stream:
         for item, place in zip(items, placed, strict=True):
             assert place.envelope is not None
             stream.write(parts_around(place.envelope, 0)[0])
             checksum = 0
             tensor = resolve_tensor(item, planner)
-            for block in blocks.read(tensor):
+            for box in cut_box(whole(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
+                block = take(part_of(tensor, box), buffers[tensor.device])
                 checksum = crc32(block, checksum)
                 stream.write(block)
             stream.write(parts_around(place.envelope, checksum)[1])
             yield WriteResult(item.index, tensor.nbytes, {(name, place.offset): checksum})
-
-
-class BlockReader:
-    """Reads tensors on any device. Uses at most one block of memory per device."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, Tensor] = {}
-
-    def read(self, tensor: Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in row-major order, block by block. A block is valid until the next."""
-        if tensor.device not in self._buffers:
-            self._buffers[tensor.device] = make_buffer(tensor.device)
-        for box in cut_box(whole(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
-            yield take(part_of(tensor, box), self._buffers[tensor.device])
 
 
 def send_entries(
@@ -283,15 +265,6 @@ def collect_checksums(
     return by_offset
 
 
-def collect_entries(results: Iterable[WriteResult], planned: Layout) -> dict[str, Blob]:
-    """Return the byte range of each non-tensor entry. Raises `Corrupt` if one was not written."""
-    blobs = {one.index.fqn: one.storage_data for one in results if isinstance(one.storage_data, Blob)}
-    if blobs.keys() != planned.blobs.keys():
-        name = min(blobs.keys() ^ planned.blobs.keys())
-        raise Corrupt("the entry was not written by the rank that has it", path=planned.root, tensor=name)
-    return {name: blobs[name] for name in planned.blobs}
-
-
 def sum_entries(entries: Iterable[Blob]) -> dict[str, FileSum]:
     """Return size and CRC-32 of each file that consists of entries."""
     sums: dict[str, FileSum] = {}
@@ -301,15 +274,3 @@ def sum_entries(entries: Iterable[Blob]) -> dict[str, FileSum]:
         total = combine(before.crc32, blob.crc32, blob.length)
         sums[blob.path] = FileSum(before.nbytes + blob.length, total)
     return sums
-
-
-def sum_tensors(
-    planned: Layout, items: Mapping[str, list[ShardItem]], checksums: Mapping[str, Mapping[int, int]]
-) -> dict[str, int]:
-    """Return the CRC-32 of each tensor that is a single shard."""
-    return {
-        item.name: checksums[name][item.offset]
-        for name, own in items.items()
-        for item in own
-        if len(planned.tensors[item.name].chunks) == 1
-    }

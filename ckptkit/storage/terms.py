@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.optimizers.missing_states import FIRST_ZERO
@@ -50,7 +49,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensor: Tensor) -> list[Tensor]:
-    """Return this rank's shards of a tensor."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [local_part(tensor)]
@@ -59,19 +57,16 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
 def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
     """Raise `Mismatch` unless the values loaded for tied names are equal to the last bit."""
     for name, tied_name in tied.items():
-        values, tied_values = (plain_bits(local_part(tensors[which])) for which in (name, tied_name))
-        if not torch.equal(values, tied_values):
+        values, tied_values = (local_part(tensors[which]) for which in (name, tied_name))
+        everything = whole(tuple(values.shape))
+        # as integers, so that NaNs compare by their bits
+        if not torch.equal(part_of(values, everything), part_of(tied_values, everything)):
             raise Mismatch(
                 f"the model ties it to `{tied_name}`, but the checkpoint's bytes differ",
                 path=path,
                 tensor=name,
                 hint="if they were trained separately, build the model with a head of its own",
             )
-
-
-def plain_bits(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as integers, so that NaNs compare by their bits."""
-    return part_of(tensor, whole(tuple(tensor.shape)))
 
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
@@ -144,11 +139,6 @@ class LoadTerms:
         if self.unasked not in (WARN, ERROR, IGNORE):
             raise Usage(f"unasked: expected `{WARN}`, `{ERROR}` or `{IGNORE}`, found `{self.unasked}`")
 
-    def with_planner(self, planner: LoadPlanner) -> LoadTerms:
-        """Return the terms for a planner: if it allows partial loads, missing entries are kept."""
-        is_partial = self.missing == ERROR and getattr(planner, "allow_partial_load", False)
-        return replace(self, missing=KEEP) if is_partial else self
-
     def check_unasked(self, keys: Iterable[KeyPath], asked: Iterable[KeyPath]) -> None:
         """Warn about entries below a requested key that the checkpoint has and the state lacks, or raise `Mismatch`.
 
@@ -183,7 +173,9 @@ class LoadTerms:
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
             return
-        numbered = stored_by_index(names, stored)
+        # the missing states of optimizers that use parameter indices in the checkpoint
+        by_index = tuple({match[1] for match in map(_NUMBERED.match, stored) if match})
+        numbered = {name for name in names if name.startswith(by_index)}
         is_refused = self.missing == ERROR
         refused = [name for name in names if is_refused or name in numbered or not isinstance(wanted.get(name), Tensor)]
         if refused:
@@ -220,8 +212,8 @@ class LoadTerms:
         if not names:
             return
         if self.missing == ZERO:
-            for name in names:
-                fill_with_zeros(wanted[name])
+            for part in (part for name in names for part in local_parts(wanted[name])):
+                part.detach().zero_()
         done = "now zero" if self.missing == ZERO else "unchanged"
         text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {some_names(names)}"
         warn(text, PartialLoad)
@@ -258,15 +250,3 @@ def hint_on(names: Sequence[str]) -> str:
         keep = 'pass missing="zero", its initial value ("keep" would keep a state with one step counted)'
     run = "run `ckptkit reshard --complete-optimizer`"
     return f"{run} if the parameters never received a gradient, or {keep}"
-
-
-def stored_by_index(missing: Collection[str], stored: Collection[str]) -> set[str]:
-    """Return the missing states of optimizers that use parameter indices in the checkpoint."""
-    optimizers = {match[1] for match in map(_NUMBERED.match, stored) if match}
-    return {name for name in missing if name.startswith(tuple(optimizers))}
-
-
-def fill_with_zeros(tensor: Tensor) -> None:
-    """Set this rank's elements of a tensor to zero."""
-    for part in local_parts(tensor):
-        part.detach().zero_()

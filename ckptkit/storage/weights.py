@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
-from ckptkit.layout.box import Shape
 from ckptkit.models.names import HUB, KEEP, family_of
 from ckptkit.models.names.between_families import choose_family
 from ckptkit.models.names.naming import name_weights
@@ -76,7 +75,12 @@ def find_fitting(
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.companions.config or config
-    names = names_for(checkpoint, {name: tuple(one.shape) for name, one in tensors.items()}, config)
+    names = KEEP
+    if not checkpoint.weights.layout.tensors.keys() >= tensors.keys():
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        family = family_of(shapes)
+        family = family if config is None else choose_family(family, shapes, Sizes(config))
+        names = family.name if family else HUB
     named, _ = name_weights(checkpoint.weights, ask_names(checkpoint, names, config))
     layout = named.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
@@ -94,12 +98,3 @@ def find_fitting(
             message = f"expected shape {list(tensor.shape)} as in the model, found {list(shape)} in the checkpoint"
             raise Mismatch(message, path=path, tensor=name, hint="check that the checkpoint is of the same model")
     return layout, missing
-
-
-def names_for(checkpoint: Checkpoint, wanted: Mapping[str, Shape], config: Mapping[str, Any] | None) -> str:
-    """Return the family of names to read a checkpoint with, so that its tensors get the `wanted` names."""
-    if checkpoint.weights.layout.tensors.keys() >= wanted.keys():
-        return KEEP
-    family = family_of(wanted)
-    family = family if config is None else choose_family(family, wanted, Sizes(config))
-    return family.name if family else HUB

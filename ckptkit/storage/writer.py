@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptkit.argument_types import checked
@@ -16,6 +15,7 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.io.destination import require_shared, to_destination
 from ckptkit.io.path import is_remote
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
+from ckptkit.storage.plans import PlannedWriter
 from ckptkit.storage.room_writer import StagedWriter
 from ckptkit.storage.small_files import SmallFile
 from ckptkit.storage.store_writer import FORMAT, StoreWriter
@@ -25,7 +25,7 @@ from ckptkit.words import parse_bytes
 _LOCAL_FORMAT = "hf"
 
 
-class Writer(StorageWriter):
+class Writer(PlannedWriter):
     """Writes a state to `path`. The checkpoint appears atomically, when all ranks are done.
 
     `path` is a local directory or the URL of a prefix in a store. `format` is a format that ckptkit writes: by default
@@ -84,30 +84,18 @@ class Writer(StorageWriter):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reset, with another path if one is given."""
         path = None if checkpoint_id is None else to_destination(checkpoint_id)
         if path is not None and is_remote(path) != is_remote(self._writer.path):
             self._writer = self._choose(path)
         self._writer.reset(path)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise `Unsupported` for several ranks without collectives."""
-        self._writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Claim the destination, and return the plans with the task of each rank."""
         return self._writer.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items."""
         return self._writer.write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Finalize the checkpoint and publish it."""
         self._writer.finish(metadata, results)
 
     @classmethod

@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.io.destination import require_shared
 from ckptkit.io.file import read_small
 from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.runs.retention import Best
 from ckptkit.settings import Help, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
-from ckptkit.training.places import require_storable
 
 SETTINGS = "train.toml"  # in the run's directory: the settings that it was started with
 _LIMIT = 1 << 20  # bytes of a settings file; a larger file is not a settings file
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 StateDict = Literal["sharded", "full", "hf", "adapter"]
+_IN_STORES = ("sharded", "adapter")  # values of `state_dict` that a store supports
 SAVED_METRICS = ("loss",)  # fields of `StepMetrics` that each checkpoint contains
 AUTO = "auto"  # value of `resume`: continue from the latest checkpoint, if there is one
 LORA_ALPHA = 8  # the default of `LoraConfig`
@@ -103,8 +104,10 @@ class TrainConfig:
         for name, least in LEAST.items():
             if getattr(self, name) is not None:
                 require_at_least(least, name, getattr(self, name))
-        for name in settings():
-            require_choice(name, getattr(self, name))
+        for name, setting in settings().items():
+            choices = get_args(setting.kind) if get_origin(setting.kind) is Literal else None
+            if choices and getattr(self, name) not in choices:
+                raise Usage(f"unknown {name} `{getattr(self, name)}`", hint=f"use one of {', '.join(choices)}")
         if self.seed >= 2**32:
             raise Usage(f"--seed: expected less than 2**32, found {self.seed}")
         if not self.clip > 0:
@@ -142,6 +145,15 @@ def require_places(config: TrainConfig) -> None:
         raise Usage("TensorBoard appends to its files, which a store cannot do", path=config.run, hint=hint)
     if is_remote(config.data):
         raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
+
+
+def require_storable(run: Path, state_dict: str) -> None:
+    """Raise `Usage` if a run cannot save to a store in this format, because several ranks would write one object."""
+    require_shared(run)
+    if is_remote(run) and state_dict not in _IN_STORES:
+        message = f"state dict `{state_dict}` cannot go straight to a store: several ranks would write one object"
+        hint = f"save `{_IN_STORES[0]}`, then run `ckptkit convert CHECKPOINT OUT`; OUT may be a URL"
+        raise Usage(message, path=run, hint=hint)
 
 
 def require_metric(keep_best: str | None) -> None:
@@ -184,13 +196,6 @@ def require_adaptable(config: TrainConfig) -> None:
 def settings() -> dict[str, Setting]:
     """Return the settings by name, without `run` and `resume`, which are different in every run."""
     return {name: setting for name, setting in settings_of(TrainConfig).items() if name != "resume"}
-
-
-def require_choice(name: str, value: object) -> None:
-    """Raise `Usage` if the setting has fixed choices and `value` is not one of them."""
-    kind = settings()[name].kind
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise Usage(f"unknown {name} `{value}`", hint=f"use one of {', '.join(get_args(kind))}")
 
 
 def to_toml(value: object) -> str:
@@ -253,13 +258,10 @@ def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
 def settings_in(config: Path, resume: str | None) -> dict[str, Any]:
     """Return the settings in the file `config` for a new run, or for a run that resumes from `resume`.
 
-    `weights` is dropped if `resume` is a checkpoint. With `resume="auto"` it stays, because a run without checkpoints
-    starts from these weights.
+    `weights` is dropped if `resume` is a checkpoint, except for LoRA: an adapter checkpoint does not contain the base
+    weights. With `resume="auto"` it stays, because a run without checkpoints starts from these weights.
     """
     values = read_settings(config)
-    return values if resume in (None, AUTO) else without_weights(values)
-
-
-def without_weights(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without `weights`, except for LoRA: an adapter checkpoint does not contain the base weights."""
-    return {name: value for name, value in values.items() if name != "weights" or "lora_rank" in values}
+    if resume not in (None, AUTO) and "lora_rank" not in values:
+        values.pop("weights", None)
+    return values

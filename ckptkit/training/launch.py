@@ -42,12 +42,27 @@ def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable
     ranks get SIGTERM, else they are stopped at once. A second Ctrl-C stops them at once.
     """
     place = torchrun_place()
-    if place is None:
-        launch_here(work, nproc or max(1, torch.cuda.device_count()), report, on_interrupt)
-    elif nproc is None:
+    if place is not None:
+        if nproc is not None:
+            raise Usage("--nproc cannot be used under torchrun, which starts the processes", hint="drop --nproc")
         work(place, report)
-    else:
-        raise Usage("--nproc cannot be used under torchrun, which starts the processes", hint="drop --nproc")
+        return
+    nproc = nproc or max(1, torch.cuda.device_count())
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as directory:
+        rendezvous = (Path(directory) / "rendezvous").as_uri()  # a file
+        context = start_server()
+        ranks: Ranks = {}
+        try:
+            with blocked_interrupts():  # a Ctrl-C between start and `update` would leave a rank running
+                for number in range(nproc):
+                    ranks.update([start(context, work, RankPlace(number, nproc, number, nproc, rendezvous))])
+            with forwarding(ranks, on_interrupt):
+                relay_reports(ranks, report)
+        finally:
+            for process in ranks.values():
+                process.kill()
+            for process in ranks.values():
+                process.join()
 
 
 def torchrun_place() -> RankPlace | None:
@@ -57,26 +72,6 @@ def torchrun_place() -> RankPlace | None:
         return None
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
     return RankPlace(rank, world_size, local_rank, local_world_size, rendezvous="env://")
-
-
-def launch_here(work: Work, nproc: int, report: Report, on_interrupt: Callable[[], bool]) -> None:
-    """Start `nproc` processes with a file as their rendezvous, and wait until all have exited."""
-    with tempfile.TemporaryDirectory(prefix="ckptkit-") as directory:
-        rendezvous = (Path(directory) / "rendezvous").as_uri()
-        context = start_server()
-        ranks: Ranks = {}
-        try:
-            with blocked_interrupts():  # a Ctrl-C between start and `update` would leave a rank running
-                for number in range(nproc):
-                    place = RankPlace(number, nproc, number, nproc, rendezvous)
-                    ranks.update([start(context, work, place)])
-            with forwarding(ranks, on_interrupt):
-                relay_reports(ranks, report)
-        finally:
-            for process in ranks.values():
-                process.kill()
-            for process in ranks.values():
-                process.join()
 
 
 @contextmanager
@@ -178,21 +173,14 @@ def relay_reports(ranks: Ranks, report: Report) -> None:
     while open_pipes:
         for pipe in wait(list(open_pipes)):
             assert isinstance(pipe, Connection)
-            message = receive(pipe)
-            if message is None:
+            try:
+                message = pipe.recv()
+            except EOFError:  # the rank has closed its pipe
                 require_success(open_pipes.pop(pipe))
                 continue
             if isinstance(message, CkptError):
                 raise message
             report(message)
-
-
-def receive(pipe: Connection) -> Any:
-    """Return the next message of a rank, None when it has closed its pipe."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        return None
 
 
 def require_success(process: BaseProcess) -> None:

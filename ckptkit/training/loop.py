@@ -56,7 +56,8 @@ def advance(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: Deferr
     while trainer.progress.step < config.steps and not stop:
         step = trainer.step()
         stop = stop_signal.on_any_rank(trainer.device)
-        if stop or is_due(config, step.step):
+        is_due = step.step == config.steps or (config.save_every and step.step % config.save_every == 0)
+        if stop or is_due:
             saved = trainer.save(run, **{name: getattr(step, name) for name in SAVED_METRICS})
             step = replace(step, checkpoint=str(saved))
         yield step
@@ -70,10 +71,6 @@ def describe_changes(before: Mapping[str, Any], config: TrainConfig) -> str:
         if getattr(config, name) != value
     ]
     return f"; changed: {', '.join(changed)}" if changed else ""
-
-
-def is_due(config: TrainConfig, step: int) -> bool:
-    return step == config.steps or bool(config.save_every and step % config.save_every == 0)
 
 
 class DeferredSignal:

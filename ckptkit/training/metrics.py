@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,14 +113,10 @@ def open_board(directory: Path) -> Any:
 def drop_steps_after(run: Path, step: int) -> None:
     """Remove the steps after `step` from a run's metrics, because the resumed run repeats them."""
     path = run / METRICS
-    kept = [line for line in complete_lines(read_file(path)) if step_of(line, path) <= step]
+    lines = read_file(path).decode(errors="replace").splitlines(keepends=True)
+    # a crash may have cut the last line
+    kept = [line for line in lines if line.endswith("\n") and step_of(line, path) <= step]
     replace_file(path, "".join(kept).encode())
-
-
-def complete_lines(content: bytes) -> Iterator[str]:
-    """Yield the lines that end with a newline: a crash may have cut the last line."""
-    lines = content.decode(errors="replace").splitlines(keepends=True)
-    return (line for line in lines if line.endswith("\n"))
 
 
 def step_of(line: str, path: Path) -> int:

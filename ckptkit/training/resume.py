@@ -13,7 +13,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
 from ckptkit.io.disk import move_into_place
-from ckptkit.io.path import is_remote, refresh, to_path
+from ckptkit.io.path import is_remote, refresh
 from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
 
 if TYPE_CHECKING:  # the command line calls `find_resume` before it imports torch
@@ -41,8 +41,6 @@ def find_resume(config: TrainConfig) -> list[Path]:
     if config.resume == AUTO:
         complete[0].require_resumable()
         return [checkpoint.path for checkpoint in complete if not checkpoint.is_weights_only]
-    if not to_path(config.resume).exists():
-        raise NotACheckpoint("no such checkpoint", path=config.resume)
     chosen = Checkpoint.open(config.resume)
     chosen.require_resumable()
     if not chosen.is_complete:
@@ -112,26 +110,18 @@ def load_newest(
             damaged[path] = error
             continue
         for other, reason in damaged.items():
-            outcome = free_step_of(other, run, ranks)
+            if is_remote(other):
+                run.replace(other)
+                outcome = f"{other.name} is replaced when its step is saved again"
+            else:
+                ranks.on_first(partial(set_aside, other))
+                outcome = f"{other.name} is now {_DAMAGED}{other.name}"
             warn(f"warning: {other} cannot be loaded: {reason.message}; resuming from {path}, {outcome}")
         return
     raise next(iter(damaged.values()))
 
 
-def free_step_of(path: Path, run: Run, ranks: Ranks) -> str:
-    """Allow the run to save the step of a damaged checkpoint again, on all ranks.
-
-    Returns a phrase for the user: the checkpoint's new name, or that it will be replaced.
-    """
-    if is_remote(path):
-        run.replace(path)
-        return f"{path.name} is replaced when its step is saved again"
-    return f"{path.name} is now {ranks.on_first(partial(set_aside, path)).name}"
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, and return its new path."""
-    renamed = path.with_name(_DAMAGED + path.name)
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint."""
     with translate_os_errors(path):
-        move_into_place(path, renamed, overwrite=False)
-    return renamed
+        move_into_place(path, path.with_name(_DAMAGED + path.name), overwrite=False)

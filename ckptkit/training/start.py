@@ -10,7 +10,7 @@ import math
 import socket
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,8 @@ from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapters
 from ckptkit.training.trainer import Trainer
 
+CONFIG = "config.json"
+_LIMIT = 1 << 24  # bytes of a config.json
 _COMPUTED = ".rotary_emb.inv_freq"  # a buffer in checkpoints of older transformers; every model computes it itself
 _PRIME = 2**31 - 1  # so small that the product of two residues fits into int64
 
@@ -65,13 +67,6 @@ def load_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | 
     state: dict[str, Any] = get_model_state_dict(sharded.model)
     tied = {name: state[sharded.first_names[name]] for name in state if read_entry(name) is None}
     unused = storage.load_weights(path, tied, config, cast="allow")
-    require_used(unused, path)
-    set_model_state_dict(sharded.model, state | tied)
-    return checksum(tied) if len(tied) < len(state) else 0
-
-
-def require_used(unused: Iterable[str], path: Path) -> None:
-    """Raise `Mismatch` if the checkpoint has `unused` tensors, other than buffers that the model computes."""
     unexpected = [name for name in unused if not name.endswith(_COMPUTED)]
     if unexpected:
         raise Mismatch(
@@ -80,6 +75,8 @@ def require_used(unused: Iterable[str], path: Path) -> None:
             tensor=unexpected[0],
             hint="check that the checkpoint is of the same model",
         )
+    set_model_state_dict(sharded.model, state | tied)
+    return checksum(tied) if len(tied) < len(state) else 0
 
 
 @torch.no_grad()
@@ -116,10 +113,6 @@ def sum_of_rows(tensor: Tensor) -> Tensor:
     return total
 
 
-CONFIG = "config.json"
-_LIMIT = 1 << 24  # bytes of a config.json
-
-
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What rank 0 finds for all ranks: the checkpoint to resume, the path of the model, and the tokenizer.
@@ -149,7 +142,12 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
     blueprint = choose_blueprint(findings.model, tied=not config.untied, vocab_size=findings.vocab_size)
     weights = config.weights or blueprint.weights
     if config.lora_rank is not None:
-        require_base(config, weights, findings)
+        if weights is None and (config.state_dict == ADAPTER or findings.needs_base):
+            raise Usage(
+                "the checkpoints would contain only adapters, and no file would have the weights of their base",
+                path=findings.resume,
+                hint="pass --weights, or a --model with weights, or --state-dict sharded",
+            )
         blueprint = with_adapters(config, config.lora_rank, blueprint, mesh.device_type)
     require_fit(config, blueprint, findings)
     run = make_run(config, {**findings.tokenizer_files, **blueprint.files()})
@@ -176,12 +174,10 @@ def find_inputs(config: TrainConfig) -> Findings:
     models_tokenizer = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
     name = config.tokenizer or models_tokenizer
     tokenizer = choose_tokenizer(name)
-    needs_base = config.lora_rank is not None and resume is not None and has_adapters_alone(resume)
+    needs_base = False
+    if config.lora_rank is not None and resume is not None:
+        needs_base = are_adapters(Checkpoint.open(resume).weights.layout.tensors)
     return Findings(candidates, resume, model, name, tokenizer.vocab_size, tokenizer.files(), needs_base)
-
-
-def has_adapters_alone(path: Path) -> bool:
-    return are_adapters(Checkpoint.open(path).weights.layout.tensors)
 
 
 def share_tokens(config: TrainConfig, findings: Findings, ranks: Ranks) -> TokenFile:
@@ -260,16 +256,6 @@ def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) 
         raise Mismatch(
             f"the checkpoint has another {what}: expected {ours.get(key)!r} as `{key}`, found {theirs.get(key)!r}",
             path=path,
-        )
-
-
-def require_base(config: TrainConfig, weights: Path | None, findings: Findings) -> None:
-    """Raise `Usage` if checkpoints have only adapters and the base weights are not stored anywhere."""
-    if weights is None and (config.state_dict == ADAPTER or findings.needs_base):
-        raise Usage(
-            "the checkpoints would contain only adapters, and no file would have the weights of their base",
-            path=findings.resume,
-            hint="pass --weights, or a --model with weights, or --state-dict sharded",
         )
 
 

@@ -151,10 +151,7 @@ class Trainer:
                 path=path,
                 hint="pass the base that the run was started from with --weights",
             )
-        self._set_rates()
-
-    def _set_rates(self) -> None:
-        """Set the learning rate and weight decay of the configuration, which may differ from the saved values."""
+        # the learning rate and weight decay of the configuration may differ from the saved values
         self.scheduler.base_lrs = [self.config.lr] * len(self._decays)
         for group, decay, factor in zip(
             self.optimizer.param_groups, self._decays, self.scheduler.lr_lambdas, strict=True

@@ -342,7 +342,7 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig,
         (replace(resumed, data=tmp_path / "other"), Mismatch, "expected data "),
         (replace(resumed, untied=True), Mismatch, "another model: expected `tie_word_embeddings` False, found True"),
         (replace(resumed, model="3m"), Mismatch, "the checkpoint has another model"),
-        (replace(resumed, resume=str(tmp_path / "absent")), NotACheckpoint, "no such checkpoint"),
+        (replace(resumed, resume=str(tmp_path / "absent")), NotACheckpoint, "no such file or directory"),
         (replace(resumed, sequence_length=4096), Usage, "at most 2048"),
         (replace(config, run=tmp_path / "new", data=tmp_path / "nothing"), IOFailure, "no such file"),
     ]

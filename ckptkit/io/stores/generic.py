@@ -13,12 +13,7 @@ from typing import Any
 from ckptkit.errors import IOFailure, Usage
 from ckptkit.io.stores import Read, StoreEntry, with_retries
 
-_EXTRAS = {
-    "s3": "ckptkit-fsdp[s3]",
-    "s3a": "ckptkit-fsdp[s3]",
-    "gs": "ckptkit-fsdp[gs]",
-    "az": "ckptkit-fsdp[az]",
-}
+_EXTRAS = {"s3": "ckptkit-fsdp[s3]", "s3a": "ckptkit-fsdp[s3]", "gs": "ckptkit-fsdp[gs]", "az": "ckptkit-fsdp[az]"}
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "generation", "checksum", "sha256", "oid")
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created", "modified")
 _SYNC_LOCK = threading.Lock()  # few of the synchronous libraries are thread-safe
@@ -37,7 +32,7 @@ class FileSystem:
         except ImportError as error:
             package = _EXTRAS.get(scheme)
             hint = f"pip install '{package}'" if package else str(error)
-            raise Usage(f"reading `{scheme}://` needs a package that is not installed", hint=hint) from error
+            raise Usage(f"`{scheme}://` needs a package that is not installed", hint=hint) from error
         except (TypeError, ValueError) as error:
             raise Usage(f"{error}", hint="use hf://, s3:// or a scheme that fsspec knows") from error
         self._base = base.rstrip("/")
@@ -76,7 +71,6 @@ class FileSystem:
         return lambda start, stop: with_retries(lambda: read(start, stop), dropped_connections())
 
     def forget(self) -> None:
-        """Drop fsspec's cached listings."""
         self._files.invalidate_cache()
 
     def _is_absent(self, error: FileNotFoundError) -> bool:  # noqa: ARG002

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from ckptkit.errors import CkptError, IOFailure, NotACheckpoint
+from ckptkit.errors import CkptError, IOFailure
 from ckptkit.io.stores import Read, StoreEntry
 from ckptkit.version import __version__
 
@@ -38,16 +38,8 @@ class HubStore:
 
     @cached_property
     def commit(self) -> str:
-        """Return the commit of the revision, looked up once. Raises `NotACheckpoint` if there is none."""
-        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-        try:
-            info = self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind)
-        except RevisionNotFoundError as error:
-            raise NotACheckpoint(f"the repository does not have revision `{self._revision}`") from error
-        except RepositoryNotFoundError as error:
-            raise NotACheckpoint("the Hub has no such repository, or you may not see it", hint=self.hint) from error
-        return str(info.sha)
+        """Return the commit of the revision, looked up once."""
+        return str(self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind).sha)
 
     def find(self, key: str) -> StoreEntry | None:
         if not key:
@@ -78,7 +70,6 @@ class HubStore:
         """Do nothing: a commit never changes."""
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
-        """Return ckptkit's error for an exception of the Hub's client."""
         from ckptkit.io.stores.hub_errors import MAIN, to_hub_error
 
         return to_hub_error(error, self._id, self._revision or MAIN).blame(path=path)
@@ -106,11 +97,17 @@ class HubDownload:
             return self._ask(start, stop)
 
     def _ask(self, start: int, stop: int) -> bytes:
+        from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
         with self._lock:
-            location = self._location = self._location or self._locate()
-        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", **self._credentials(location)}
+            if self._location is None:
+                file = get_hf_file_metadata(self._url, token=None, headers=our_headers(), retry_on_errors=True)
+                self._location = file.location
+            location = self._location
+        is_hub = urlsplit(location)[:2] == urlsplit(self._url)[:2]  # the token is only sent to the Hub
+        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        headers |= our_headers() if is_hub else {}
         answer = http_backoff(
             "GET", location, headers=headers, timeout=_TIMEOUT, max_retries=_TRIES, base_wait_time=0.5
         )
@@ -118,17 +115,6 @@ class HubDownload:
         if answer.status_code != 206 and stop - start != self._size:
             raise IOFailure("the server ignores range requests and sends the whole file")
         return bytes(answer.content)
-
-    def _locate(self) -> str:
-        """Return the address of the content."""
-        from huggingface_hub import get_hf_file_metadata
-
-        return get_hf_file_metadata(self._url, token=None, headers=our_headers(), retry_on_errors=True).location
-
-    def _credentials(self, location: str) -> dict[str, str]:
-        """Return the headers for an address: the token is only sent to the Hub."""
-        is_hub = urlsplit(location)[:2] == urlsplit(self._url)[:2]
-        return our_headers() if is_hub else {}
 
 
 def parse_repository(place: str) -> tuple[str, str, str | None]:

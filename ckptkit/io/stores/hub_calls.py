@@ -1,32 +1,22 @@
-"""Call the Hub: list and change repositories and buckets. Sends the content of small files only.
+"""Call the Hub: look up and create repositories.
 
 ckptkit never asks for, stores or shows a token: `huggingface_hub` finds the token of `hf auth login` or `HF_TOKEN`.
 """
 
 from __future__ import annotations
 
-import json
-from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from logging import ERROR
-from typing import Any
-from urllib.parse import quote
 
-from huggingface_hub import constants, get_token
-from huggingface_hub.utils import get_session, hf_raise_for_status, http_backoff, logging
+from huggingface_hub import get_token
+from huggingface_hub.utils import logging
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
-from ckptkit.io.stores.hub import connect, our_headers
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of, redact, translate_hub_errors
-
-MODEL, BUCKET = "models", "buckets"  # kinds of repositories in the Hub's API
-_SAMPLE = 512  # first bytes of a file, from which the Hub decides whether it is text
-_NDJSON = {"Content-Type": "application/x-ndjson"}
-
-Line = dict[str, Any]  # one line of a request that changes several files
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe
+from ckptkit.io.stores.hub import connect
+from ckptkit.io.stores.hub_errors import MAIN, page_of, translate_hub_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +45,6 @@ class HubRepository:
         return page_of(self.repo_id)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file in a bucket: its size, and its Xet content hash."""
-
-    nbytes: int
-    xet_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class XetAccess:
-    """A temporary permission to write to the Hub's Xet storage; `refresh_url` renews it.
-
-    https://huggingface.co/docs/xet/auth
-    """
-
-    endpoint: str
-    token: str = field(repr=False)
-    expires: int
-    refresh_url: str
-    headers: Mapping[str, str] = field(repr=False)
-
-
 def find_repository(repo_id: str, revision: str) -> HubRepository | None:
     """Return the current state of a repository; None without the repository or revision."""
     try:
@@ -103,7 +71,6 @@ def look_up(repo_id: str, revision: str) -> HubRepository:
 
 
 def require_token() -> None:
-    """Raise `IOFailure` if there is no token."""
     if get_token() is None:
         raise IOFailure("there is no token for the Hub", hint="run `hf auth login`, or set HF_TOKEN")
 
@@ -119,122 +86,8 @@ def create_repository(repo_id: str, *, private: bool) -> HubRepository:
 
 
 def create_branch(repo_id: str, branch: str, commit: str) -> None:
-    """Create a branch of a repository at a commit."""
     with translate_hub_errors(repo_id):
         connect().create_branch(repo_id, branch=branch, revision=commit)
-
-
-def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool:
-    """Return whether the Hub wants a small file in its LFS storage instead of in git.
-
-    Raises `Unsupported` if the .gitignore of the repository names the file.
-    """
-    asked = {"path": name, "size": len(data), "sample": b64encode(data[:_SAMPLE]).decode()}
-    with translate_hub_errors(repo_id, revision):
-        address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/preupload/{quote(revision, safe='')}"
-        response = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
-        hf_raise_for_status(response)
-        (upload_mode,) = response.json()["files"]
-    if upload_mode.get("shouldIgnore"):
-        hint = "take the line out of .gitignore, or write to another repository"
-        raise Unsupported(f"the .gitignore of the repository excludes `{name}`", hint=hint)
-    return bool(upload_mode["uploadMode"] == "lfs" and data)  # the storage accepts no empty files
-
-
-def ask_access(kind: str, place_id: str, revision: str | None = None) -> XetAccess:
-    """Return a permission to write to the storage of a repository at a revision, or of a bucket."""
-    at = "" if revision is None else f"/{quote(revision, safe='')}"
-    address = f"{constants.ENDPOINT}/api/{kind}/{place_id}/xet-write-token{at}"
-    headers = our_headers()
-    with translate_hub_errors(place_id, revision or MAIN):
-        response = http_backoff("GET", address, headers=headers)
-        hf_raise_for_status(response)
-        access = response.json()
-        return XetAccess(access["casUrl"], access["accessToken"], int(access["exp"]), address, headers)
-
-
-def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: Iterable[Line]) -> str:
-    """Change files of a branch in one commit on top of `parent`. Returns the commit id.
-
-    The request is not retried: without a response, the caller has to find out whether the commit was made. Raises
-    `Occupied` if the branch is not at `parent`.
-    """
-    header = {"key": "header", "value": {"summary": message, "description": "", "parentCommit": parent}}
-    address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
-    with translate_hub_errors(repo_id, revision):
-        response = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
-        hf_raise_for_status(response)
-        return str(response.json()["commitOid"])
-
-
-def inline_line(name: str, data: bytes) -> Line:
-    """Return the line of a commit for a small file, with its content."""
-    return {"key": "file", "value": {"path": name, "content": b64encode(data).decode(), "encoding": "base64"}}
-
-
-def data_line(name: str, nbytes: int, sha256: str) -> Line:
-    """Return the line of a commit for a file whose content is in the storage."""
-    return {"key": "lfsFile", "value": {"path": name, "algo": "sha256", "oid": sha256, "size": nbytes}}
-
-
-def deletion_line(name: str) -> Line:
-    return {"key": "deletedFile", "value": {"path": name}}
-
-
-def is_private_bucket(bucket_id: str) -> bool | None:
-    """Return whether a bucket is private; None if it does not exist or is not visible to us."""
-    try:
-        with translate_hub_errors(bucket_id):
-            return bool(connect().bucket_info(bucket_id).private)
-    except NotACheckpoint:
-        return None
-
-
-def create_bucket(bucket_id: str) -> None:
-    """Create a private bucket."""
-    with translate_hub_errors(bucket_id):
-        connect().create_bucket(bucket_id, private=True)
-
-
-def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
-    """Return all files below a folder of a bucket, by their names relative to it."""
-    base = f"{folder}/"
-    with translate_hub_errors(bucket_id):
-        tree = connect().list_bucket_tree(bucket_id, prefix=folder, recursive=True)
-        files = [item for item in tree if item.type == "file"]
-    return {
-        file.path.removeprefix(base): StoredFile(file.size, file.xet_hash)
-        for file in files
-        if file.path.startswith(base)
-    }
-
-
-def describe_paths(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
-    """Return the existing files among these paths of a bucket, by path."""
-    with translate_hub_errors(bucket_id):
-        files = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
-    return {file.path: StoredFile(file.size, file.xet_hash) for file in files}
-
-
-def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
-    """Add and delete files of a bucket. Raises `IOFailure` if some of the changes failed.
-
-    Each file is changed completely or not at all, but the changes are not one transaction.
-    https://huggingface.co/docs/hub/storage-buckets
-    """
-    with translate_hub_errors(bucket_id):
-        address = f"{constants.ENDPOINT}/api/{BUCKET}/{bucket_id}/batch"
-        response = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
-        failed = response.json().get("failed") if response.status_code in (200, 422) else None
-        if failed:
-            first = failed[0]
-            message = f"the Hub did not change {len(failed)} of {len(lines)} files: {redact(str(first.get('error')))}"
-            raise IOFailure(message, path=f"hf://{BUCKET}/{bucket_id}/{first.get('path')}", hint=AGAIN)
-        hf_raise_for_status(response)
-
-
-def pack(lines: Iterable[Line]) -> bytes:
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 @contextmanager

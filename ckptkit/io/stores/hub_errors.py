@@ -56,19 +56,15 @@ def to_hub_error(error: Exception, repo_id: str, revision: str) -> CkptError:
         if isinstance(behind, HFValidationError):
             return Usage(f"the Hub does not allow the name `{repo_id}`")
         if type(behind).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3"):
-            return unreachable(behind)
+            # not the failed request, because it contains the token
+            what = type(behind).__name__
+            if "Connect" in what and str(behind):
+                what = redact(str(behind))
+            hint = f"check the network and HF_ENDPOINT, then {AGAIN}"
+            return IOFailure(f"no answer from {constants.ENDPOINT}: {what}", hint=hint)
         behind = behind.__cause__
     said = redact(str(error).partition("\n")[0])  # further lines are advice for programmers
     return IOFailure(f"the Hub's client gave up: {said or type(error).__name__}", hint=AGAIN)
-
-
-def unreachable(error: BaseException) -> IOFailure:
-    """Return the error for a missing response. Does not show the failed request, because it contains the token."""
-    what = type(error).__name__
-    if "Connect" in what and str(error):
-        what = redact(str(error))
-    hint = f"check the network and HF_ENDPOINT, then {AGAIN}"
-    return IOFailure(f"no answer from {constants.ENDPOINT}: {what}", hint=hint)
 
 
 def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:

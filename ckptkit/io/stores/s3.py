@@ -8,7 +8,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET, IOBase
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, IOFailure, Usage
+from ckptkit.errors import CkptError, IOFailure
 from ckptkit.io.stores import StoredSum
 from ckptkit.io.stores.generic import FileSystem
 from ckptkit.io.stores.s3_errors import find_code, needs_reason, refusal
@@ -26,10 +26,9 @@ _NOT_CHECKSUMS = ("Type", "Algorithm")
 class S3Store(FileSystem):
     def __init__(self, url: str) -> None:
         super().__init__(url, **SETTINGS)
-        with_our_retries(self._files)
+        self._files.retries = _TRIES
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
-        """Return ckptkit's error for an exception of s3fs or botocore."""
         return refusal(fetch_error_detail(self._files, self._base, error), path)
 
     def stored_sum(self, key: str) -> StoredSum:
@@ -56,7 +55,15 @@ class S3Store(FileSystem):
     def _sums_of_parts(self, key: str) -> tuple[tuple[int, int], ...]:
         """Return the CRC-32 and the size of each part of an object; () if the store lacks any of them."""
         sums: list[tuple[int, int]] = []
-        while page := self._ask_for_parts(key, after=len(sums)):
+        while True:
+            asked = {"ObjectAttributes": ["ObjectParts"], "MaxParts": 1000, "PartNumberMarker": len(sums)}
+            try:
+                response = self._files.call_s3("get_object_attributes", Bucket=self._base, Key=key, **asked)
+            except OSError:  # needs the permission s3:GetObjectAttributes; many stores lack the operation
+                return ()
+            page = response.get("ObjectParts", {})
+            if not page.get("Parts"):
+                return ()
             for part in page["Parts"]:
                 crc = crc_of(part)
                 if crc is None or int(part["PartNumber"]) != len(sums) + 1:
@@ -64,17 +71,6 @@ class S3Store(FileSystem):
                 sums.append((crc, int(part["Size"])))
             if not page.get("IsTruncated"):
                 return tuple(sums)
-        return ()
-
-    def _ask_for_parts(self, key: str, after: int) -> Mapping[str, Any]:
-        """Return a page of the parts of an object; {} if the store does not list parts."""
-        asked = {"ObjectAttributes": ["ObjectParts"], "MaxParts": 1000, "PartNumberMarker": after}
-        try:
-            response = self._files.call_s3("get_object_attributes", Bucket=self._base, Key=key, **asked)
-        except OSError:  # needs the permission s3:GetObjectAttributes; many stores lack the operation
-            return {}
-        page: Mapping[str, Any] = response.get("ObjectParts", {})
-        return page if page.get("Parts") else {}
 
     def _is_absent(self, error: FileNotFoundError) -> bool:
         return find_code(error) != "NoSuchBucket"
@@ -86,13 +82,7 @@ class S3Bucket:
     def __init__(self, root: Path) -> None:
         self.name = root.parts[1]
         self.root = root  # for the URLs in error messages
-        try:
-            import fsspec
-
-            self._files = with_our_retries(fsspec.filesystem("s3", **SETTINGS))
-        except ImportError as error:
-            hint = "run `pip install 'ckptkit-fsdp[s3]'`"
-            raise Usage("writing to `s3://` needs a package that is not installed", hint=hint) from error
+        self._files = S3Store(str(root))._files
 
     def call(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
         """Return the response to an operation, such as `put_object`, on an object or on the bucket.
@@ -139,13 +129,11 @@ class RequestBody(IOBase):
         self._at = 0
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, or all remaining bytes."""
         step = self._data[self._at :] if size < 0 else self._data[self._at : self._at + size]
         self._at += len(step)
         return bytes(step)
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        """Move to an offset from the start, the current position or the end. Returns the new position."""
         self._at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: len(self._data)}[whence]
         return self._at
 
@@ -158,12 +146,6 @@ async def read_all(body: Any) -> bytes:
     async with body:
         content: bytes = await body.read()
         return content
-
-
-def with_our_retries(files: Any) -> Any:
-    """Return the file system of s3fs with ckptkit's number of retries."""
-    files.retries = _TRIES
-    return files
 
 
 def fetch_error_detail(files: Any, bucket: str, error: Exception) -> Exception:

@@ -24,7 +24,7 @@ from ckptkit.io.path import RemotePath, at_once
 from ckptkit.io.pieces import FilePiece, is_large
 from ckptkit.io.stores.s3 import S3Bucket, crc_of
 from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, find_code
-from ckptkit.io.stores.s3_objects import abort_upload, list_objects, list_uploads, read_object
+from ckptkit.io.stores.s3_objects import abort_upload, list_objects, list_parts, list_uploads, read_object
 
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
@@ -102,17 +102,14 @@ class S3Destination:
         hint = "delete this object, then start all processes again"
         raise Occupied("no process began the upload that is claimed", path=self._place.claim_path, hint=hint)
 
-    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        if piece.count > 1:
-            self.put_part(piece, data, crc)
-        else:
-            self.put_small(piece.name, data, crc)
-
     def stop(self, error: BaseException) -> None:
         """Do nothing: no part waits for another, and the store keeps all of them."""
 
-    def put_part(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a part of a large file, unless the store has it."""
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Send a part of a large file, or a small file, unless the store has it."""
+        if piece.count == 1:
+            self.put_small(piece.name, data, crc)
+            return
         if piece.name in self.whole:
             self._count(kept=len(data))
             return
@@ -152,12 +149,17 @@ class S3Destination:
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a complete file, unless the store has it.
 
-        Raises `Occupied` if another upload has sent a different one.
+        Raises `Occupied` if another upload has sent a different one or, before a mark, has taken over the prefix.
         """
-        if self._has(name, len(data), crc):
-            self._count(kept=len(data))
+        if self._there.get(name) == len(data) and self._find_crc(name, len(data)) == crc:
+            self._count(kept=len(data))  # an earlier attempt has sent it
             return
-        condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
+        is_mark = name in self.marks
+        if is_mark:
+            begun = self._read_claim()
+            if begun is None or begun.plan != self.plan:
+                raise self._place.was_lost()
+        condition = _ONLY_NEW if is_mark or (self.has_conditions and name not in self._there) else {}
         try:
             retry_on_conflict(
                 lambda: self._call("put_object", name, Body=data, **self._sum_arguments(crc), **condition)
@@ -168,24 +170,7 @@ class S3Destination:
                 raise
             self._require_same(name, len(data), crc, error)
 
-    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a complete file that makes the checkpoint visible.
-
-        Raises `Occupied` if another upload has taken over the prefix.
-        """
-        if self._has(name, len(data), crc):
-            self._count(kept=len(data))
-            return
-        self._require_claim()
-        try:
-            retry_on_conflict(
-                lambda: self._call("put_object", name, Body=data, **self._sum_arguments(crc), **_ONLY_NEW)
-            )
-            self._count(sent=len(data))
-        except IOFailure as error:
-            if find_code(error) not in TAKEN:
-                raise
-            self._require_same(name, len(data), crc, error)
+    mark = put_small
 
     def remarks(self) -> list[str]:
         """Return the features that the store turned out to lack, after the claim."""
@@ -197,7 +182,6 @@ class S3Destination:
         return [f"this store does not {what}" for what in can_not]
 
     def note(self, name: str, data: bytes) -> None:
-        """Write a note beside the claim."""
         key = f"{self._place.notes_prefix}{name}"
         self._bucket.call("put_object", key, Body=data, **self._sum_arguments(crc32(data)))
 
@@ -235,11 +219,6 @@ class S3Destination:
             if upload.key in keys:
                 abort_upload(self._bucket, upload.key, upload.upload)
 
-    def _begin_again(self, name: str) -> None:
-        """Restart the upload of a large file, because the store has dropped the earlier upload."""
-        self._create(name)
-        self._put_claim(self._uploads, {})
-
     def _count(self, *, sent: int = 0, kept: int = 0) -> None:
         with self._lock:
             self.sent_bytes += sent
@@ -253,7 +232,8 @@ class S3Destination:
             self._create_claim()
         self._probe()
         # delete the marks first, so that no reader sees a checkpoint with missing files
-        self._delete([*(name for name in (*first, *self.marks) if name in existing), *existing])
+        for name in dict.fromkeys([*(name for name in (*first, *self.marks) if name in existing), *existing]):
+            self._call("delete_object", name)
         self._uploads = {}
         try:
             at_once(self._create, [name for name, size in self.sizes.items() if is_large(size)])
@@ -292,35 +272,23 @@ class S3Destination:
             if name not in self.sizes:
                 continue
             try:
-                self._parts[name] = self._list_parts(name, upload)
+                self._parts[name] = {
+                    int(part["PartNumber"]): SentPart(part["ETag"], int(part["Size"]), crc_of(part))
+                    for part in list_parts(self._bucket, self._place.key(name), upload)
+                }
             except IOFailure as error:
                 if find_code(error) not in ABSENT:
                     raise
                 crc = self._find_crc(name, self.sizes[name]) if name in self._there else None
-                if crc is None:
-                    self._begin_again(name)
+                if crc is None:  # the store has dropped the earlier upload
+                    self._create(name)
+                    self._put_claim(self._uploads, {})
                 else:
                     self.whole[name] = crc
 
     def _create(self, name: str) -> None:
-        """Begin the upload of a large file."""
         how = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
         self._uploads[name] = str(self._call("create_multipart_upload", name, **how)["UploadId"])
-
-    def _list_parts(self, name: str, upload: str) -> dict[int, SentPart]:
-        parts: dict[int, SentPart] = {}
-        after = 0
-        while True:
-            page = self._call("list_parts", name, UploadId=upload, PartNumberMarker=after)
-            for part in page.get("Parts", ()):
-                after = int(part["PartNumber"])
-                parts[after] = SentPart(part["ETag"], int(part["Size"]), crc_of(part))
-            if not page.get("IsTruncated"):
-                return parts
-
-    def _has(self, name: str, nbytes: int, crc: int) -> bool:
-        """Return whether an earlier attempt has sent a small file, by size and the store's CRC-32."""
-        return self._there.get(name) == nbytes and self._find_crc(name, nbytes) == crc
 
     def _find_crc(self, name: str, nbytes: int) -> int | None:
         """Return the CRC-32 of an object of this size; None if it is missing or the store has no CRC-32."""
@@ -347,12 +315,6 @@ class S3Destination:
             message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {known_text}"
             hint = "delete this object, then run the same command again"
             raise Occupied(message, path=self.path / name, hint=hint)
-
-    def _require_claim(self) -> None:
-        """Raise `Occupied` if another upload has taken over the claim."""
-        begun = self._read_claim()
-        if begun is None or begun.plan != self.plan:
-            raise self._place.was_lost()
 
     def _read_claim(self) -> StoreClaim | None:
         content = read_object(self._bucket, self._place.claim_key)
@@ -382,9 +344,8 @@ class S3Destination:
             if find_code(error) not in TAKEN:
                 raise
         asked = self._bucket.call("head_object", self._place.claim_key, ChecksumMode="ENABLED")
-        unasked = self._bucket.call(
-            "head_object", self._place.claim_key
-        )  # some stores merely return every header that they received
+        # some stores merely return every header that they received
+        unasked = self._bucket.call("head_object", self._place.claim_key)
         self._tag = str(unasked["ETag"])
         self.has_checksums = self.has_checksums and crc_of(asked) is not None and crc_of(unasked) is None
 
@@ -394,11 +355,6 @@ class S3Destination:
         key, compared = self._place.claim_key, self._sum_arguments(crc32(data))
         response = self._bucket.call("put_object", key, Body=data, **compared, **condition)
         self._tag = str(response["ETag"])
-
-    def _delete(self, names: Sequence[str]) -> None:
-        """Delete files, in this order."""
-        for name in dict.fromkeys(names):
-            self._call("delete_object", name)
 
     def _list(self) -> dict[str, int]:
         """Return the size of each existing file, by name, without the claim and notes."""

@@ -92,15 +92,6 @@ DENIED = ("403", "AccessDenied", "AllAccessDisabled")
 _CODES_WITHOUT_REASON = ("403", "400")  # HEAD responses have no body that could give a reason
 
 
-class StoreRefused(Exception):
-    """The store's error for one object of a batch request, in the form of an error for a single request."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message or code)
-        self.code = code
-        self.response = {"Error": {"Code": code, "Message": message}}
-
-
 def refusal(error: BaseException, path: Path) -> IOFailure:
     """Return ckptkit's error for an exception of s3fs or botocore for the object at `path`.
 
@@ -111,7 +102,9 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
     if (message, hint) == _FULL:
         return NoRoom(f"{message}: {reason}", path=path, hint=hint)
     if (message, hint) == _ELSEWHERE:
-        region = find_region(error)
+        answer = response_of(error)
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region")
         where = f"the bucket is in {region}" if region else message
         hint = _REGION.format(region=region or "the region of the bucket")
         return IOFailure(f"{where}: {reason}", path=bucket_of(path), hint=hint)
@@ -145,14 +138,6 @@ def find_reason(error: BaseException) -> str:
     """Return the message of the store or the library, in one line."""
     text = str(response_of(error).get("Error", {}).get("Message") or "") or str(error)
     return next(iter(text.strip().splitlines()), "") or type(error).__name__
-
-
-def find_region(error: BaseException) -> str | None:
-    """Return the region of a bucket, if the store's response contains it."""
-    answer = response_of(error)
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    region = headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region")
-    return str(region) if region else None
 
 
 def bucket_of(path: Path) -> Path:

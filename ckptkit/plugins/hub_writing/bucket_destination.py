@@ -20,22 +20,19 @@ from ckptkit.io.file import destination_exists, read_small
 from ckptkit.io.path import RemotePath, refresh
 from ckptkit.io.pieces import is_large
 from ckptkit.io.stores.hub import parse_repository
-from ckptkit.io.stores.hub_calls import (
+from ckptkit.io.stores.hub_calls import HubRepository, find_repository, require_token, silent
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of
+from ckptkit.plugins.hub_writing.calls import (
     BUCKET,
-    HubRepository,
     Line,
     StoredFile,
     ask_access,
     change_bucket,
     create_bucket,
     describe_paths,
-    find_repository,
     is_private_bucket,
     list_bucket,
-    require_token,
-    silent,
 )
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

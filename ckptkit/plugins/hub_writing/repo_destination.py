@@ -21,25 +21,27 @@ from ckptkit.io.destination import Check
 from ckptkit.io.file import destination_exists
 from ckptkit.io.pieces import is_large
 from ckptkit.io.stores.hub_calls import (
-    MODEL,
     HubFile,
     HubRepository,
-    Line,
-    ask_access,
-    commit_files,
     create_branch,
     create_repository,
-    data_line,
-    deletion_line,
     find_repository,
-    inline_line,
-    is_kept_as_data,
     look_up,
     require_token,
     silent,
 )
 from ckptkit.io.stores.hub_errors import MAIN
 from ckptkit.plugins.hub_writing.bucket_destination import TargetRepository, examine_repository
+from ckptkit.plugins.hub_writing.calls import (
+    MODEL,
+    Line,
+    ask_access,
+    commit_files,
+    data_line,
+    deletion_line,
+    inline_line,
+    is_kept_as_data,
+)
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
 from ckptkit.version import __version__
 

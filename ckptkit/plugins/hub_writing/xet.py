@@ -21,8 +21,8 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import FilePiece, OrderedWriter
-from ckptkit.io.stores.hub_calls import XetAccess
 from ckptkit.io.stores.hub_errors import AGAIN, redact
+from ckptkit.plugins.hub_writing.calls import XetAccess
 
 
 @dataclass(slots=True)

@@ -37,8 +37,9 @@ from ckptkit.io.file import children, read_small
 from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, find_code
-from ckptkit.io.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
+from ckptkit.io.stores.s3_objects import list_objects, read_object
 from ckptkit.models.companions import CONFIG
+from ckptkit.plugins.s3_runs.objects import delete_objects, in_batches, read_clock
 from ckptkit.runs import pins, watches
 from ckptkit.runs.keeper import WatchLease, require_complete
 from ckptkit.runs.local_keeper import marks_on

@@ -13,17 +13,13 @@ from ckptkit.io.path import RemotePath, at_once, refresh
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_objects import (
     MultipartUpload,
-    SentParts,
     StoredObject,
     abort_upload,
-    delete_objects,
-    in_batches,
     list_objects,
     list_uploads,
-    measure_parts,
-    read_clock,
     read_object,
 )
+from ckptkit.plugins.s3_runs.objects import SentParts, delete_objects, in_batches, measure_parts, read_clock
 from ckptkit.runs.uploads import OpenUpload
 
 Measured = dict[MultipartUpload, SentParts]

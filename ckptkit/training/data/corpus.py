@@ -64,7 +64,6 @@ class Corpus:
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences in one epoch; the last may be padded."""
         return (len(self.ids) - 2) // self.length + 1
 
     def batch(self, indices: range) -> Batch:

@@ -1,11 +1,15 @@
-"""Tokenize text into bytes or with a Hugging Face tokenizer."""
+"""Tokenize text into bytes or with a Hugging Face tokenizer.
+
+The ids of a document are a tokenizer's `start`, the ids of the document's texts, and `end`; all are below `vocab_size`.
+Tokenizers that produce different ids have different `files`.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +18,6 @@ from ckptkit.errors import Usage
 from ckptkit.io.path import hint_for_hub_id, is_model_id
 from ckptkit.training.data.documents import Text
 from ckptkit.training.models.config import BYTES, END_OF_TEXT
-
-
-class Tokenizer(Protocol):
-    """A tokenizer. The ids of a document are `start`, the ids of its texts, and `end`."""
-
-    name: str
-    vocab_size: int  # exclusive upper bound of the ids
-    start: tuple[int, ...]
-    end: int
-
-    def encode(self, texts: Sequence[Text]) -> Sequence[NDArray[np.integer]]:
-        """Return the ids of each text, int [n], without `start` and `end`. Raises `Corrupt` for invalid text."""
-
-    def files(self) -> Mapping[str, bytes]:
-        """Return the tokenizer's files by name. Tokenizers that produce different ids have different files."""
 
 
 class Bytes:
@@ -40,11 +29,9 @@ class Bytes:
     end = END_OF_TEXT
 
     def encode(self, texts: Sequence[Text]) -> list[NDArray[np.integer]]:
-        """Return the bytes themselves."""
         return [np.frombuffer(text.content, dtype=np.uint8) for text in texts]
 
     def files(self) -> dict[str, bytes]:
-        """Return {}: there are no files."""
         return {}
 
 
@@ -66,7 +53,7 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[Text]) -> list[NDArray[np.integer]]:
-        """Return the ids of all texts. Uses one thread per core. Raises `Corrupt` for text that is not UTF-8."""
+        """Return the ids of each text, int [n]. Uses a thread per core. Raises `Corrupt` for text that is not UTF-8."""
         if not texts:
             return []
         decoded = [text.decode() for text in texts]
@@ -79,6 +66,9 @@ class HuggingFaceTokenizer:
         with tempfile.TemporaryDirectory() as directory:
             self._tokenizer.save_pretrained(directory)
             return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+
+
+Tokenizer = Bytes | HuggingFaceTokenizer
 
 
 def choose_tokenizer(name: str | None) -> Tokenizer:

@@ -73,7 +73,10 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
         (room / ABOUT).unlink(missing_ok=True)  # first, because it does not describe the file written next
     tokens = describe_token_file(path, tokenizer) if is_token_file else write(files, tokenizer, path)
     tokens = check_ids(tokens, data, tokenizer.name)
-    write_token_file(room / ABOUT, made_of, tokens)
+    fields = asdict(tokens)
+    del fields["path"]  # the run may be moved
+    about = json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n"
+    publish(room / ABOUT, about, overwrite=True)
     return tokens
 
 
@@ -101,12 +104,6 @@ def read_token_file(about: Path, made_of: str, path: Path) -> TokenFile | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return tokens if same else None
-
-
-def write_token_file(about: Path, made_of: str, tokens: TokenFile) -> None:
-    fields = asdict(tokens)
-    del fields["path"]  # the run may be moved
-    publish(about, json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n", overwrite=True)
 
 
 def describe_token_file(path: Path, tokenizer: Tokenizer) -> TokenFile:

@@ -80,23 +80,18 @@ def choose_blueprint(model: str, *, tied: bool = True, vocab_size: int | None = 
     if model in SIZES:
         return LlamaBlueprint(ModelConfig.sized(model, tied=tied, vocab_size=vocab_size))
     path = Path(resolve_model(model))
-    if path.is_dir():
-        return choose_pretrained(path)
+    if not path.is_dir():
+        try:
+            return LlamaBlueprint(ModelConfig.read(path))
+        except Unsupported as error:
+            error.hint = f"pass the directory `{path.parent}`: transformers then builds the model"
+            raise
     try:
-        return LlamaBlueprint(ModelConfig.read(path))
-    except Unsupported as error:
-        error.hint = f"pass the directory `{path.parent}`: transformers then builds the model"
-        raise
-
-
-def choose_pretrained(directory: Path) -> Blueprint:
-    """Return the blueprint of a model of transformers. Raises `Usage` without transformers, an optional dependency."""
-    try:
-        from ckptkit.training.models.pretrained import Pretrained
+        from ckptkit.training.models.pretrained import Pretrained  # transformers is an optional dependency
     except ImportError as error:
         hint = "pip install 'ckptkit-fsdp[hf]', or pass a size or a Llama's config.json"
-        raise Usage(f"a model's directory needs transformers 5: {error}", path=directory, hint=hint) from error
-    return Pretrained(directory, weights_in(directory))
+        raise Usage(f"a model's directory needs transformers 5: {error}", path=path, hint=hint) from error
+    return Pretrained(path, weights_in(path))
 
 
 def weights_in(directory: Path) -> Path | None:

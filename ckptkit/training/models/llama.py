@@ -6,18 +6,15 @@ not attend to each other.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ckptkit.errors import Unsupported
 from ckptkit.training.models.config import ModelConfig, RopeScaling
 
 
@@ -29,38 +26,6 @@ def own_document(positions: Tensor) -> Tensor:
     document = (positions == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
     return same.tril()[:, None]
-
-
-@contextmanager
-def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
-    """Raise `Unsupported` if a block runs inside the context and may mix documents of one sequence.
-
-    Checks the attention mask that each block gets, and that no block has a convolution. For models of transformers,
-    because not every family applies the mask that it gets.
-    """
-    hidden = ~own_document(positions)
-
-    def check(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
-        mask = bound.get("attention_mask", kwargs.get("attention_mask"))
-        masked = isinstance(mask, Tensor) and mask.ndim == 4 and not (visible_mask(mask) & hidden).any()
-        if not masked or any(isinstance(module, nn.Conv1d) for module in block.modules()):
-            raise Unsupported(
-                f"a `{type(block).__name__}` lets documents that share a sequence see each other",
-                hint="pass data that is one document, or use another model",
-            )
-
-    hooks = [block.register_forward_pre_hook(check, with_kwargs=True) for block in blocks]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def visible_mask(mask: Tensor) -> Tensor:
-    """Return a mask as bool, True where a query attends to a key. Float masks have huge negative values elsewhere."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 class RMSNorm(nn.Module):
@@ -250,11 +215,9 @@ class LlamaBlueprint:
         self.attention_width = config.num_attention_heads * config.head_dim
 
     def build(self) -> nn.Module:
-        """Build a `Llama` on torch's default device."""
         return Llama(self.config)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the transformer blocks in the order of the forward pass."""
         return list(cast(Llama, model).model.layers)
 
     def initialize(self, name: str, module: nn.Module) -> None:
@@ -270,11 +233,9 @@ class LlamaBlueprint:
                 module.reset()
 
     def tie(self, model: nn.Module) -> None:
-        """Tie `lm_head` to the embedding again if the config says so."""
         cast(Llama, model).tie()
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length]; see `Blueprint.logits`."""
         logits: Tensor = model(tokens, positions)
         return logits
 

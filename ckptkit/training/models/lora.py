@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,16 +99,29 @@ class LoraBlueprint:
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
 
     def tie(self, model: nn.Module) -> None:
-        """Tie the weights of the base model again."""
         self._base.tie(model)
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length]; see `Blueprint.logits`."""
         return self._base.logits(model, tokens, positions)
 
     def files(self) -> Mapping[str, bytes]:
         """Return the model's files, and the adapter_config.json with which PEFT loads the adapter."""
-        return {**self._base.files(), ADAPTER_CONFIG: (json.dumps(self._config(), indent=2) + "\n").encode()}
+        config = {
+            "base_model_name_or_path": self._base_name,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": False,
+            "init_lora_weights": True,
+            "lora_alpha": self._lora.alpha,
+            "lora_dropout": 0.0,
+            "peft_type": "LORA",
+            "r": self._lora.rank,
+            "target_modules": list(self.targets),
+            "task_type": "CAUSAL_LM",
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        return {**self._base.files(), ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
@@ -128,23 +140,6 @@ class LoraBlueprint:
         if not targets:
             raise Unsupported(f"found no linear layers to adapt in the blocks of a `{type(model).__name__}`")
         return targets
-
-    def _config(self) -> dict[str, Any]:
-        return {
-            "base_model_name_or_path": self._base_name,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": False,
-            "init_lora_weights": True,
-            "lora_alpha": self._lora.alpha,
-            "lora_dropout": 0.0,
-            "peft_type": "LORA",
-            "r": self._lora.rank,
-            "target_modules": list(self.targets),
-            "task_type": "CAUSAL_LM",
-            "use_dora": False,
-            "use_rslora": False,
-        }
 
 
 def find_linear(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:

@@ -18,7 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.models.companions import read_companions
-from ckptkit.training.models.llama import documents_checked
+from ckptkit.training.models.llama import own_document
 
 
 class Pretrained:
@@ -76,8 +76,14 @@ class Pretrained:
                 owner._init_weights(ancestor)
         for key, buffer in module.named_buffers(recurse=False):
             buffer.copy_(self._skeleton.get_submodule(name).get_buffer(key))
-        if self.weights is None:
-            self._require_values(name, own)
+        for key, parameter in own.items():
+            if self.weights is None and parameter.isnan().any():
+                raise Unsupported(
+                    f"transformers does not know how to initialize it in a `{self.config.model_type}`",
+                    path=self.directory,
+                    tensor=f"{name}.{key}".lstrip("."),
+                    hint="start from weights: put them beside its config.json",
+                )
 
     def tie(self, model: nn.Module) -> None:
         model.tie_weights()  # type: ignore[operator]
@@ -90,11 +96,16 @@ class Pretrained:
         if positions is None:
             logits: Tensor = model(input_ids=tokens, use_cache=False).logits
             return logits
-        self._require_positions()
+        if "position_ids" not in signature(self._skeleton.forward).parameters:
+            hint = "pass data that is one document, or use another model"
+            raise Unsupported(f"a `{self.config.model_type}` does not accept positions", path=self.directory, hint=hint)
+        # many families do not derive the attention masks from positions
+        shape = torch.empty(*positions.shape, 0, device=positions.device)
+        # config, embeddings, attention mask, cache (whose name changed in transformers 5.24), positions
+        masks = create_masks_for_generate(self._skeleton.config, shape, None, None, positions)
         # check once, with the first batch that has a sequence of several documents
         must_check = not self._is_checked and bool((positions[:, 1:] == 0).any())
         with documents_checked(self.blocks(model), positions) if must_check else nullcontext():
-            masks = self._masks(positions)
             logits = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False).logits
         self._is_checked |= must_check
         return logits
@@ -113,26 +124,36 @@ class Pretrained:
             torch.manual_seed(0)  # makes random buffers equal on all ranks
             return self.build()
 
-    def _masks(self, positions: Tensor) -> Any:
-        """Return the attention masks for the family's config: many families do not derive them from positions."""
-        shape = torch.empty(*positions.shape, 0, device=positions.device)
-        # config, embeddings, attention mask, cache (whose name changed in transformers 5.24), positions
-        return create_masks_for_generate(self._skeleton.config, shape, None, None, positions)
 
-    def _require_positions(self) -> None:
-        if "position_ids" not in signature(self._skeleton.forward).parameters:
-            hint = "pass data that is one document, or use another model"
-            raise Unsupported(f"a `{self.config.model_type}` does not accept positions", path=self.directory, hint=hint)
+@contextmanager
+def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
+    """Raise `Unsupported` if a block runs inside the context and may mix documents of one sequence.
 
-    def _require_values(self, name: str, parameters: Mapping[str, Tensor]) -> None:
-        for key, parameter in parameters.items():
-            if parameter.isnan().any():
-                raise Unsupported(
-                    f"transformers does not know how to initialize it in a `{self.config.model_type}`",
-                    path=self.directory,
-                    tensor=f"{name}.{key}".lstrip("."),
-                    hint="start from weights: put them beside its config.json",
-                )
+    Checks the attention mask that each block gets, because not every family applies it, and that no block has a
+    convolution.
+    """
+    hidden = ~own_document(positions)
+
+    def check(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = signature(type(block).forward).bind(block, *args, **kwargs).arguments
+        mask = bound.get("attention_mask", kwargs.get("attention_mask"))
+        is_masked = False
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            # float masks have huge negative values where a query does not attend to a key
+            visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            is_masked = not bool((visible & hidden).any())
+        if not is_masked or any(isinstance(module, nn.Conv1d) for module in block.modules()):
+            raise Unsupported(
+                f"a `{type(block).__name__}` lets documents that share a sequence see each other",
+                hint="pass data that is one document, or use another model",
+            )
+
+    hooks = [block.register_forward_pre_hook(check, with_kwargs=True) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

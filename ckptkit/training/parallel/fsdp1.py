@@ -28,9 +28,8 @@ from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.lora import LoraMatrix
-from ckptkit.training.parallel.initial import has_own_values, initialize_module
-from ckptkit.training.parallel.precision import param_dtype, reduce_dtype
-from ckptkit.training.saving.scatter import scatter
+from ckptkit.training.parallel.initial import has_own_values, initialize_module, scatter
+from ckptkit.training.parallel.precision import DTYPES, param_dtype
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -79,7 +78,9 @@ class Fsdp1:
                 device_id=device,
                 sharding_strategy=STRATEGIES[self.config.strategy],
                 auto_wrap_policy=self._units(blueprint, model),
-                mixed_precision=self._precision(),
+                mixed_precision=MixedPrecision(
+                    param_dtype(self.config, self.mesh.device_type), DTYPES[self.config.reduce_dtype]
+                ),
                 cpu_offload=CPUOffload(offload_params=self.config.cpu_offload),
                 backward_prefetch=BackwardPrefetch.BACKWARD_PRE
                 if self.config.prefetch
@@ -96,9 +97,6 @@ class Fsdp1:
             message = "--wrap: expected block for a model with tied weights, found size: a unit could separate them"
             raise Usage(message, hint="pass --wrap block, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
-
-    def _precision(self) -> MixedPrecision:
-        return MixedPrecision(param_dtype(self.config, self.mesh.device_type), reduce_dtype(self.config))
 
     def clip(self, model: nn.Module, limit: float) -> float:
         """Clip gradients to a norm, and return the norm before clipping.

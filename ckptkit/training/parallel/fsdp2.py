@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.parallel.initial import initialize
-from ckptkit.training.parallel.precision import param_dtype, reduce_dtype
+from ckptkit.training.parallel.precision import DTYPES, param_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Fsdp2:
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Shard `model` on `meta`, then allocate only the shards, then initialize them."""
         device = self.mesh.device_type
-        policy = MixedPrecisionPolicy(param_dtype(self.config, device), reduce_dtype(self.config))
+        policy = MixedPrecisionPolicy(param_dtype(self.config, device), DTYPES[self.config.reduce_dtype])
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
         # None: FSDP2 reshards blocks after forward but not the root, because backward starts with the root
         reshard = False if self.config.strategy == "shard_grad_op" else None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.lora import LoraMatrix
-from ckptkit.training.saving.scatter import scatter
 from ckptkit.training.seeds import derive
 
 
@@ -32,32 +29,32 @@ def initialize(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None
             done.update(new.values())
 
 
+@torch.no_grad()
+def scatter(whole: Tensor, tensor: Tensor) -> None:
+    """Copy the full tensor `whole`, present on the CPU of every rank, into this rank's shard `tensor`, in its dtype."""
+    if isinstance(tensor, DTensor):
+        # src_data_rank=None: every rank slices its own copy, without communication
+        whole = distribute_tensor(whole.to(tensor.dtype), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
+
+
 def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Initialize a module's direct buffers in place, and return its initial parameters as full CPU tensors."""
-    with whole_parameters(module) as whole, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, name))
-        blueprint.initialize(name, module)
-    return whole
-
-
-@contextmanager
-def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Replace the module's direct parameters by full fp32 parameters on the CPU inside the block."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    whole = {
+    whole: dict[str, Tensor] = {
         key: nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu"), requires_grad=False)
         for key, parameter in own.items()
     }
-    set_parameters(module, whole)
     try:
-        yield dict(whole)
+        for key, parameter in whole.items():
+            setattr(module, key, parameter)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, name))
+            blueprint.initialize(name, module)
     finally:
-        set_parameters(module, own)
-
-
-def set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        setattr(module, name, parameter)
+        for key, parameter in own.items():
+            setattr(module, key, parameter)
+    return whole
 
 
 def has_own_values(module: nn.Module) -> bool:

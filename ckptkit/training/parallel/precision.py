@@ -14,8 +14,3 @@ def param_dtype(config: TrainConfig, device_type: str) -> torch.dtype:
     if config.param_dtype != "auto":
         return DTYPES[config.param_dtype]
     return torch.bfloat16 if device_type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-
-
-def reduce_dtype(config: TrainConfig) -> torch.dtype:
-    """Return the dtype that gradients are reduced in."""
-    return DTYPES[config.reduce_dtype]

@@ -73,7 +73,8 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int
     recompute(blocks, config.recompute_every)
     if config.compile:
         compile_blocks(blocks)
-    first_names = find_first_names(model)
+    first: dict[torch.Tensor, str] = {}
+    first_names = {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
     strategy_mesh = mesh_for_strategy(config, mesh)
     sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, strategy_mesh, seed)
     multiplied, frozen = count_multiplied(model)
@@ -111,11 +112,6 @@ def freeze(model: nn.Module, globs: Iterable[str]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise Usage("--freeze: expected a parameter that is not frozen, found none", hint="drop a --freeze")
-
-
-def find_first_names(model: nn.Module) -> dict[str, str]:
-    first: dict[torch.Tensor, str] = {}
-    return {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def count_multiplied(model: nn.Module) -> tuple[int, int]:

@@ -7,6 +7,7 @@ file with torch and sends them to all ranks, because only torch restores nested 
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.checks.verify import verify_part
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
-from ckptkit.layout import Spec
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, cause_of
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrapped
-from ckptkit.training.saving.state import Tree, flatten, map_tensors, to_meta, unflatten
+from ckptkit.training.saving.state import Tree, flatten, map_tensors, unflatten
 
 FILE = "state.pt"
 
@@ -50,9 +50,8 @@ class Stored:
     def _outline(self) -> tuple[Tree, Tree]:
         # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
         state = {name: unwrapped(entry) for name, entry in read_file(self._file).items()} if self._file else {}
-        outline = {
-            name: to_meta(entry) if name in IN_PARTS else map_tensors(clone, entry) for name, entry in state.items()
-        }
+        on_meta = partial(torch.empty_like, device="meta")
+        outline = {name: map_tensors(on_meta if name in IN_PARTS else clone, entry) for name, entry in state.items()}
         return outline, {} if self._file == self.path / FILE else read_outline(self._reader)
 
     def read(self, wanted: Tree) -> None:
@@ -85,15 +84,13 @@ def read_outline(reader: Reader) -> Tree:
     leaves: dict[str, Tensor | None] = {}
     keys: dict[str, Any] = {}
     for layout in reader.open():
-        leaves |= dict.fromkeys(layout.blobs) | {name: without_data(spec) for name, spec in layout.specs.items()}
+        leaves |= dict.fromkeys(layout.blobs)
+        for name, spec in layout.specs.items():
+            leaves[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
         keys |= layout.keys
     if not keys:
         raise Unsupported("saved without the names of its nested entries", path=reader.path)
     return unflatten(leaves, keys)
-
-
-def without_data(spec: Spec) -> Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
 
 
 def read_file(path: Path) -> Tree:

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from ckptkit.argument_types import checked
@@ -28,15 +29,17 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors, warn
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import check_name
-from ckptkit.io.path import is_remote, refresh
+from ckptkit.io.path import RemotePath, is_remote, refresh
+from ckptkit.io.staging import Stage
 from ckptkit.runs.keeper import keeper_of
 from ckptkit.runs.retention import Best, Policy, check_metric, decide, find_saved, write_metrics
+from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
+from ckptkit.storage.store_writer import StoreWriter, require_free
 from ckptkit.summary import as_call
 from ckptkit.trainers.ckptkit import METRICS
-from ckptkit.training.places import require_storable
+from ckptkit.training.config import require_storable
 from ckptkit.training.saving.load import Stored
-from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
 from ckptkit.training.saving.save import ADAPTER, FORMATS, PendingState, Saver
 from ckptkit.training.saving.state import Training
 
@@ -175,33 +178,31 @@ class Run:
             raise Usage(f"`step`: expected at least 0, found {step}")
         training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
-        destination = self._place(step)
+        path = self.checkpoint(step)
+        destination: StagedPlace | StorePlace
+        if is_remote(path):
+            destination = StorePlace(path, self._ranks, overwrite=path in self._replaced)
+        else:
+            destination = StagedPlace(path, self._ranks)
         try:
             destination.open()
             pending = self._saver.prepare({"step": step, **training.take()}, copy=self._thread is not None)
         except BaseException as error:
             destination.discard()
             if isinstance(error, Occupied):
-                error.path, error.hint = self.checkpoint(step), "save another step, or delete this checkpoint first"
+                error.path, error.hint = path, "save another step, or delete this checkpoint first"
             raise
         finish = partial(self._finish, destination, pending, files)
         if self._thread is None:
             finish()
         else:
             self._saving = self._thread.submit(finish)
-        return self.checkpoint(step)
+        return path
 
-    def _place(self, step: int) -> SavePlace:
-        path = self.checkpoint(step)
-        if is_remote(path):
-            return StorePlace(path, self._ranks, overwrite=path in self._replaced)
-        return StagedPlace(path, self._ranks)
-
-    def _finish(self, destination: SavePlace, pending: PendingState, files: Mapping[str, bytes]) -> None:
+    def _finish(self, destination: StagedPlace | StorePlace, pending: PendingState, files: Mapping[str, bytes]) -> None:
         """Write the state, make it visible, and apply the retention rules. Runs in a thread with `background`."""
         try:
-            writer = destination.writer(self._saver.format, files, pending.tied)
-            self._saver.write(writer, pending, destination.room)
+            self._saver.write(destination.writer(self._saver.format, pending, files), pending, destination.room)
             destination.show()
         except BaseException:
             destination.discard()
@@ -283,3 +284,56 @@ class Run:
             if error is None:
                 raise
             error.add_note(f"and the save in the background failed: {failure}")
+
+
+class StagedPlace:
+    """The local destination of a checkpoint: the ranks write to the hidden `room`, and `show` renames it to `path`."""
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        self._stage = Stage(path)
+        self._ranks = ranks
+        self.path = self._stage.dst
+        self.room = self._stage.path
+
+    def open(self) -> None:
+        """Reserve the path and create the hidden directory; a collective. Raises `Occupied` on all ranks."""
+        self.room = self._ranks.on_first(lambda: self._stage.open().path)
+
+    def writer(self, to: str, pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
+        return RoomWriter(self.room, to, files=files, tied=pending.tied)
+
+    def show(self) -> None:
+        """Rename the hidden directory to its final path; a collective."""
+        self._ranks.on_first(self._stage.commit)
+
+    def discard(self) -> None:
+        """Remove the hidden directory."""
+        self._stage.discard()
+
+
+class StorePlace:
+    """The destination of a checkpoint in an object store, in a run that only this training saves to.
+
+    The save replaces files of an earlier, interrupted save, and with `overwrite` also a complete checkpoint. A failed
+    save leaves its claim and the uploaded objects: readers ignore them, and the next save of the step replaces them.
+    """
+
+    def __init__(self, path: RemotePath, ranks: Ranks, *, overwrite: bool) -> None:
+        self.path = self.room = path
+        self._ranks = ranks
+        self._overwrite = overwrite
+
+    def open(self) -> None:
+        """Raise `Occupied` on all ranks if the prefix has a checkpoint, unless it may be overwritten; a collective."""
+        if not self._overwrite:
+            self._ranks.on_first(lambda: require_free(self.path))
+
+    def writer(self, _to: str, _pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
+        """Return a writer of shards, the only format of a store."""
+        return StoreWriter(self.path, files=files, overwrite=self._overwrite, takes_over=True)
+
+    def show(self) -> None:
+        """Do nothing: the writer itself makes a finished checkpoint visible."""
+
+    def discard(self) -> None:
+        """Do nothing: the next save of this step replaces the uploaded objects."""

@@ -28,12 +28,7 @@ from ckptkit.storage.terms import identify, local_part, local_parts
 from ckptkit.training.saving.state import Tree, map_tensors
 
 ADAPTER = "adapter"
-FORMATS = {
-    "sharded": "dcp",
-    "full": "pt",
-    "hf": "hf",
-    ADAPTER: "dcp",
-}  # checkpoint format by the `state_dict` option
+FORMATS = {"sharded": "dcp", "full": "pt", "hf": "hf", ADAPTER: "dcp"}  # checkpoint format by the `state_dict` option
 CONFIG = "config.json"
 MODEL = "model"
 IN_PARTS = (MODEL, "optim")

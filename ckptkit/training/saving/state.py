@@ -87,11 +87,6 @@ def with_lists(tree: Any) -> Any:
     return [inside[key] for key in range(len(inside))]
 
 
-def to_meta(tree: Any) -> Any:
-    """Return the tree with a meta tensor of the same shape and dtype in place of each tensor."""
-    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree)
-
-
 def replace_meta(tree: Any) -> Any:
     """Return the tree with an uninitialized CPU tensor in place of each meta tensor."""
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype) if each.is_meta else each, tree)
@@ -160,7 +155,11 @@ class Training:
         """Return the current state. Its tensors alias model and optimizer: write or copy them before the next step."""
         others = self.ranks.together(lambda: {name: snapshot(name, thing) for name, thing in self.others.items()})
         model = get_model_state_dict(self.model)
-        state: Tree = {"model": adapters_in(model) if self.is_adapter else model}
+        if self.is_adapter:
+            model = {name: tensor for name, tensor in model.items() if read_entry(name) is not None}
+            if not model:
+                raise Usage("expected adapters to save, found none in the model", hint="save it as `sharded`")
+        state: Tree = {"model": model}
         if self.optimizer is not None:
             state["optim"] = take_optimizer(self.model, self.optimizer, self.ranks)
         return {**state, **others}
@@ -209,7 +208,14 @@ class Training:
     def restore(self, state: Tree) -> None:
         """Load `state` into the model, optimizer and others: it comes from `prepare`, filled by `Stored.read`."""
         if self.optimizer is not None:
-            require_same_groups(state["optim"]["param_groups"], self.groups)
+            groups = state["optim"]["param_groups"]
+            if [set(group["params"]) for group in groups] != self.groups:
+                raise Mismatch(
+                    f"expected the {len(self.groups)} parameter groups of the optimizer, "
+                    f"found {len(groups)} others in the checkpoint",
+                    tensor="optim.param_groups",
+                    hint="group the parameters as they were when it was saved",
+                )
         set_model_state_dict(self.model, self.kept | state["model"])
         if self.optimizer is not None:
             # with strict=True torch requires optimizer state for every parameter
@@ -228,14 +234,6 @@ def are_adapters(names: Iterable[str]) -> bool:
     return {read_entry(name) is not None for name in names} == {True}
 
 
-def adapters_in(model: Tree) -> Tree:
-    """Return the adapters in a model's state. Raises `Usage` if there are none."""
-    adapters = {name: tensor for name, tensor in model.items() if read_entry(name) is not None}
-    if not adapters:
-        raise Usage("expected adapters to save, found none in the model", hint="save it as `sharded`")
-    return adapters
-
-
 def require_state(name: str, thing: object) -> None:
     """Raise `Usage` for a reserved name, and for an object that is not a dict and has no state_dict()."""
     if name in OURS:
@@ -248,7 +246,8 @@ def require_state(name: str, thing: object) -> None:
 def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:
     """Return a copy of the state of one object. Raises `Usage` unless it has only plain values and full tensors."""
     state = thing if isinstance(thing, dict) else thing.state_dict()
-    map_tensors(lambda tensor: require_unsharded(name, tensor), state)
+    if any(isinstance(tensor, (DTensor, ShardedTensor)) for _, tensor in flatten(state)):
+        raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")
     return copy_by_saving(name, state)
 
 
@@ -267,12 +266,6 @@ def copy_by_saving(name: str, state: Any) -> Any:
         raise Usage(f"the state of `{name}` cannot be saved: {error}", hint=hint) from error
 
 
-def require_unsharded(name: str, tensor: Tensor) -> None:
-    """Raise `Usage` for a sharded tensor: only model and optimizer may have them."""
-    if isinstance(tensor, (DTensor, ShardedTensor)):
-        raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")
-
-
 def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree:
     """Return the optimizer state by parameter name; a collective.
 
@@ -288,13 +281,3 @@ def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree
         state["state"] = {}
     state["param_groups"] = copy_by_saving("optimizer", state["param_groups"])
     return state
-
-
-def require_same_groups(stored: list[Tree], ours: list[set[str]]) -> None:
-    """Raise `Mismatch` unless the stored parameter groups have the same parameters as the optimizer's groups."""
-    if [set(group["params"]) for group in stored] != ours:
-        raise Mismatch(
-            f"expected the {len(ours)} parameter groups of the optimizer, found {len(stored)} others in the checkpoint",
-            tensor="optim.param_groups",
-            hint="group the parameters as they were when it was saved",
-        )

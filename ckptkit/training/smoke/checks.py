@@ -20,6 +20,7 @@ from ckptkit.conversion.merge import merge
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
+from ckptkit.training.smoke.rank_tasks import RankAccount
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.training.smoke.runs import (
     ADAPTED,
@@ -48,10 +49,7 @@ def saves_adapters_alone(runs: SmokeRuns) -> str:
 
 def resumes_adapters(runs: SmokeRuns) -> str:
     """Check that a resumed LoRA training takes the same steps, and ends with the same tensors."""
-    expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.adapted) if step.step > ADAPTED // 2]
-    found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.adapted_again)]
-    if found != expected or not found:
-        raise CheckFailed(f"steps, losses and norms {found}, not {expected}")
+    compare_steps(runs.adapted, runs.adapted_again, ADAPTED // 2)
     return compare_checkpoints(runs.adapters, runs.scratch / "adapters-again" / runs.adapters.name)
 
 
@@ -177,25 +175,19 @@ def resumes_state(runs: SmokeRuns) -> str:
 
 
 def resumes_losses(runs: SmokeRuns) -> str:
-    """Check that a resumed run takes the same steps: losses and gradient norms are equal bit for bit."""
-    expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.first) if step.step > SAVED]
-    found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.resumed)]
+    return f"{compare_steps(runs.first, runs.resumed, SAVED)} losses and norms equal, bit for bit"
+
+
+def compare_steps(original: list[RankAccount], resumed: list[RankAccount], saved: int) -> int:
+    """Compare the steps after step `saved` of a run with the steps of a run resumed there, and return their number.
+
+    Raises `CheckFailed` unless losses and gradient norms are equal, bit for bit.
+    """
+    expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(original) if step.step > saved]
+    found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(resumed)]
     if found != expected or not found:
         raise CheckFailed(f"steps, losses and norms {found}, not {expected}")
-    return f"{len(found)} losses and norms equal, bit for bit"
-
-
-def resumes_weights(runs: SmokeRuns) -> str:
-    return compare_checkpoints(runs.checkpoint, runs.scratch / "resumed" / runs.checkpoint.name)
-
-
-def loads_at_another_size(runs: SmokeRuns) -> str:
-    return f"{runs.nproc + 1} ranks: " + compare_checkpoints(runs.checkpoint, runs.at_another_size)
-
-
-def loads_full(runs: SmokeRuns) -> str:
-    """Check that a full (single-file) checkpoint loads, and that the shards saved from it are unchanged."""
-    return compare_checkpoints(runs.checkpoint, runs.from_full)
+    return len(found)
 
 
 def reshards(runs: SmokeRuns) -> str:
@@ -287,9 +279,14 @@ CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
     "replicas": replicates,
     "resume: state": resumes_state,
     "resume: losses": resumes_losses,
-    "resume: weights": resumes_weights,
-    "another world size": loads_at_another_size,
-    "full state": loads_full,
+    "resume: weights": lambda runs: compare_checkpoints(
+        runs.checkpoint, runs.scratch / "resumed" / runs.checkpoint.name
+    ),
+    "another world size": lambda runs: (
+        f"{runs.nproc + 1} ranks: {compare_checkpoints(runs.checkpoint, runs.at_another_size)}"
+    ),
+    # a full (single-file) checkpoint loads, and the shards saved from it are unchanged
+    "full state": lambda runs: compare_checkpoints(runs.checkpoint, runs.from_full),
     **{name: load(known.where) for name, known in PLUGIN_CHECKS.items()},
     "reshard": reshards,
     "resume after reshard": resumes_resharded,

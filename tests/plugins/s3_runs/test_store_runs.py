@@ -18,8 +18,8 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, IOFailure, NotACheckpoint, Occupied, Usage
 from ckptkit.io.claims import StoreClaim
 from ckptkit.io.path import to_path
-from ckptkit.io.stores import s3_objects
 from ckptkit.plugins.s3_runs import keeper as s3_keeper
+from ckptkit.plugins.s3_runs import objects
 from ckptkit.runs.prune import Pruned, prune
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
@@ -285,7 +285,7 @@ def test_many_objects_go_in_batches(place: Place, fill: Fill, monkeypatch: pytes
     fill(place, 1, 2)
     for number in range(11):
         place.files.pipe_file(f"{place.name}/run/ckpt-1/logs/{number}.txt", b"mine")
-    monkeypatch.setattr(s3_objects, "BATCH", 4)
+    monkeypatch.setattr(objects, "_BATCH", 4)
     rest = sum(key.startswith("ckpt-1/") for key in keys(place)) - 1  # all but the metadata
     place.server.requests.clear()
     prune(url_of(place), keep_last=1, yes=True)

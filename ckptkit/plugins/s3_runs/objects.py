@@ -1,0 +1,104 @@
+"""Delete many objects of a bucket at once, and measure unfinished uploads by the store's clock.
+
+https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
+from itertools import islice
+
+from ckptkit.errors import IOFailure
+from ckptkit.io.stores.s3 import S3Bucket
+from ckptkit.io.stores.s3_errors import ABSENT, find_code, refusal
+from ckptkit.io.stores.s3_objects import MultipartUpload, list_parts
+
+_BATCH = 1000  # S3's maximum of objects per deletion request
+_BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")  # of single keys; the library only retries requests
+_THREADS = 16  # for stores that need one request per object
+_PAUSES = (0.2, 1.0, 3.0)  # seconds before each retry of busy keys
+# codes of stores without batch deletion
+_NO_BATCHES = ("405", "501", "MethodNotAllowed", "MissingContentMD5", "NotImplemented")
+
+
+class StoreRefused(Exception):
+    """The store's error for one object of a batch request, in the form of an error for a single request."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message or code)
+        self.code = code
+        self.response = {"Error": {"Code": code, "Message": message}}
+
+
+@dataclass(frozen=True, slots=True)
+class SentParts:
+    """The bytes of the parts that a store has, and the time of the latest part; 0 if there are none."""
+
+    nbytes: int
+    changed: float
+
+
+def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
+    """Return the size and time of an upload's parts; None if the upload no longer exists."""
+    nbytes, changed = 0, 0.0
+    try:
+        for part in list_parts(bucket, upload.key, upload.upload):
+            nbytes += int(part["Size"])
+            changed = max(changed, part["LastModified"].timestamp())
+    except IOFailure as error:
+        if find_code(error) not in ABSENT:
+            raise
+        return None
+    return SentParts(nbytes, changed)
+
+
+def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
+    """Delete up to 1,000 objects in one request, or one by one if the store lacks batch deletion.
+
+    Raises `IOFailure` for the first object that the store does not delete. A missing object counts as deleted.
+    """
+    waiting = list(keys)
+    for pause in (*_PAUSES, None):
+        try:
+            refused = ask_to_delete(bucket, waiting)
+        except IOFailure as error:
+            if find_code(error) not in _NO_BATCHES:
+                raise
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(partial(bucket.call, "delete_object"), waiting))
+            return
+        waiting = [key for key in waiting if key in refused]
+        if not waiting:
+            return
+        lasting = next((key for key in waiting if pause is None or refused[key].code not in _BUSY), None)
+        if lasting is not None:
+            raise refusal(refused[lasting], bucket.root / lasting) from refused[lasting]
+        time.sleep(pause or 0)
+
+
+def ask_to_delete(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefused]:
+    """Send one deletion request; return the objects that the store did not delete, each with its reason."""
+    answer = bucket.call("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
+    return {
+        str(error["Key"]): StoreRefused(str(error.get("Code", "")), str(error.get("Message", "")))
+        for error in answer.get("Errors", ())
+    }
+
+
+def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
+    """Yield keys in lists of at most `_BATCH`."""
+    rest = iter(keys)
+    while batch := list(islice(rest, _BATCH)):
+        yield batch
+
+
+def read_clock(bucket: S3Bucket) -> float:
+    """Return the time by the store's clock, in seconds since 1970."""
+    answer = bucket.call("list_objects_v2", MaxKeys=1)
+    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    return parsedate_to_datetime(date).timestamp() if date else time.time()
