@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
-from ckptkit.cli.conversion import NoSync, Overwrite, Source
-from ckptkit.cli.output import Json, Quiet, note_used, pick, print_json, print_table, progress_bar, say
+from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.cli.conversion import NoSync, Overwrite, Source, Yes, dry_run_option, with_hub_note
+from ckptkit.cli.output import Json, Quiet, note_used, pick, print_files, print_json, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.io.destination import to_destination
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def cp(
     src: Source,
     dst: Annotated[
-        Path,
-        typer.Argument(parser=to_destination, metavar="DST", help="The directory to write, or a URL."),
+        Path, typer.Argument(parser=to_destination, metavar="DST", help="The directory to write, or a URL.")
     ],
     also: Also = None,
     yes: Yes = False,
@@ -70,16 +69,10 @@ def to_json(done: CopiedFiles) -> dict[str, Any]:
 
 def report(src: Path, done: CopiedFiles) -> None:
     """Print the result for a reader."""
-    from ckptkit.checkpoints.find_components import describe_left
-    from ckptkit.cli.conversion import list_files
-
     note_used(src, done.source)
     first, *others = done.summary()
     say(first)
-    print_table(list_files(done), ("  file", "size"))
-    for line in others:
-        say(line)
-    for text in done.notes:
-        say(f"note: {text}")
-    for line in describe_left(done.left_behind, "not copied"):
+    print_files(done.files)
+    notes = [f"note: {text}" for text in done.notes]
+    for line in (*others, *notes, *describe_left(done.left_behind, "not copied")):
         say(line)

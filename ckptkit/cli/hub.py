@@ -1,4 +1,4 @@
-"""Run `ckptkit push`: upload a checkpoint to the Hub."""
+"""Run `ckptkit push` and `ckptkit pull`: upload a checkpoint to the Hub, or download one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.consent import Yes
-from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, note_used, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Yes
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    note_used,
+    pick,
+    print_files,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    without_middle,
+)
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.io.path import to_path
+from ckptkit.io.path import to_local, to_path
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
+    from ckptkit.hub.pull import Pulled
     from ckptkit.hub.push import Pushed
 
 
@@ -30,9 +41,7 @@ def push(
         str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub; ckptkit creates it if needed.")
     ],
     also: Also = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Make a new repository public; by default it is private.")
-    ] = False,
+    public: Annotated[bool, typer.Option(help="Make a new repository public; by default it is private.")] = False,
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="The branch; by default main. ckptkit creates it if needed.")
     ] = None,
@@ -62,17 +71,16 @@ def push(
         src, repository, public=public, revision=revision, message=message, yes=yes, jobs=jobs, bars=progress_bar
     )
     if json:
-        print_json(to_json(done))
+        print_json(push_json(done))
     else:
-        report(src, done)
+        report_push(src, done)
 
 
-def to_json(done: Pushed) -> dict[str, Any]:
+def push_json(done: Pushed) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
+    names = ("source", "revision", "url", "format", "removed", "left_out", "nbytes", "commit", "seconds", "notes")
     return {
-        **pick(
-            done, "source", "revision", "url", "format", "removed", "left_out", "nbytes", "commit", "seconds", "notes"
-        ),
+        **pick(done, *names),
         "repository": done.repo_id,
         "new": done.is_new,
         "private": done.is_private,
@@ -83,7 +91,7 @@ def to_json(done: Pushed) -> dict[str, Any]:
     }
 
 
-def report(src: Path, done: Pushed) -> None:
+def report_push(src: Path, done: Pushed) -> None:
     """Print the result for a reader."""
     note_used(src, done.source)
     access = "private" if done.is_private else "public"
@@ -105,10 +113,11 @@ def report(src: Path, done: Pushed) -> None:
     say(f"to get a copy elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
 
 
-def rows(done: Pushed) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of the table; of more than 20 files, the first and last 9."""
-    files = [(f"  {name}", format_bytes(nbytes), verdict(done, name)) for name, nbytes in done.files.items()]
-    yield from files if len(files) <= 20 else [*files[:9], (f"  ... {len(files) - 18} more", "", ""), *files[-9:]]
+def rows(done: Pushed) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of files: those to push, to remove from the Hub, and to leave here."""
+    yield from without_middle(
+        [(f"  {name}", format_bytes(nbytes), verdict(done, name)) for name, nbytes in done.files.items()]
+    )
     for name in done.removed:
         yield f"  {name}", "", f"{'removed' if done.is_done else 'remove'}: of an earlier checkpoint"
     for name, reason in done.left_out.items():
@@ -121,3 +130,69 @@ def verdict(done: Pushed, name: str) -> str:
         return "unchanged"
     is_made = done.has_card and name == "README.md"
     return f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"
+
+
+def pull(
+    repository: Annotated[
+        str,
+        typer.Argument(metavar="ORG/NAME[@REVISION]", help="The repository on the Hub; by default its main branch."),
+    ],
+    out: Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The local directory to write.")],
+    revision: Annotated[str | None, typer.Option(metavar="REVISION", help="A branch, a tag or a commit.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Pull only matching files; repeatable.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Skip matching files; repeatable.")] = None,
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Pull a model or checkpoint from the Hugging Face Hub.
+
+    ckptkit compares every file with the checksum on the Hub.
+
+    OUT appears when all files have arrived. After an interruption, run the same command again to continue.
+
+    Example: ckptkit pull org/model out
+
+    Exit codes: 0 done; 2 usage; 3 no such repository, or a file arrived damaged; 4 the Hub cannot be reached or
+    refuses, or an I/O failure; 5 OUT exists, or a name in the repository is unsafe; 130 interrupted.
+    """
+    from ckptkit.hub.pull import pull as run
+
+    done = run(
+        repository,
+        out,
+        revision=revision,
+        include=include or (),
+        exclude=exclude or (),
+        overwrite=overwrite,
+        jobs=jobs,
+        sync=not no_sync,
+        bars=progress_bar,
+    )
+    if json:
+        print_json(pull_json(done))
+    else:
+        report_pull(done)
+
+
+def pull_json(done: Pulled) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("revision", "commit", "output", "format", "nbytes", "fetched_bytes", "seconds")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    return {"repository": done.repo_id, "files": files, **pick(done, *names)}
+
+
+def report_pull(done: Pulled) -> None:
+    """Print the result for a reader."""
+    say(f"pulled {done.repo_id}, {done.revision} at {done.commit[:8]}, into {done.output}")
+    print_files(done.files)
+    before = done.nbytes - done.fetched_bytes
+    here = f"; {format_bytes(before)} were there already" if before else ""
+    say(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
+    say("every file matches its checksum on the Hub")
+    unknown = "note: it contains no checkpoint in a known format"
+    say(f"next: ckptkit inspect {done.output}" if done.format else unknown)
