@@ -190,7 +190,7 @@ COMMANDS = PluginTable(
         "smoke": KnownCommand("Train", "ckptkit.cli.train:smoke"),
         "delta": KnownCommand("Send what changed", "ckptkit.plugins.deltas.delta_command:delta"),
         "apply": KnownCommand("Send what changed", "ckptkit.plugins.deltas.apply_command:apply"),
-        "cp": KnownCommand("Share", "ckptkit.cli.cp:cp"),
+        "cp": KnownCommand("Share", "ckptkit.cli.hub:cp"),
         "push": KnownCommand("Share", "ckptkit.cli.hub:push"),
         "pull": KnownCommand("Share", "ckptkit.cli.hub:pull"),
     },

@@ -1,4 +1,4 @@
-"""Run `ckptkit push` and `ckptkit pull`: upload a checkpoint to the Hub, or download one."""
+"""Run `ckptkit push`, `ckptkit pull` and `ckptkit cp`: send a checkpoint to the Hub, fetch one, or copy one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Yes
+from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source, Yes, dry_run_option, with_hub_note
 from ckptkit.cli.output import (
     Json,
     Quiet,
@@ -22,10 +23,12 @@ from ckptkit.cli.output import (
     without_middle,
 )
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local, to_path
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
+    from ckptkit.hub.cp import CopiedFiles
     from ckptkit.hub.pull import Pulled
     from ckptkit.hub.push import Pushed
 
@@ -196,3 +199,64 @@ def report_pull(done: Pulled) -> None:
     say("every file matches its checksum on the Hub")
     unknown = "note: it contains no checkpoint in a known format"
     say(f"next: ckptkit inspect {done.output}" if done.format else unknown)
+
+
+def cp(
+    src: Source,
+    dst: Annotated[
+        Path, typer.Argument(parser=to_destination, metavar="DST", help="The directory to write, or a URL.")
+    ],
+    also: Also = None,
+    yes: Yes = False,
+    overwrite: Overwrite = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of blocks of 16 MiB that are in memory at once; by default 8."),
+    ] = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Copy a checkpoint or delta unchanged, and verify it.
+
+    ckptkit verifies every CRC-32 that the format or a manifest records. DST is complete or absent.
+    After an interruption, run the same command again to continue.
+
+    Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
+
+    SRC and DST may be local, s3://, gs:// or az://. SRC may also be https:// or hf://org/name. With --yes, DST may also
+    be hf://org/name or hf://buckets/org/name/folder. In a store, except in a repository of the Hub, --overwrite first
+    removes the old checkpoint: until the copy is complete, there is no checkpoint.
+
+    Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists,
+    or another upload is running; 130 interrupted.
+    """
+    from ckptkit.hub.cp import cp as run
+
+    src = with_others(src, also)
+    with progress_bar("copying") as progress:
+        options = {"overwrite": overwrite, "sync": not no_sync, **dry_run_option(dst, yes=yes)}
+        done = with_hub_note(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
+    if json:
+        print_json(cp_json(done))
+    else:
+        report_cp(src, done)
+
+
+def cp_json(done: CopiedFiles) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    left_behind = [pick(entry, "path", "why") for entry in done.left_behind]
+    return {"files": files, "left_behind": left_behind, **pick(done, *names, "notes", "dry_run")}
+
+
+def report_cp(src: Path, done: CopiedFiles) -> None:
+    """Print the result for a reader."""
+    note_used(src, done.source)
+    first, *others = done.summary()
+    say(first)
+    print_files(done.files)
+    notes = [f"note: {text}" for text in done.notes]
+    for line in (*others, *notes, *describe_left(done.left_behind, "not copied")):
+        say(line)

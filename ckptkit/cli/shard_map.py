@@ -75,10 +75,7 @@ def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
 
 
 def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
-    """Yield the lines of a tensor: its picture, its numbers, and its name, which may wrap.
-
-    `start` is the common prefix in the heading above, which the name does not repeat.
-    """
+    """Yield the lines of a tensor: its picture, its numbers, and its name without the prefix `start` of the heading."""
     numbers = f"  {format_bytes(row.nbytes):>7}  {len(row.shards):>5}  "
     times = f"  x{row.repeats}" if row.repeats > 1 else ""
     remarks = f"  ({', '.join(row.remarks)})" if row.remarks else ""

@@ -22,10 +22,7 @@ _COMMON = ("also", "jobs", "no_sync", "quiet", "json", "help")  # parameters of 
 
 
 class PlainCommand(TyperCommand):
-    """A command that parses simple values of its parameters itself.
-
-    `synonyms` maps further names of options to their names; the help does not show them.
-    """
+    """A command that parses simple values itself. `synonyms` maps names of options that the help does not show."""
 
     synonyms: Mapping[str, str] = MappingProxyType({})
 
