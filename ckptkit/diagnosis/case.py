@@ -192,10 +192,7 @@ class TargetModel:
 
     @classmethod
     def open(cls, source: str) -> TargetModel:
-        """Open the model in a directory, a checkpoint, a config.json, or a repository on the Hub.
-
-        Raises `NotACheckpoint` if there is neither a config nor weights.
-        """
+        """Open the model in a directory, a checkpoint, a config.json or a Hub repository. Raises `NotACheckpoint`."""
         if source.endswith(".json") and Path(source).is_file():
             return cls.of(source, read_config(Path(source)) or {}, {})
         try:
