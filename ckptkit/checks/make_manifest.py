@@ -44,8 +44,7 @@ def make_manifest(
 def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify the files in a directory, and write its manifest."""
     result = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
-    hint = "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
-    require_sound(result, hint)
+    require_sound(result, "fix the problems that `ckptkit verify` lists, then run this again")
     others = regular_files_in(root) - result.sums.keys()
     replace_manifest(root, Manifest({**result.sums, **sum_files(root, others, ())}))
     return result

@@ -227,7 +227,7 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     say(headline(done, verb))
     if done.weights:
         rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]
-        print_table(rows, ("  weight", "checkpoint"))
+        print_table(rows, ("  factor", "checkpoint"))
     print_files(done.files)
     for line in (*remarks(done), *amounts(done)):
         say(line)

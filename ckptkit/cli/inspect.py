@@ -28,7 +28,9 @@ def inspect(
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
     chunks: Annotated[bool, typer.Option(help="List every chunk with its file and offset.")] = False,
     tree: Annotated[bool, typer.Option(help="Show modules as a tree.")] = False,
-    shards: Annotated[bool, typer.Option(help="Draw a shard map: which rank has which part of each tensor.")] = False,
+    shards: Annotated[
+        bool, typer.Option(help="Draw a shard map: which rank stores which rows of each tensor.")
+    ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that map into an SVG file.")] = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work

@@ -166,7 +166,7 @@ def terminal_width() -> int:
 
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that takes (additional bytes, total bytes): a bar on a terminal, else a line every 10 %."""
+    """Yield a function that takes (additional bytes, total bytes): a bar on a terminal, else a line every 10%."""
     if _quiet or not sys.stderr.isatty():
         yield ProgressLog(verb).advance
         return

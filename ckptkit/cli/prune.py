@@ -55,7 +55,9 @@ def prune(
     ] = None,
     yes: Annotated[bool, typer.Option(help="Delete. Without --yes, ckptkit only shows what it would delete.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only show what ckptkit would delete; not with --yes.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core but at most 8.")
+    ] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:

@@ -42,5 +42,5 @@ def with_others(src: Path, also: Sequence[Path] | None) -> Path:
 def each_with_others(sources: Sequence[Path], also: Sequence[Path] | None, hint: str) -> list[Path]:
     """Return the sources of a command that takes several. Raises `Usage` for --also with more than one of them."""
     if also and len(sources) > 1:
-        raise Usage("--also: expected one source, found several", hint=hint)
+        raise Usage("--also: expected one checkpoint, found several", hint=hint)
     return [with_others(source, also) for source in sources]

@@ -63,7 +63,7 @@ def stats(
     path = with_others(path, also)
     if other is not None:
         if include or exclude or tensors:
-            raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="drop them, or drop OTHER")
+            raise Usage("--include, --exclude and --tensors cannot be combined with OTHER", hint="drop them or OTHER")
         report_movement(path, other, top=top, jobs=jobs, json=json)
         return
     from ckptkit.checks.stats import stats as look

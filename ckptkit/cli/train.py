@@ -142,12 +142,8 @@ def script_settings() -> dict[str, Setting]:
 
 @with_options(script_settings(), over_a_file=True)
 def smoke(
-    run: Annotated[
-        Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the run; it is kept.")
-    ] = Path("run"),
-    out: Annotated[
-        Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the export; it is kept.")
-    ] = Path("out"),
+    run: Annotated[Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the run.")] = Path("run"),
+    out: Annotated[Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the export.")] = Path("out"),
     nproc: Annotated[int, typer.Option(min=1, help="Number of training processes.")] = 2,
     untied: Annotated[bool, typer.Option(help="Do not share embedding and output weights.")] = False,
     device: Annotated[Device, DEVICE] = "auto",

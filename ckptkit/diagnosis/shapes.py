@@ -40,7 +40,8 @@ def find_unserved(case: LoadTarget) -> Iterator[Finding]:
     for key, words in _TOWERS.items():
         if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
             fix = from_base(case, model, filter(words.search, model.specs))
-            yield Finding("layers", None, f"{model.name} declares `{key}`, but no tensor belongs to such a tower", fix)
+            message = f"{model.name} declares `{key}`, but the checkpoint has no tensors of it"
+            yield Finding("layers", None, message, fix)
     yield from find_layers(case, model)
 
 
@@ -147,7 +148,8 @@ def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
         fix = None if own.config is None else export(case.checkpoint, base=str(own.found_in))
         yield Finding("config", None, f"{model.name} is another model: {words}", fix)
     else:
-        message = f"{model.name} computes something else than {own.described_in} in {own.found_in} says: {words}"
+        where = f"{own.described_in} in {own.found_in}"
+        message = f"{model.name} differs from {where} in keys that change the computation: {words}"
         yield Finding("config", None, message)
 
 
