@@ -20,7 +20,7 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
@@ -111,6 +111,11 @@ ELSEWHERE = "pass --also DIR for files that other nodes wrote to their own disks
 def and_more(number: int) -> str:
     """Return ` and 2 more`, to follow the names that a message lists; "" if there are no more."""
     return f" and {number:,} more" if number > 0 else ""
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names as text, and how many more there are: `a, b and 2 more`."""
+    return ", ".join(names[:most]) + and_more(len(names) - most)
 
 
 class Caution(str):

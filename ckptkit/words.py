@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ckptkit.errors import Usage
 
@@ -15,21 +16,27 @@ _PLURALS = {"index": "indices", "axis": "axes", "is": "are", "was": "were", "has
 
 def count(number: int, noun: str, verb: str = "") -> str:
     """Return a number with its noun, and verb: `1 tensor is`, `2 tensors are`, `3 entries`."""
-    if number == 1:
-        words = (noun, verb)
-    else:
-        words = (_PLURALS.get(noun) or plural(noun), _PLURALS.get(verb) or verb.removesuffix("s"))
-    return " ".join(filter(None, (f"{number:,}", *words)))
-
-
-def plural(noun: str) -> str:
-    return noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+    if number != 1:
+        plural = noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+        noun, verb = _PLURALS.get(noun, plural), _PLURALS.get(verb) or verb.removesuffix("s")
+    return " ".join(filter(None, (f"{number:,}", noun, verb)))
 
 
 def either(words: Iterable[str]) -> str:
     """Return words as a choice: `a, b or c`."""
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return ascending numbers as ranges: `0-3,5`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, bounds)) for bounds in ranges)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -104,25 +111,17 @@ def describe_checksums(checked: int, unchecked: int) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Return a number of bytes, which may be text: `5GB`, `512MiB`, `1000`.
-
-    Raises `Usage` for any other text, and for less than one byte.
-    """
-    nbytes = read_size(size) if isinstance(size, str) else size
+    """Return a number of bytes, which may be text: `5GB`, `512MiB`, `1000`. Raises `Usage` for anything else."""
+    nbytes = 0 if isinstance(size, str) else size
+    if isinstance(size, str):
+        number = size.rstrip("BiKMGTPbkmgtp").strip()
+        unit = size[len(number) :].strip()
+        factor = _FACTORS.get(unit) or _FACTORS.get(unit.upper().replace("IB", "iB")) or 0
+        with suppress(ValueError, OverflowError):
+            nbytes = int(float(number) * factor)
     if nbytes <= 0:
         raise Usage(f"expected a size, found `{size}`", hint="write it like 5GB or 512MiB")
     return nbytes
-
-
-def read_size(size: str) -> int:
-    """Return a number of bytes from text, 0 for invalid text."""
-    number = size.rstrip("BiKMGTPbkmgtp").strip()
-    unit = size[len(number) :].strip()
-    factor = _FACTORS.get(unit) or _FACTORS.get(unit.upper().replace("IB", "iB"))
-    try:
-        return int(float(number) * (factor or 0))
-    except (ValueError, OverflowError):
-        return 0
 
 
 def format_count(number: int) -> str:
@@ -131,6 +130,11 @@ def format_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {word}"
     return f"{number:,}"
+
+
+def count_parameters(number: int) -> str:
+    """Return a number of parameters as text: `8.03 billion parameters`."""
+    return "1 parameter" if number == 1 else f"{format_count(number)} parameters"
 
 
 def per_cent(part: float) -> str:
@@ -153,10 +157,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def powers(low: float, high: float) -> list[float]:
-    """Return round numbers between two positive ones, for a logarithmic scale.
-
-    These are 1, 2 and 5 times powers of ten for a small range, else only powers of ten.
-    """
+    """Return 1, 2 and 5 times powers of ten between two positive numbers; for a large range, only powers of ten."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     every = max(1, (last - first) // 4)

@@ -21,7 +21,6 @@ from ckptkit.formats import locate
 from ckptkit.io.progress import Progress, report_progress
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance, Tolerance
-from ckptkit.layout.dtypes import DType
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.matching import Side, match, pair_parts, rename_sides, with_names_of_hub
 from ckptkit.state.names import AS_THEY_ARE, NameOptions
@@ -169,10 +168,6 @@ class CompareOptions:
     allow_cast: bool = False
     is_conversion: bool = False
 
-    def accept(self, one: DType, two: DType) -> bool:
-        """Return whether tensors of these dtypes can be equal."""
-        return one == two or (self.allow_cast and one.can_become(two))
-
 
 def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None, progress: Progress | None) -> Diff:
     """Compare one component with another."""
@@ -189,7 +184,8 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
         if (reason := reason_of(tensor.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
     ]
     shared = a.blobs.keys() & b.blobs.keys()
-    entries, uncompared = differing_entries(select_blobs(a, shared), select_blobs(b, shared))
+    blobs = (edits.select(replace(layout, tensors={}), shared.__contains__) for layout in (a, b))
+    entries, uncompared = differing_entries(*blobs)
     different += [Difference(name, "entry", values=values) for name, values in entries.items()]
     compared = [spec for name, spec in a.specs.items() if is_measurable(name, a, b)]
     return Diff(
@@ -208,10 +204,7 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
 
 
 def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
-    """Return both sides, with our tensors renamed to the names of equal tensors in theirs, and the renames.
-
-    Weights are matched first, then the other entries.
-    """
+    """Return both sides, ours with the names of equal tensors of theirs, and the renames. Weights are matched first."""
     before = ours.layout.names
     renames = find_renames(
         entries_missing_in(ours, theirs, ours.weights), entries_missing_in(theirs, ours, theirs.weights), jobs=jobs
@@ -247,11 +240,10 @@ def compare_values(
     a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
-        a, b = (
-            (a, edits.cast_to(b, a.specs))
-            if terms.is_conversion
-            else (cast_to_narrower(a, b.specs), cast_to_narrower(b, a.specs))
-        )
+        if terms.is_conversion:
+            b = edits.cast_to(b, a.specs)
+        else:
+            a, b = cast_to_narrower(a, b.specs), cast_to_narrower(b, a.specs)
         converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
         if converted:
             remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
@@ -262,13 +254,10 @@ def compare_values(
 
 def is_measurable(name: str, a: Layout, b: Layout) -> bool:
     """Return whether both have a tensor of this name and shape, in dtypes that can be compared."""
-    one, two = a.tensors.get(name), b.tensors.get(name)
-    return (
-        one is not None
-        and two is not None
-        and one.spec.shape == two.spec.shape
-        and one.spec.dtype.compares_with(two.spec.dtype)
-    )
+    if name not in a.tensors or name not in b.tensors:
+        return False
+    one, two = a.tensors[name].spec, b.tensors[name].spec
+    return one.shape == two.shape and one.dtype.compares_with(two.dtype)
 
 
 def cast_to_narrower(layout: Layout, others: Mapping[str, Spec]) -> Layout:
@@ -280,11 +269,6 @@ def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: CompareOpt
     """Return why two tensors differ; None if they are equal."""
     if one.shape != two.shape:
         return "shape"
-    if not terms.accept(one.dtype, two.dtype):
+    if one.dtype != two.dtype and not (terms.allow_cast and one.dtype.can_become(two.dtype)):
         return "dtype"
     return "values" if distance is not None and distance.different else None
-
-
-def select_blobs(layout: Layout, names: AbstractSet[str]) -> Layout:
-    """Return a layout with only the non-tensor entries of these names."""
-    return edits.select(replace(layout, tensors={}), names.__contains__)

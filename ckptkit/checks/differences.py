@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch, Unsupported
@@ -13,7 +13,7 @@ from ckptkit.formats import locate
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import SCALARS, PersistentId, walk
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import whole
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES
@@ -26,10 +26,7 @@ Scalar = str | int | float | bytes | bool | None
 
 
 def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Scalar] | None], list[str]]:
-    """Return the entries with equal names that differ, with both values if these are scalars.
-
-    Also returns remarks on entries that cannot be compared.
-    """
+    """Return the entries that differ, with both values if these are scalars, and remarks on entries not compared."""
     remarks = []
     a, b = (locate(replace(layout, tensors={})) for layout in (a, b))
     unlike = a.blobs.keys() - same_bytes(a, b)
@@ -37,7 +34,8 @@ def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Sca
     for name in sorted(unlike):
         try:
             one, two = (load_value(layout.root, layout.blobs[name]) for layout in (a, b))
-            if not is_same_value(one, two):
+            has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk(value))
+            if has_tensors or dump(one) != dump(two):  # tensors are not read, and count as different
                 differing[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
         except Unsupported as error:
             remarks.append(f"entry `{name}` was not compared: {error.message}")
@@ -56,21 +54,14 @@ def same_bytes(a: Layout, b: Layout) -> set[str]:
 
 
 def as_bytes(layout: Layout, names: set[str]) -> Layout:
-    tensors = {name: tensor_of(layout.blobs[name]) for name in names}
+    """Return a layout with the bytes of these entries as uint8 tensors."""
+    tensors, dtype = {}, DTYPES["uint8"]
+    for name in names:
+        blob = layout.blobs[name]
+        box = whole((blob.length,))
+        chunk = Chunk(box, blob.path, blob.offset, blob.length, dtype, crc32=blob.crc32)
+        tensors[name] = StoredTensor(Spec(dtype, box.size), (chunk,))
     return replace(layout, tensors=tensors, blobs={}, keys={})
-
-
-def tensor_of(blob: Blob) -> StoredTensor:
-    """Return the bytes of an entry as a uint8 tensor."""
-    box, dtype = whole((blob.length,)), DTYPES["uint8"]
-    chunk = Chunk(box, blob.path, blob.offset, blob.length, dtype, crc32=blob.crc32)
-    return StoredTensor(Spec(dtype, box.size), (chunk,))
-
-
-def is_same_value(one: Any, two: Any) -> bool:
-    """Return whether entries with different bytes have equal values; False if they contain tensors."""
-    has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk(value))
-    return not has_tensors and dump(one) == dump(two)
 
 
 def problems_of(found: Diff) -> Iterator[Mismatch]:
@@ -132,10 +123,7 @@ class Kind:
     count: int
 
     def merge(self, other: Difference) -> Kind:
-        """Return the kind with one more difference.
-
-        Drops the index of the first difference, which no longer means anything.
-        """
+        """Return the kind with one more difference, without the index of the first different element."""
         distance = self.difference.distance
         if distance is not None and other.distance is not None:
             distance = replace(distance.merge(other.distance), first=None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit import words
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
@@ -26,7 +27,7 @@ from ckptkit.models.names.weights import OF_ONE, find_weights, has_weights
 from ckptkit.state.quantized.signs import may_be_quantized
 from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
-from ckptkit.words import count, format_bytes, format_count
+from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.adapters.find import InspectedAdapter
@@ -48,48 +49,35 @@ def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Grou
 
     `weights` are the model's tensors in the first component.
     """
-    entries_by_kind: dict[str, list[tuple[Layout, list[str]]]] = {"model": [], "optimizer": [], "rest": []}
+    entries: Counter[str] = Counter()
+    blob_bytes: Counter[str] = Counter()
+    dtypes: dict[str, Counter[str]] = defaultdict(Counter)
+    under: dict[str, dict[str, None]] = defaultdict(dict)
     for i, part in enumerate(parts):
         ours = set(weights.values()) if i == 0 else set()
-        names: dict[str, list[str]] = {kind: [] for kind in entries_by_kind}
         for name in part.names:
-            names["model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"].append(name)
-        for kind, chosen in names.items():
-            if chosen:
-                entries_by_kind[kind].append((part, chosen))
-    return {kind: sum_up(parts) for kind, parts in entries_by_kind.items() if parts}
+            kind = "model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"
+            entries[kind] += 1
+            if name in part.tensors:
+                spec = part.tensors[name].spec
+                dtypes[kind][spec.dtype.name] += spec.nbytes
+            else:
+                blob_bytes[kind] += part.blobs[name].length
+            key = part.key(name)
+            if len(key) > 1 or name in part.blobs:
+                under[kind][str(key[0]).partition(OF_ONE)[0]] = None
+    return {
+        kind: Group(
+            entries[kind], blob_bytes[kind] + dtypes[kind].total(), dict(dtypes[kind].most_common()), tuple(under[kind])
+        )
+        for kind in ("model", "optimizer", "rest")
+        if entries[kind]
+    }
 
 
 def is_optimizer(layout: Layout, name: str) -> bool:
     """Return whether an entry belongs to an optimizer, by its key path or its directory."""
     return layout.root.name.startswith("optim") or any(str(step).startswith("optim") for step in layout.key(name)[:3])
-
-
-def sum_up(parts: Iterable[tuple[Layout, list[str]]]) -> Group:
-    """Sum up entries of several components as one group."""
-    entries, nbytes = 0, 0
-    dtypes: Counter[str] = Counter()
-    under: dict[str, None] = {}
-    for layout, names in parts:
-        entries += len(names)
-        dtypes.update(bytes_by_dtype(layout, names))
-        nbytes += sum(layout.blobs[name].length for name in names if name in layout.blobs)
-        under |= {
-            str(key[0]).partition(OF_ONE)[0]: None
-            for name in names
-            if len(key := layout.key(name)) > 1 or name in layout.blobs
-        }
-    return Group(entries, nbytes + sum(dtypes.values()), dict(dtypes.most_common()), tuple(under))
-
-
-def bytes_by_dtype(layout: Layout, names: Iterable[str]) -> dict[str, int]:
-    """Return the tensor bytes of each dtype, largest first."""
-    found: Counter[str] = Counter()
-    for name in names:
-        if name in layout.tensors:
-            spec = layout.tensors[name].spec
-            found[spec.dtype.name] += spec.nbytes
-    return dict(found.most_common())
 
 
 Tie = tuple[str, ...]  # names of the same tensor
@@ -180,7 +168,10 @@ class Inspected(Summarized):
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
         """Tensor bytes of each dtype, largest first."""
-        return bytes_by_dtype(self.layout, self.layout.tensors)
+        nbytes: Counter[str] = Counter()
+        for spec in self.layout.specs.values():
+            nbytes[spec.dtype.name] += spec.nbytes
+        return dict(nbytes.most_common())
 
     def summary(self) -> Iterator[str]:
         facts = [f"{self.layout.format} checkpoint"]
@@ -189,16 +180,13 @@ class Inspected(Summarized):
         if self.world_size is not None:
             facts.append(f"written by {count(self.world_size, 'rank')}")
         yield f"{self.whole}: {', '.join(facts)}"
+        amount = [] if self.parameters is None else [words.count_parameters(self.parameters)]
         size = format_bytes(sum(group.nbytes for group in self.groups.values()))
-        yield ", ".join([*self._amount(), size, "with a manifest" if self.has_manifest else "no manifest"])
+        yield ", ".join([*amount, size, "with a manifest" if self.has_manifest else "no manifest"])
         if self.trainer:
             yield f"trainer: {self.trainer}"
         if self.family:
             yield f"names: {self.family}"
-
-    def _amount(self) -> Iterator[str]:
-        if self.parameters is not None:
-            yield "1 parameter" if self.parameters == 1 else f"{format_count(self.parameters)} parameters"
 
     def _repr_html_(self) -> str:
         from ckptkit.checks.open import html_of

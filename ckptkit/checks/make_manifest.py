@@ -27,14 +27,10 @@ def make_manifest(
     """
     checkpoint = Checkpoint.open(local_path_of(source))
     if not checkpoint.path.is_dir():
-        raise Usage(
-            "expected a directory: a manifest lists the files of one",
-            path=checkpoint.path,
-            hint="pass the directory that the file is in",
-        )
-    parts = [
-        directory for directory in checkpoint.places if directory.is_dir()
-    ]  # a file beside a model is listed in the model's manifest
+        hint = "pass the directory that the file is in"
+        raise Usage("expected a directory: a manifest lists the files of one", path=checkpoint.path, hint=hint)
+    # a file beside a model is listed in the model's manifest
+    parts = [directory for directory in checkpoint.places if directory.is_dir()]
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "pass --overwrite to replace it, or run `ckptkit verify` to compare the files with it"

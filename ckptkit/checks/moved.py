@@ -71,16 +71,11 @@ class ComparableModel:
 
     def stored(self, names: set[str]) -> Layout:
         """Return the stored tensors that these weights are computed from."""
-        stored_names = set(self.stored_names(names))
-        return replace(edits.select(self.layout, stored_names.__contains__), blobs={}, twins={})
-
-    def stored_names(self, names: set[str]) -> Iterator[str]:
-        """Yield the names of the stored tensors that these weights are computed from."""
-        for name in names:
-            stored = self.packed.get(name, name)
-            yield stored
-            if self.quantized is not None and name in self.packed:
-                yield from self.quantized.weights[stored].beside
+        stored = {self.packed.get(name, name) for name in names}
+        if self.quantized is not None:
+            packed = [self.quantized.weights[self.packed[name]] for name in names & self.packed.keys()]
+            stored |= {beside for weight in packed for beside in weight.beside}
+        return replace(edits.select(self.layout, stored.__contains__), blobs={}, twins={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +144,11 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
     models = [ComparableModel.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
     before, after = (one.specs for one in models)
-    shared = {name for name, spec in before.items() if name in after and is_comparable(spec, after[name])}
+    shared = {
+        name
+        for name, spec in before.items()
+        if name in after and spec.shape == after[name].shape and "float" == spec.dtype.kind == after[name].dtype.kind
+    }
     if not shared:
         hint = "run `ckptkit diff` to see what both contain"
         raise Mismatch(f"expected a parameter of the same name and shape in {two}, found none", path=one, hint=hint)
@@ -190,10 +189,6 @@ def distances_of(
         for name in shapes
     }
     return distances | compare_computed(c, d, shapes, sides, jobs=jobs, progress=report)
-
-
-def is_comparable(one: Spec, two: Spec) -> bool:
-    return one.shape == two.shape and "float" == one.dtype.kind == two.dtype.kind
 
 
 def sort_by_change(movements: Iterable[Movement]) -> tuple[Movement, ...]:

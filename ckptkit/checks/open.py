@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     import torch
 
 
-# Open a checkpoint as the Hugging Face model that `consolidate` would write, without writing it.
-#
-# Model loaders and inference engines read its tensors directly from the training checkpoint's files.
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model under the Hub's names: its small files by name, its config.json, and its lazy tensors.
+    """The model that `consolidate` would write: its small files by name, its config.json, and its lazy tensors.
 
-    Tied tensors appear once, adapters are merged. `remarks` are the notes that `consolidate` would print.
+    Loaders and engines read the tensors directly from the training checkpoint's files. Tied tensors appear once,
+    adapters are merged. `remarks` are the notes that `consolidate` would print.
     """
 
     path: Path
@@ -86,6 +84,7 @@ def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
 
 _MAX_LINES = 60  # of a notebook's output, to keep it readable
 _INDENT = 1.2  # em for each level
+_LEFT, _RIGHT = "text-align:left", "text-align:right"
 
 
 def describe_layout(layout: Layout) -> str:
@@ -99,9 +98,7 @@ def html_of(layout: Layout) -> str:
     lines = list(islice(fold_tree(layout.specs), _MAX_LINES + 1))
     more = "..." if len(lines) > _MAX_LINES else None
     rows = [branch_row(line) for line in lines[:_MAX_LINES]]
-    head = element(
-        "tr", *(element("th", name, style=cell("left")) for name in ("module or tensor", "", "tensors", "size"))
-    )
+    head = element("tr", *(element("th", name, style=_LEFT) for name in ("module or tensor", "", "tensors", "size")))
     table = element("table", element("thead", head), element("tbody", *rows))
     return element("div", element("div", describe_layout(layout)), table, more)
 
@@ -109,15 +106,11 @@ def html_of(layout: Layout) -> str:
 def branch_row(line: Branch) -> Markup:
     return element(
         "tr",
-        element("td", line.label, style=f"{cell('left')};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
-        element("td", str(line.spec or ""), style=cell("left")),
-        element("td", f"{line.tensors:,}", style=cell("right")),
-        element("td", format_bytes(line.nbytes), style=cell("right")),
+        element("td", line.label, style=f"{_LEFT};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
+        element("td", str(line.spec or ""), style=_LEFT),
+        element("td", f"{line.tensors:,}", style=_RIGHT),
+        element("td", format_bytes(line.nbytes), style=_RIGHT),
     )
-
-
-def cell(side: str) -> str:
-    return f"text-align:{side}"
 
 
 def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name

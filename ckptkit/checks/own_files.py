@@ -37,10 +37,7 @@ class OwnFiles:
 
     @property
     def recorded(self) -> Mapping[str, FileSum]:
-        """Return the manifest's records.
-
-        For a directory, these are all its files; for a single file, only the files that it needs.
-        """
+        """Return the manifest's records: of all files in a directory, or of the files that a single file needs."""
         known = self.manifest.files if self.manifest else {}
         return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
 

@@ -146,16 +146,13 @@ def verify(
     if against is None and (map or rename):
         raise Usage("--map and --rename have no effect without --against", hint="pass --against OTHER")
     checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]
-    report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in component_paths(one)))
+    report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in one.places or [one.path]))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
     known = {checkpoint.path for checkpoint in checkpoints}
-    results_by_checkpoint = [(checkpoint, verify_whole(checkpoint, look, known)) for checkpoint in checkpoints]
-    results_by_checkpoint = [
-        (checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in results_by_checkpoint
-    ]
-    results = [
-        part for one, parts in results_by_checkpoint for part in (parts if fast else with_masters(one, parts, jobs))
-    ]
+    results: list[Verified] = []
+    for checkpoint in checkpoints:
+        parts = with_inconsistencies(checkpoint, verify_whole(checkpoint, look, known))
+        results += parts if fast else with_masters(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
         from ckptkit.checks.diff import prove  # deferred: imports the engine
 
@@ -180,18 +177,17 @@ def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[
     """
     if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
+    first = found[0]
     if part := find_parts(checkpoint):
-        return [replace(found[0], problems=(part,)), *found[1:]]
-    odd, doubt = examine_checkpoint(checkpoint), find_doubt(checkpoint)
-    problems = [
-        inconsistency.to_error(checkpoint.path) for inconsistency in odd if inconsistency.certainty is Certainty.CERTAIN
-    ]
-    notes = [
-        *([doubt] if doubt else []),
-        *(inconsistency.line for inconsistency in odd if inconsistency.certainty is not Certainty.CERTAIN),
-    ]
-    first = replace(found[0], problems=(*found[0].problems, *problems), notes=(*found[0].notes, *notes))
-    return [first, *found[1:]]
+        return [replace(first, problems=(part,)), *found[1:]]
+    doubt = find_doubt(checkpoint)
+    problems, notes = [*first.problems], [*first.notes, *([doubt] if doubt else [])]
+    for inconsistency in examine_checkpoint(checkpoint):
+        if inconsistency.certainty is Certainty.CERTAIN:
+            problems.append(inconsistency.to_error(checkpoint.path))
+        else:
+            notes.append(inconsistency.line)
+    return [replace(first, problems=tuple(problems), notes=tuple(notes)), *found[1:]]
 
 
 def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
@@ -228,10 +224,7 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
 
 
 def find_checkpoints(source: Source) -> list[Checkpoint]:
-    """Return the checkpoint at a path, or all checkpoints of a run, complete or not, oldest first.
-
-    Stray files in the run come last.
-    """
+    """Return the checkpoint at a path, or all checkpoints of a run, oldest first, and then its stray files."""
     path = path_of(source)
     checkpoint = Checkpoint.at(path)
     if checkpoint.is_run_with_strays:
@@ -244,18 +237,12 @@ def find_checkpoints(source: Source) -> list[Checkpoint]:
     return [checkpoint]
 
 
-def component_paths(checkpoint: Checkpoint) -> list[Path]:
-    return checkpoint.places or [checkpoint.path]
-
-
-def verify_whole(
-    checkpoint: Checkpoint, look: Callable[[Path], Verified], known: Collection[Path] = ()
-) -> list[Verified]:
+def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified], known: Collection[Path]) -> list[Verified]:
     """Verify the components of a checkpoint and other weights in its directory.
 
     The first result lists the other files, without the `known` checkpoints.
     """
-    places, root = component_paths(checkpoint), checkpoint.path
+    places, root = checkpoint.places or [checkpoint.path], checkpoint.path
     results = [look(path) for path in places]
     results[0] = replace(results[0], salvaged=read_account(root))
     unfinished = find_unfinished(root)
@@ -265,10 +252,8 @@ def verify_whole(
         return results
     seen = frozenset(path for part in results for path in part.looked_at).union(set(places) - {root})
     left = checkpoint.left_behind(seen)
-    weights = [
-        left_file.path for left_file in left if left_file.why in (*LOST, EXPORTED) and detect_format(left_file.path)
-    ]
-    rest = tuple(left_file for left_file in left if left_file.path not in (*weights, *known))
+    weights = [file.path for file in left if file.why in (*LOST, EXPORTED) and detect_format(file.path)]
+    rest = tuple(file for file in left if file.path not in (*weights, *known))
     return [replace(results[0], left_behind=rest), *results[1:], *map(look, weights)]
 
 
@@ -302,19 +287,19 @@ def verify_part(
         reader = checkpoint.components[0].reader if checkpoint.is_direct else find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
-            entries.update(entries_by_file(layout))
+            for tensor in layout.tensors.values():
+                entries.update({layout.root / chunk.path for chunk in tensor.chunks})
+            entries.update(layout.root / blob.path for blob in layout.blobs.values())
             if unfinished := find_unfinished(path):
                 problems.add(unfinished)
             manifest = read_manifest_or_note(path, problems) if with_manifest else None
             note_empty(checkpoint.components, layout, problems)
-            own = OwnFiles(
-                reader, path, layout, manifest, frozenset(component.path for component in checkpoint.components[1:])
-            )
-            result = (
-                check_structure(own, problems, by_store=by_store)
-                if fast
-                else check_bytes(own, problems, jobs, progress)
-            )
+            others = frozenset(component.path for component in checkpoint.components[1:])
+            own = OwnFiles(reader, path, layout, manifest, others)
+            if fast:
+                result = check_structure(own, problems, by_store=by_store)
+            else:
+                result = check_bytes(own, problems, jobs, progress)
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
             if layout.twins and not (fast or problems.list()):
@@ -326,13 +311,6 @@ def verify_part(
         with suppress(CkptError):  # the problem that no file could be read for is among the problems
             result = replace(result, nbytes=size_of(path))
     return replace(result, problems=fold_files(problems.list(), entries))
-
-
-def entries_by_file(layout: Layout) -> Iterator[Path]:
-    """Yield the files of each tensor and other entry."""
-    for tensor in layout.tensors.values():
-        yield from {layout.root / chunk.path for chunk in tensor.chunks}
-    yield from (layout.root / blob.path for blob in layout.blobs.values())
 
 
 def note_empty(components: Iterable[Component], layout: Layout, problems: Problems) -> None:
@@ -448,18 +426,13 @@ def look_inside(
     located = locate(sound, problems.add, with_packed=with_packed)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
-    compared = find_compared(sound, located)
-    extents = own.reader.extents(sound, problems.add)
-    return content, [extent for extent in extents if (extent.path, extent.offset) not in compared]
-
-
-def find_compared(layout: Layout, located: Layout) -> set[FileOffset]:
-    """Return the offsets of the chunks that were unpacked, which verified their internal checksums, if any."""
-    return {
+    compared = {  # chunks that were unpacked, which verified their internal checksums, if any
         (old.path, old.offset)
-        for (_, old), (_, new) in zip(layout.stored, located.stored, strict=True)
+        for (_, old), (_, new) in zip(sound.stored, located.stored, strict=True)
         if new.path != old.path and (new.crc32 is not None or not new.length)
     }
+    extents = own.reader.extents(sound, problems.add)
+    return content, [extent for extent in extents if (extent.path, extent.offset) not in compared]
 
 
 def compare_extents(

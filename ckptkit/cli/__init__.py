@@ -52,12 +52,6 @@ def resend_dropped_signal(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error means too little memory, whether of the interpreter or of the dynamic linker."""
-    is_unloaded = isinstance(error, ImportError) and "failed to map segment" in str(error)
-    return is_unloaded or isinstance(error, MemoryError | SystemError)
-
-
 def missing_package(error: Exception) -> str | None:
     """Return the package that an import did not find; None for a module of ckptkit or the standard library."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -69,7 +63,8 @@ def to_ckpt_error(error: Exception) -> CkptError:
     """Return a CkptError for a missing package, too little memory or an OSError. Raises any other error again."""
     if package := missing_package(error):
         return Usage(f"{package} is not installed", hint=f"run `pip install {package}`")
-    if is_out_of_memory(error):
+    is_unloaded = isinstance(error, ImportError) and "failed to map segment" in str(error)  # of the dynamic linker
+    if is_unloaded or isinstance(error, MemoryError | SystemError):
         return IOFailure("not enough memory", hint="use fewer --jobs, or a machine or a limit with more memory")
     if not isinstance(error, OSError):
         raise error
@@ -79,10 +74,7 @@ def to_ckpt_error(error: Exception) -> CkptError:
 
 def main() -> None:
     """Run the command line, report errors, and exit with the exit code."""
-    if sys.argv[1:] in (
-        ["--version"],
-        ["-V"],
-    ):  # fast path: the imports below take four times as long
+    if sys.argv[1:] in (["--version"], ["-V"]):  # fast path: the imports below take four times as long
         print(f"ckptkit {__version__}")
         return
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -10,10 +10,11 @@ from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from ckptkit.cli.settings import name_options
-from ckptkit.cli.values import PlainCommand, PlainGroup, UsageError, print_help
+from ckptkit.cli.values import PlainCommand, UsageError, parse_plain_values, print_help
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
 from ckptkit.version import __version__
@@ -73,7 +74,7 @@ _OPTIONS = {
     **dict.fromkeys(("--checkpoint", "--ckpt"), ("--resume",)),
 }
 _ARGUMENTS = {"--out", "--output", "--output-dir", "-o", "--dst", "--input", "-i", "--src", "--checkpoint", "--run"}
-_FORMATS = {
+_FORMATS = {  # other tools' names of formats
     **dict.fromkeys(("safetensors", "huggingface", "transformers"), "hf"),
     **dict.fromkeys(("fsdp", "sharded", "distcp"), "dcp"),
     **dict.fromkeys(("torch", "pth", "bin"), "pt"),
@@ -133,12 +134,6 @@ def similar_options(guess: str, options: Iterable[str]) -> list[str]:
     return [name for name in shared if shared[name] == most] if most else get_close_matches(guess, shared, cutoff=0.8)
 
 
-def hint_on_format(name: str) -> str | None:
-    """Return the hint for another tool's name of a format, None for an unknown name."""
-    format_name = _FORMATS.get(name.lower())
-    return format_name and f"pass --to {format_name}"
-
-
 # Regular expressions for messages of click and pydantic, and their replacements, in this order.
 _MESSAGES = (
     ("Value error, ", ""),
@@ -171,12 +166,12 @@ COMMANDS = PluginTable(
     "ckptkit.commands",
     KnownCommand,
     {
-        "consolidate": KnownCommand("Convert", "ckptkit.cli.consolidate:consolidate"),
-        "reshard": KnownCommand("Convert", "ckptkit.cli.reshard:reshard"),
+        "consolidate": KnownCommand("Convert", "ckptkit.cli.convert:consolidate"),
+        "reshard": KnownCommand("Convert", "ckptkit.cli.convert:reshard"),
         "convert": KnownCommand("Convert", "ckptkit.cli.convert:convert"),
-        "merge": KnownCommand("Convert", "ckptkit.cli.merge:merge"),
-        "average": KnownCommand("Convert", "ckptkit.cli.average:average"),
-        "finalize": KnownCommand("Convert", "ckptkit.cli.finalize:finalize"),
+        "merge": KnownCommand("Convert", "ckptkit.cli.convert:merge"),
+        "average": KnownCommand("Convert", "ckptkit.cli.convert:average"),
+        "finalize": KnownCommand("Convert", "ckptkit.cli.convert:finalize"),
         "inspect": KnownCommand("Look", "ckptkit.cli.inspect:inspect"),
         "stats": KnownCommand("Look", "ckptkit.cli.stats:stats"),
         "diff": KnownCommand("Look", "ckptkit.cli.diff:diff"),
@@ -195,9 +190,9 @@ COMMANDS = PluginTable(
         "smoke": KnownCommand("Train", "ckptkit.cli.train:smoke"),
         "delta": KnownCommand("Send what changed", "ckptkit.plugins.deltas.delta_command:delta"),
         "apply": KnownCommand("Send what changed", "ckptkit.plugins.deltas.apply_command:apply"),
-        "cp": KnownCommand("Share", "ckptkit.cli.cp:cp"),
-        "push": KnownCommand("Share", "ckptkit.cli.push:push"),
-        "pull": KnownCommand("Share", "ckptkit.cli.pull:pull"),
+        "cp": KnownCommand("Share", "ckptkit.cli.hub:cp"),
+        "push": KnownCommand("Share", "ckptkit.cli.hub:push"),
+        "pull": KnownCommand("Share", "ckptkit.cli.hub:pull"),
     },
 )
 
@@ -215,7 +210,7 @@ def make_command(name: str) -> Any:
     return command
 
 
-class Commands(PlainGroup):
+class Commands(TyperGroup):
     """The group of all commands, which creates a command only when it is needed."""
 
     def __init__(self, **settings: Any) -> None:
@@ -250,6 +245,7 @@ class Commands(PlainGroup):
             print_help(ctx)
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
+        parse_plain_values(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **settings: Any) -> Any:
@@ -293,8 +289,8 @@ def hint_on(error: Any, message: str) -> str:
         options = [name for param in click_command.params for name in param.opts if name.startswith("--")]
         return hint_on_option(command, arguments, error.option_name, options)
     choice = re.search(r"'--to': (?:Value error, )?'(\S+)' is not one of", message)
-    if choice and (hint := hint_on_format(choice[1])):
-        return hint
+    if choice and choice[1].lower() in _FORMATS:
+        return f"pass --to {_FORMATS[choice[1].lower()]}"
     if re.search("(?i)argument", message) and not message.startswith("Option"):
         return f"type `{command} {arguments}`; `{command} --help` describes the arguments"
     missing = re.search(r"(?:Missing option|Option) '(--\S+)'", message)

@@ -9,28 +9,33 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
 from ckptkit.checkpoints.find_components import LOST, describe_left
-from ckptkit.cli.output import be_quiet, note, note_used, pick, print_json, print_table, say, to_plain
+from ckptkit.cli.output import be_quiet, note, note_used, pick, print_files, print_json, print_table, say
 from ckptkit.cli.settings import described, given
-from ckptkit.errors import Usage, and_more
+from ckptkit.cli.sources import checkpoint_argument
+from ckptkit.entry_points import load
+from ckptkit.errors import Usage, first_of
 from ckptkit.formats import describe_writable, writable_formats
-from ckptkit.io.destination import to_destination
-from ckptkit.io.path import to_path
+from ckptkit.io.destination import is_on_hub, to_destination
+from ckptkit.io.path import known_store
 from ckptkit.models.names.weights import NOT_ASKED, LeftOut
 from ckptkit.settings import settings_of
 from ckptkit.state.options import ADAPTER, RANK, ConvertOptions
-from ckptkit.words import count, format_bytes, natural
+from ckptkit.words import count, format_bytes, natural, spans
 
 if TYPE_CHECKING:
     from ckptkit.hub.cp import CopiedFiles
     from ckptkit.state.report import Converted
+
+    Done = TypeVar("Done", Converted, CopiedFiles)
 
 # numpy reads this when it is imported, which is later. Each thread of ckptkit multiplies matrices by itself: threads of
 # BLAS, which spin while they wait, would compete for the cores.
@@ -38,11 +43,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _MOST_LEFT_OUT = 8  # names of entries that are not copied, in one line
 
-Source = Annotated[
-    Path,
-    typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run (its latest complete checkpoint)."),
-]
+Source = Annotated[Path, checkpoint_argument("SRC")]
 Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to write, or a URL.")]
+Yes = Annotated[
+    bool, typer.Option(help="Needed to send to the Hub. Without --yes, ckptkit only shows what it would send.")
+]
 if TYPE_CHECKING:
     Writable = str
     WritableOrAdapter = str
@@ -112,27 +117,14 @@ def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for layer, inside in sorted(layers.items(), key=lambda item: natural(item[0])):
         above, _, number = layer.rpartition(".")
-        alike[above, some(inside)].append(number)
-    lines = [(f"{above}.{spans(numbers)}" if above else "", inside) for (above, inside), numbers in alike.items()]
+        alike[above, first_of(inside, _MOST_TENSORS)].append(number)
+    lines = [
+        (f"{above}.{spans(map(int, numbers))}" if above else "", inside) for (above, inside), numbers in alike.items()
+    ]
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], ("...", f"and {count(len(lines) - _MOST_LINES, 'line')} more like these")]
     width = max((len(layer) for layer, _ in lines), default=0)
     return [(layer.ljust(width), inside) for layer, inside in lines]
-
-
-def spans(numbers: Sequence[str]) -> str:
-    """Return ascending layer numbers as ranges: `0-3,5`."""
-    runs: list[list[int]] = []
-    for number in map(int, numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
-
-
-def some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_TENSORS]) + and_more(len(names) - _MOST_TENSORS)
 
 
 To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
@@ -144,11 +136,6 @@ ToOrAdapter = Annotated[
     ),
 ]
 OPTIONS = settings_of(ConvertOptions)
-# options for the conversion of a single checkpoint; `merge` and `average` do not have them
-OF_ONE = (
-    *("world_size", "under", "optimizer_keys", "optimizer_order", "complete_optimizer", "merge"),
-    *("from_base", "text_only", "quantize", "exclude_quantize", "salvage", "fill_from"),
-)
 Include = Annotated[list[str] | None, described(OPTIONS["include"])]
 Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]
 Base = Annotated[str | None, described(OPTIONS["base"])]
@@ -161,14 +148,31 @@ NoSync = Annotated[bool, described(OPTIONS["sync"])]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the user gave. Under torchrun, adds the option for this rank's part of the work."""
-    chosen = given(options)
+def chosen_options(options: dict[str, Any], out: Path | None, *, yes: bool) -> dict[str, Any]:
+    """Return the options that the user gave, and `dry_run=True` for an output on the Hub without `--yes`.
+
+    Under torchrun, adds the option for this rank's part of the work.
+    """
+    chosen = given(options) | dry_run_option(out, yes=yes)
     if "part" in chosen or not is_rank():
         return chosen
     be_quiet(os.environ["RANK"] != "0")
     note(f"one of {os.environ['WORLD_SIZE']} ranks: the first finishes the output when every rank has done its part")
     return chosen | {"part": RANK}
+
+
+def dry_run_option(out: Path | None, *, yes: bool) -> dict[str, bool]:
+    return {} if yes or not is_on_hub(out) else {"dry_run": True}
+
+
+def with_hub_note(done: Done, *, yes: bool) -> Done:
+    """Return the result; after a dry run to the Hub, with a note on what ckptkit would send."""
+    if not (done.dry_run and is_on_hub(done.output)):
+        return done
+    describe = load(known_store(done.output).describe)
+    text = f"would write to {describe(done.output)}"
+    text += "" if yes else "; nothing was sent yet: pass --yes to send it"
+    return replace(done, notes=(*done.notes, text))
 
 
 def is_rank() -> bool:
@@ -179,10 +183,11 @@ def is_rank() -> bool:
     return Path(sys.argv[0]).name == "__main__.py" and all(name in os.environ for name in _TORCHRUN)
 
 
-def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
+def show(src: Path | None, done: Converted, verb: str, *, yes: bool = True, json: bool) -> None:
     """Print the result as text or JSON. Under torchrun only rank 0 prints."""
     if is_rank() and os.environ["RANK"] != "0":
         return
+    done = with_hub_note(done, yes=yes)
     for text in done.salvaged.warnings(done.output) if done.salvaged else ():
         note(f"warning: {text}")
     if json:
@@ -197,39 +202,21 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
 
 def to_json(done: Converted) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
+    names = ("source", "output", "format", "world_size", "tensors", "nbytes", "seconds", "renamed", "dropped")
     result = {
-        "source": str(done.source),
-        "output": str(done.output),
-        "format": done.format,
-        "world_size": done.world_size,
+        **pick(done, *names, "entries", "cast", "completed", "plan", "notes", "warnings"),
         "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()],
-        "tensors": done.tensors,
-        "nbytes": done.nbytes,
-        "seconds": done.seconds,
-        "renamed": dict(done.renamed),
-        "dropped": [to_plain(left) for left in done.dropped],
-        "entries": dict(done.entries),
         "left_behind": [pick(left, "path", "why") for left in done.left_behind],
-        "cast": dict(done.cast),
-        "completed": dict(done.completed),
-        "plan": done.plan,
         "finished": done.is_finished,
-        "notes": list(done.notes),
-        "warnings": list(done.warnings),
     }
     if done.weights:
         pairs = zip(done.sources, done.weights, strict=True)
-        result["sources"] = [{"path": str(path), "weight": weight} for path, weight in pairs]
+        result["sources"] = [{"path": path, "weight": weight} for path, weight in pairs]
     if done.salvaged is not None:
         result |= done.salvaged.to_json()
     if done.dry_run:
-        return result | {"copies": done.copies, "free_bytes": done.free_bytes}
-    return result | {
-        "resumed_bytes": done.resumed_bytes,
-        "checked_bytes": done.checked_bytes,
-        "unchecked_bytes": done.unchecked_bytes,
-        "peak_rss_bytes": done.peak_rss_bytes,
-    }
+        return result | pick(done, "copies", "free_bytes")
+    return result | pick(done, "resumed_bytes", "checked_bytes", "unchecked_bytes", "peak_rss_bytes")
 
 
 def report(src: Path | None, done: Converted, verb: str) -> None:
@@ -241,19 +228,9 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     if done.weights:
         rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]
         print_table(rows, ("  factor", "checkpoint"))
-    print_table(list_files(done), ("  file", "size"))
-    for line in remarks(done):
+    print_files(done.files)
+    for line in (*remarks(done), *amounts(done)):
         say(line)
-    for line in amounts(done):
-        say(line)
-
-
-def list_files(done: Converted | CopiedFiles) -> list[tuple[str, str]]:
-    """Return rows with names and sizes of the files; of more than 20 files, the first and last 9."""
-    rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
-    if len(rows) <= 20:
-        return rows
-    return [*rows[:9], (f"  ... {len(rows) - 18} more", ""), *rows[-9:]]
 
 
 def remarks(done: Converted) -> list[str]:
@@ -267,18 +244,13 @@ def remarks(done: Converted) -> list[str]:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
     for change in sorted(set(done.cast.values())):
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
-    lines += completed(done.completed)
+    zeros: dict[str, list[str]] = defaultdict(list)  # by parameter: the parts of its missing optimizer state
+    for name, form in done.completed.items():
+        state, _, kind = name.rpartition(".")
+        zeros[state].append(f"{kind} {form}")
+    lines += [f"zeros for `{state}`: {', '.join(kinds)}" for state, kinds in zeros.items()]
     lines += [f"note: {text}" for text in done.notes]
     return lines + describe_left([left for left in done.left_behind if left.why not in LOST], "not copied")
-
-
-def completed(entries: Mapping[str, str]) -> list[str]:
-    """Return a line for each parameter whose missing optimizer state was filled with zeros."""
-    states: dict[str, list[str]] = {}
-    for name, form in entries.items():
-        state, _, kind = name.rpartition(".")
-        states.setdefault(state, []).append(f"{kind} {form}")
-    return [f"zeros for `{state}`: {', '.join(kinds)}" for state, kinds in states.items()]
 
 
 def describe_dropped(dropped: Iterable[LeftOut]) -> list[str]:
@@ -288,7 +260,7 @@ def describe_dropped(dropped: Iterable[LeftOut]) -> list[str]:
         by_reason[left.why].append(left)
     lines = []
     for why, group in by_reason.items():
-        names = ", ".join(f"`{left.name}`" for left in group[:_MOST_LEFT_OUT]) + and_more(len(group) - _MOST_LEFT_OUT)
+        names = first_of([f"`{left.name}`" for left in group], _MOST_LEFT_OUT)
         entries, nbytes = sum(left.entries for left in group), sum(left.nbytes for left in group)
         lines.append(f"not copied: {names}, {count(entries, 'entry')}, {format_bytes(nbytes)} ({why})")
     return lines

@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs, Map, OptimizerOrder
-from ckptkit.cli.output import Json, Quiet, note, note_used, pick, print_json, print_table, progress_bar, say
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    note,
+    note_used,
+    pick,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    with_count,
+)
+from ckptkit.cli.sources import Also, checkpoint_argument, with_others
 from ckptkit.io.path import to_path
 
 if TYPE_CHECKING:
@@ -21,10 +32,7 @@ _ROWS = 20  # rows of a table without --all
 
 
 def diff(
-    a: Annotated[
-        Path,
-        typer.Argument(parser=to_path, metavar="A", help="A checkpoint, or a run (its latest complete checkpoint)."),
-    ],
+    a: Annotated[Path, checkpoint_argument("A")],
     b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="The checkpoint or run to compare with.")],
     rtol: Annotated[
         float | None, typer.Option(min=0, metavar="X", help="Relative tolerance: a fraction of the number in B.")
@@ -32,17 +40,13 @@ def diff(
     atol: Annotated[
         float | None, typer.Option(min=0, metavar="X", help="Absolute tolerance. With a tolerance, NaN equals NaN.")
     ] = None,
-    allow_cast: Annotated[
-        bool,
-        typer.Option("--allow-cast", help="Allow float dtypes to differ: round the wider one first."),
-    ] = False,
+    allow_cast: Annotated[bool, typer.Option(help="Allow float dtypes to differ: round the wider one first.")] = False,
     include: Include = None,
     exclude: Exclude = None,
     allow_unmatched: AllowUnmatched = False,
     map: Map = None,  # noqa: A002 - the name of the option
     rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="'REGEX=>TEXT'", help="Rename the parameters of A first; repeatable."),
+        list[str] | None, typer.Option(metavar="'REGEX=>TEXT'", help="Rename the parameters of A first; repeatable.")
     ] = None,
     base: Annotated[
         str | None,
@@ -123,26 +127,27 @@ def report(result: Diff, *, every: bool) -> None:
 
     for text in result.notes:
         note(f"note: {text}")
+    most = None if every else _ROWS
     kinds = [Kind(difference, 1) for difference in result.different] if every else result.by_kind
-    measured = [kind for kind in kinds if kind.difference.distance]
-    report_unmeasured("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], every=every)
-    report_measured(measured, every=every)
+    report_unmeasured("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], most)
+    report_measured([kind for kind in kinds if kind.difference.distance], most)
     others = [kind for kind in kinds if not kind.difference.distance and kind.difference.reason != "shape"]
-    report_unmeasured("entries with another value or dtype", others, every=every)
+    report_unmeasured("entries with another value or dtype", others, most)
     for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
-        if names:
-            say(f"only in {side}, {path}:")
-            say_list(names if every else fold_layers(names), every=every)
-    report_renames(result, every=every)
+        say_list(f"only in {side}, {path}", names if every else fold_layers(names), most)
+    say_list("renamed", list_renames(result, every=every), most)
     say(conclude(result))
-    hint(result)
+    changed = [difference for difference in result.different if difference.reason == "dtype"]
+    if any(one.a and one.b and one.a.dtype.can_become(one.b.dtype) for one in changed):
+        note("hint: --allow-cast compares floats of two dtypes after conversion")
+    elif any(difference.reason == "values" and difference.is_weight for difference in result.different):
+        note(f"hint: `ckptkit stats {result.a} {result.b}` shows which parameters moved most")
 
 
-def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
+def report_measured(kinds: Sequence[Kind], most: int | None) -> None:
     """Print a table of differences with their sizes. A change of dtype common to all stands in the header."""
     if not kinds:
         return
-    most = None if every else _ROWS
     changes = {describe_change(kind.difference) if kind.difference.reason == "dtype" else "" for kind in kinds}
     common = changes.pop() if len(changes) == 1 else ""
     rows = [kind_row(kind, with_change=not common) for kind in kinds[:most]]
@@ -150,12 +155,10 @@ def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
     say_more(len(kinds), most)
 
 
-def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
+def report_unmeasured(what: str, kinds: Sequence[Kind], most: int | None) -> None:
     """Print differences without a size, such as other shapes."""
-    if kinds:
-        say(f"{what}:")
-        lines = [f"{kind.difference.name}: {describe_change(kind.difference)}" for kind in kinds]
-        say_list([with_count(line, kind.count) for line, kind in zip(lines, kinds, strict=True)], every=every)
+    lines = [with_count(f"{kind.difference.name}: {describe_change(kind.difference)}", kind.count) for kind in kinds]
+    say_list(what, lines, most)
 
 
 def kind_row(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
@@ -166,18 +169,9 @@ def kind_row(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
     strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
     first = "" if distance.first is None else f"[{','.join(map(str, distance.first))}]"
     differ = share_of_elements(distance.different, kind.count * difference.a.numel)
-    name = (
-        f"{difference.name}: {describe_change(difference)}"
-        if with_change and difference.reason == "dtype"
-        else difference.name
-    )
-    return (
-        f"{distance.rel_l2:.3g}",
-        f"{distance.max_abs:.3g}",
-        f"{differ}{strange}",
-        first,
-        with_count(name, kind.count),
-    )
+    change = f": {describe_change(difference)}" if with_change and difference.reason == "dtype" else ""
+    name = with_count(f"{difference.name}{change}", kind.count)
+    return f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}", f"{differ}{strange}", first, name
 
 
 def describe_change(difference: Difference) -> str:
@@ -198,18 +192,13 @@ def share_of_elements(part: int, whole: int) -> str:
     return f"{part:,}" if part < 1000 else f"{min(100 * part / whole, 99.9):.3g}%"
 
 
-def report_renames(result: Diff, *, every: bool) -> None:
-    """Print the renames, folded into as few rules as possible."""
-    if not result.renamed:
-        return
+def list_renames(result: Diff, *, every: bool) -> list[str]:
+    """Return the renames as lines, folded into as few rules as possible unless `every`."""
     from ckptkit.layout.renames import explain
 
-    say("renamed:")
-    if every:
-        say_list([f"{old} => {new}" for old, new in result.renamed.items()], every=True)
-    else:
-        lines = [with_count(f"{line.old} => {line.new}", line.count) for line in explain(result.renamed)]
-        say_list(lines, every=False)
+    if every or not result.renamed:
+        return [f"{old} => {new}" for old, new in result.renamed.items()]
+    return [with_count(f"{line.old} => {line.new}", line.count) for line in explain(result.renamed)]
 
 
 def fold_layers(names: Sequence[str]) -> list[str]:
@@ -221,14 +210,10 @@ def fold_layers(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def with_count(text: str, number: int) -> str:
-    """Return a line with a count, `text  x3`, if it represents several."""
-    return f"{text}  x{number}" if number > 1 else text
-
-
-def say_list(lines: Sequence[str], *, every: bool) -> None:
-    """Print lines, all or the first `_ROWS` and the number of the others."""
-    most = None if every else _ROWS
+def say_list(what: str, lines: Sequence[str], most: int | None) -> None:
+    """Print a heading and lines, if there are any: the first `most`, and the number of the others."""
+    if lines:
+        say(f"{what}:")
     for line in lines[:most]:
         say(f"  {line}")
     say_more(len(lines), most)
@@ -238,17 +223,3 @@ def say_more(number: int, most: int | None) -> None:
     """Print how many lines were left out, if any."""
     if most is not None and number > most:
         say(f"  ... {number - most:,} more: --all lists them")
-
-
-def hint(result: Diff) -> None:
-    """Print a hint about the next command, if there is one."""
-    if any(
-        difference.reason == "dtype"
-        and difference.a
-        and difference.b
-        and difference.a.dtype.can_become(difference.b.dtype)
-        for difference in result.different
-    ):
-        note("hint: --allow-cast compares floats of two dtypes after conversion")
-    elif any(difference.reason == "values" and difference.is_weight for difference in result.different):
-        note(f"hint: `ckptkit stats {result.a} {result.b}` shows which parameters moved most")

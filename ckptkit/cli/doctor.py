@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.sources import Also, checkpoint_argument, with_others
 from ckptkit.errors import Usage
 from ckptkit.io.destination import is_on_hub
 from ckptkit.io.path import to_path
+from ckptkit.words import spans
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.doctor import Diagnosis
@@ -21,10 +21,7 @@ _ROWS = 20  # rows of the table without --all
 
 
 def doctor(
-    ckpt: Annotated[
-        Path,
-        typer.Argument(parser=to_path, metavar="CKPT", help="A checkpoint, or a run (its latest complete checkpoint)."),
-    ],
+    ckpt: Annotated[Path, checkpoint_argument("CKPT")],
     model: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="The model to load it into: a directory, a config.json, or a Hub id."),
@@ -76,15 +73,9 @@ def doctor(
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     findings = [pick(finding, "code", "tensor", "message", "fix", "count", "names") for finding in diagnosis.findings]
-    result = {
-        "ok": diagnosis.is_ok,
-        "path": diagnosis.path,
-        "findings": findings,
-        "notes": diagnosis.notes,
-        "not_read": "tensors",
-    }
     fixed = {"fixed_by": str(diagnosis.fixed_by), "fixed": to_json(diagnosis.fixed)} if diagnosis.fixed else {}
-    return result | fixed
+    common = {"ok": diagnosis.is_ok, **pick(diagnosis, "path", "notes"), "not_read": "tensors"}
+    return {**common, "findings": findings, **fixed}
 
 
 def report(diagnosis: Diagnosis, *, every: bool) -> None:
@@ -105,14 +96,3 @@ def report(diagnosis: Diagnosis, *, every: bool) -> None:
         note("hint: run one of them, then run `ckptkit doctor` on its output")
     say(diagnosis.verdict)
     note(diagnosis.not_read)
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as ranges: 1-4,6."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1] = [ranges[-1][0], number]
-        else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, bounds)) for bounds in ranges)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +10,9 @@ import typer
 from ckptkit.checkpoints.account import describe_account
 from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.cli.output import Json, Quiet, note, note_used, pick, print_json, print_table, say
-from ckptkit.cli.sources import Also, with_others
-from ckptkit.errors import and_more
-from ckptkit.io.path import to_path
-from ckptkit.words import count, format_bytes, format_count
+from ckptkit.cli.sources import Also, checkpoint_argument, with_others
+from ckptkit.errors import first_of
+from ckptkit.words import count, count_parameters, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.adapters.find import InspectedAdapter
@@ -26,17 +24,14 @@ _MOST_KEYS = 8
 
 
 def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."),
-    ],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its file and offset.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="Show modules as a tree.")] = False,
+    path: Annotated[Path, checkpoint_argument("PATH")],
+    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
+    chunks: Annotated[bool, typer.Option(help="List every chunk with its file and offset.")] = False,
+    tree: Annotated[bool, typer.Option(help="Show modules as a tree.")] = False,
     shards: Annotated[
-        bool, typer.Option("--shards", help="Draw a shard map: which rank stores which rows of each tensor.")
+        bool, typer.Option(help="Draw a shard map: which rank stores which rows of each tensor.")
     ] = False,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw that map into an SVG file.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that map into an SVG file.")] = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -74,46 +69,54 @@ def inspect(
 
         show_map(inspected.layout)
     elif chunks:
-        print_table(chunk_rows(inspected), ("tensor", "start", "size", "file", "offset"))
+        rows: list[tuple[object, ...]] = [
+            (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)
+            for name, tensor in inspected.layout.tensors.items()
+            for chunk in tensor.chunks
+        ]
+        print_table(rows, ("tensor", "start", "size", "file", "offset"))
     elif tree:
         print_table(tree_rows(inspected), ("bytes", "tensors", "module or tensor"))
     elif tensors:
-        print_table(tensor_rows(inspected), ("bytes", "chunks", "dtype", "shape", "tensor"))
+        rows = [
+            (format_bytes(t.spec.nbytes), len(t.chunks), t.spec.dtype.name, list(t.spec.shape), name)
+            for name, t in inspected.layout.tensors.items()
+        ]
+        print_table(rows, ("bytes", "chunks", "dtype", "shape", "tensor"))
 
 
 def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
-    layout = inspected.layout
+    layout, quantized = inspected.layout, inspected.quantized
+    names = ("step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest")
+    adapter_names = (
+        "name",
+        "method",
+        "rows",
+        "alpha",
+        "targets",
+        "modules",
+        "replaced",
+        "parameters",
+        "nbytes",
+        "base",
+    )
+    quantized_names = ("method", "weights", "parameters", "sizes", "refusal")
     return {
         **pick(layout, "format", "root", "nbytes"),
         "checkpoint": inspected.whole,
-        **pick(
-            inspected, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
-        ),
+        **pick(inspected, *names, "salvaged", "unread", "remarks"),
         "producer": inspected.trainer,  # the key of earlier versions
-        "adapters": [adapter_json(adapter) for adapter in inspected.adapters],
-        "quantized": quantized_json(inspected.quantized),
-        "salvaged": inspected.salvaged,
-        "unread": inspected.unread,
-        "remarks": inspected.remarks,
+        "adapters": [pick(adapter, *adapter_names, "has_base", "config") for adapter in inspected.adapters],
+        "quantized": None if quantized is None else pick(quantized, *quantized_names),
         "left_behind": [pick(left, "path", "why") for left in inspected.left_behind],
-        "groups": {kind: group_json(group) for kind, group in inspected.groups.items()},
+        "groups": {
+            kind: {**pick(group, "entries", "nbytes"), "dtypes": group.bytes_by_dtype}
+            for kind, group in inspected.groups.items()
+        },
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
     }
-
-
-def adapter_json(adapter: InspectedAdapter) -> dict[str, Any]:
-    facts = ("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes", "base")
-    return pick(adapter, *facts, "has_base") | {"config": None if adapter.config is None else str(adapter.config)}
-
-
-def quantized_json(quantized: InspectedQuantized | None) -> dict[str, Any] | None:
-    return None if quantized is None else pick(quantized, "method", "weights", "parameters", "sizes", "refusal")
-
-
-def group_json(group: Group) -> dict[str, Any]:
-    return {"entries": group.entries, "nbytes": group.nbytes, "dtypes": group.bytes_by_dtype}
 
 
 def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
@@ -137,12 +140,12 @@ def report(inspected: Inspected, asked: Path) -> None:
     print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if inspected.optimizer_keys == "ids":
         say("the optimizer's keys are parameter indices, not names")
-    for line in (
-        *map(describe_adapter, inspected.adapters),
-        *([describe_quantized(inspected.quantized)] if inspected.quantized else []),
-        *([f"{describe_account(inspected.salvaged)}; salvage.json lists them"] if inspected.salvaged else []),
-    ):
-        say(line)
+    for adapter in inspected.adapters:
+        say(describe_adapter(adapter))
+    if inspected.quantized:
+        say(describe_quantized(inspected.quantized))
+    if inspected.salvaged:
+        say(f"{describe_account(inspected.salvaged)}; salvage.json lists them")
     for tie in inspected.ties:
         say(f"tied: {' = '.join(tie)}")
     for remark in inspected.remarks:
@@ -157,10 +160,10 @@ def describe_adapter(adapter: InspectedAdapter) -> str:
     alpha = f"alpha {adapter.alpha}" if adapter.alpha or adapter.config else "alpha is unknown: no adapter_config.json"
     facts = [
         f"{adapter.method} of rank {rank}, {alpha}",
-        f"on {some(adapter.targets)} ({count(adapter.modules, 'module')})",
+        f"on {first_of(adapter.targets, _MOST_KEYS)} ({count(adapter.modules, 'module')})",
     ]
     if adapter.replaced:
-        facts.append(f"with a trained {some(adapter.replaced)}")
+        facts.append(f"with a trained {first_of(adapter.replaced, _MOST_KEYS)}")
     if adapter.has_base:
         facts.append("with its base")
     elif adapter.base:
@@ -179,20 +182,11 @@ def describe_quantized(quantized: InspectedQuantized) -> str:
     return f"quantized: {quantized.method}, {weights}; --dtype bf16 dequantizes them"
 
 
-def some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_KEYS]) + (", ..." if names[_MOST_KEYS:] else "")
-
-
 def describe_dtypes(group: Group) -> tuple[str, str]:
     """Return the dtypes of a group, with percentages if there are several, and the keys that contain it."""
     total = sum(group.bytes_by_dtype.values()) or 1
     shares = [f"{name} {percentage(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
-    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), under(group)
-
-
-def under(group: Group) -> str:
-    """Return the first keys that contain a group, and how many more there are."""
-    return ", ".join(group.under[:_MOST_KEYS]) + and_more(len(group.under) - _MOST_KEYS)
+    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), first_of(group.under, _MOST_KEYS)
 
 
 def percentage(part: float) -> str:
@@ -202,18 +196,6 @@ def percentage(part: float) -> str:
     return ">99%" if 0.99 < part < 1 else f"{part:.0%}"
 
 
-def count_parameters(number: int) -> str:
-    """Return a number of parameters as text: `8.03 billion parameters`."""
-    return "1 parameter" if number == 1 else f"{format_count(number)} parameters"
-
-
-def tensor_rows(inspected: Inspected) -> list[tuple[object, ...]]:
-    return [
-        (format_bytes(t.spec.nbytes), len(t.chunks), t.spec.dtype.name, list(t.spec.shape), name)
-        for name, t in inspected.layout.tensors.items()
-    ]
-
-
 def tree_rows(inspected: Inspected) -> list[tuple[object, ...]]:
     """Return a row per module or tensor; similar modules share a row."""
     from ckptkit.checks.tree import fold_tree
@@ -221,12 +203,4 @@ def tree_rows(inspected: Inspected) -> list[tuple[object, ...]]:
     return [
         (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")
         for line in fold_tree(inspected.layout.specs)
-    ]
-
-
-def chunk_rows(inspected: Inspected) -> list[tuple[object, ...]]:
-    return [
-        (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)
-        for name, tensor in inspected.layout.tensors.items()
-        for chunk in tensor.chunks
     ]

@@ -12,7 +12,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, say, terminal_width
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.errors import and_more
+from ckptkit.errors import first_of
 from ckptkit.io.path import to_path
 from ckptkit.words import count, format_bytes, visible
 
@@ -53,26 +53,19 @@ def ls(
 
 
 def to_json(listing: Listing) -> dict[str, Any]:
+    names = ("path", "step", "world_size", "nbytes", "saved_at", "metrics", "format", "trainer", "problem", "named_by")
     listed = [
-        listed_json(checkpoint, is_latest=checkpoint.path == listing.latest) for checkpoint in listing.checkpoints
+        {
+            **pick(checkpoint, *names, "sizes_compared"),
+            "claim": None if checkpoint.claim is None else pick(checkpoint.claim, "kind", "started", "host"),
+            "complete": checkpoint.is_complete,
+            "pinned": checkpoint.is_pinned,
+            "latest": checkpoint.path == listing.latest,
+            "weights_only": checkpoint.is_weights_only,
+        }
+        for checkpoint in listing.checkpoints
     ]
     return {**pick(listing, "root", "latest", "tracker"), "checkpoints": listed}
-
-
-def listed_json(checkpoint: Listed, *, is_latest: bool) -> dict[str, Any]:
-    """Return a checkpoint as JSON."""
-    return {
-        **pick(
-            checkpoint, "path", "step", "world_size", "nbytes", "saved_at", "metrics", "format", "trainer", "problem"
-        ),
-        "claim": None if checkpoint.claim is None else pick(checkpoint.claim, "kind", "started", "host"),
-        "complete": checkpoint.is_complete,
-        "pinned": checkpoint.is_pinned,
-        "latest": is_latest,
-        "weights_only": checkpoint.is_weights_only,
-        "named_by": checkpoint.named_by,
-        "sizes_compared": checkpoint.sizes_compared,
-    }
 
 
 def report(listing: Listing, run: Path) -> None:
@@ -81,10 +74,10 @@ def report(listing: Listing, run: Path) -> None:
     marks = [marks_of(checkpoint, is_latest=checkpoint.path == listing.latest) for checkpoint in listing.checkpoints]
     header = ["checkpoint", "age", "ranks", "size", "state"]
     shown, hidden = choose_metrics(listing.checkpoints, [header, *fixed], marks)
-    rows = [
-        [*row, *(format_metric(checkpoint.metrics.get(name)) for name in shown), mark]
-        for row, checkpoint, mark in zip(fixed, listing.checkpoints, marks, strict=True)
-    ]
+    rows = []
+    for row, checkpoint, mark in zip(fixed, listing.checkpoints, marks, strict=True):
+        values = (checkpoint.metrics.get(name) for name in shown)
+        rows.append([*row, *("" if value is None else f"{value:.4g}" for value in values), mark])
     print_table(rows, [*header, *shown, ""])
     total = format_bytes(sum(checkpoint.nbytes for checkpoint in listing.checkpoints))
     say(f"{count(len(listing.checkpoints), 'checkpoint')}, {total}")
@@ -101,13 +94,9 @@ def give_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"note: this is one checkpoint: `ckptkit inspect {run}` shows what is in it")
     for inside in listing.runs:
         note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
-    blind = [
-        checkpoint.name
-        for checkpoint in listing.checkpoints
-        if checkpoint.is_complete and not checkpoint.sizes_compared
-    ]
+    blind = [one.name for one in listing.checkpoints if one.is_complete and not one.sizes_compared]
     if blind:
-        note(f"note: not compared with their metadata: the sizes of {', '.join(blind[:3])}{and_more(len(blind) - 3)}")
+        note(f"note: not compared with their metadata: the sizes of {first_of(blind, 3)}")
     claims = [checkpoint.claim for checkpoint in listing.checkpoints if checkpoint.claim]
     if any(not claim.is_deletion for claim in claims):
         note(f"hint: `ckptkit prune --uploads {listing.root}` lists uploads; with --yes it aborts the stale ones")
@@ -149,9 +138,7 @@ def choose_metrics(
     checkpoints: Sequence[Listed], table: Sequence[Sequence[str]], marks: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Return the metrics that fit beside a table, the most frequent first, and the metrics that do not fit."""
-    names = [
-        name for name, _ in Counter(name for checkpoint in checkpoints for name in checkpoint.metrics).most_common()
-    ]
+    names = list(dict(Counter(name for checkpoint in checkpoints for name in checkpoint.metrics).most_common()))
     used = sum(max(len(visible(row[i])) for row in table) + 2 for i in range(len(table[0])))
     room = terminal_width() - used - min(max(map(len, marks), default=0), 24)
     shown: list[str] = []
@@ -161,7 +148,3 @@ def choose_metrics(
             break
         shown.append(name)
     return shown, names[len(shown) :]
-
-
-def format_metric(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -35,7 +35,7 @@ def be_quiet(wanted: bool) -> None:
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="Print nothing but errors.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Json = Annotated[bool, typer.Option(help="Print one JSON object.")]
 
 
 def reserve_stdout() -> None:
@@ -79,6 +79,11 @@ def note_used(asked: Path | None, used: Path) -> None:
 def say(text: str) -> None:
     """Print a line to stdout, unless --quiet is given."""
     print_line(printable(text))
+
+
+def with_count(text: str, number: int) -> str:
+    """Return a line with a count, `text  x3`, if it represents several."""
+    return f"{text}  x{number}" if number > 1 else text
 
 
 def print_line(text: str) -> None:
@@ -132,16 +137,26 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
     cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     if sys.stdout.isatty():
-        narrow_columns(widths, terminal_width() - 2 * (len(widths) - 1))
+        room = terminal_width() - 2 * (len(widths) - 1)
+        while sum(widths) > room and max(widths) > _NARROWEST:  # narrow the widest column until the table fits
+            widths[widths.index(max(widths))] -= 1
     for row in cells:
         for line in zip_longest(*map(fold_lines, row, widths), fillvalue=""):
             say("  ".join(piece.ljust(width) for piece, width in zip(line, widths, strict=True)).rstrip())
 
 
-def narrow_columns(widths: list[int], room: int) -> None:
-    """Narrow the widest columns until the table fits."""
-    while sum(widths) > room and max(widths) > _NARROWEST:
-        widths[widths.index(max(widths))] -= 1
+def print_files(files: Mapping[str, int]) -> None:
+    """Print a table of files and their sizes in bytes."""
+    rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in files.items()]
+    print_table(without_middle(rows), ("  file", "size"))
+
+
+def without_middle(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+    """Return the rows of a table of files; of more than 20 rows, the first and last 9."""
+    if len(rows) <= 20:
+        return rows
+    left_out = (f"  ... {len(rows) - 18} more", *[""] * (len(rows[0]) - 1))
+    return [*rows[:9], left_out, *rows[-9:]]
 
 
 def terminal_width() -> int:
@@ -151,10 +166,7 @@ def terminal_width() -> int:
 
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function to report progress, which takes (additional bytes, total bytes).
-
-    It shows a bar on a terminal, and prints a line every 10% elsewhere.
-    """
+    """Yield a function that takes (additional bytes, total bytes): a bar on a terminal, else a line every 10%."""
     if _quiet or not sys.stderr.isatty():
         yield ProgressLog(verb).advance
         return

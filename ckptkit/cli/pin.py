@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, say
-from ckptkit.cli.sources import Also, with_others
-from ckptkit.errors import Usage
+from ckptkit.cli.sources import Also, each_with_others
 from ckptkit.io.path import spelled_like, to_live_path
 
 
@@ -38,9 +37,7 @@ def pin(
     """
     from ckptkit.runs.pin import pin as run_it
 
-    if also and len(checkpoints) > 1:
-        raise Usage("--also: expected one checkpoint, found several", hint="pin them one by one")
-    pinned = run_it(*(with_others(checkpoint, also) for checkpoint in checkpoints))
+    pinned = run_it(*each_with_others(checkpoints, also, "pin them one by one"))
     if json:
         print_json({"pinned": pinned})
         return

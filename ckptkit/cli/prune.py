@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,17 +39,13 @@ def prune(
     demote: Annotated[
         bool,
         typer.Option(
-            "--demote",
             help="Do not delete the checkpoints that no rule keeps: replace each by its weights, as a bf16 Hugging "
-            "Face model.",
+            "Face model."
         ),
     ] = False,
     also: Also = None,
     uploads: Annotated[
-        bool,
-        typer.Option(
-            "--uploads", help="List unfinished uploads to s3://; with --yes, abort them. Deletes no checkpoint."
-        ),
+        bool, typer.Option(help="List unfinished uploads to s3://; with --yes, abort them. Deletes no checkpoint.")
     ] = False,
     older: Annotated[
         str | None,
@@ -57,12 +53,8 @@ def prune(
             metavar="TIME", help="With --uploads: abort uploads that sent nothing for this long; by default 7d."
         ),
     ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Delete. Without --yes, ckptkit only shows what it would delete.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what ckptkit would delete; not with --yes.")
-    ] = False,
+    yes: Annotated[bool, typer.Option(help="Delete. Without --yes, ckptkit only shows what it would delete.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only show what ckptkit would delete; not with --yes.")] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core but at most 8.")
     ] = None,
@@ -91,14 +83,13 @@ def prune(
         raise Usage("--yes and --dry-run contradict each other", hint="pass one of them")
     if uploads:
         rules = {"--keep-last": keep_last, "--keep-every": keep_every, "--keep-best": keep_best, "--demote": demote}
-        refuse_beside_uploads({**rules, "--also": also, "--jobs": jobs})
+        for name, value in {**rules, "--also": also, "--jobs": jobs}.items():
+            if value:
+                raise Usage(f"--uploads cannot be combined with {name}", hint="run the two one after the other")
         prune_uploads(run, parse_age(older or _WEEK), yes=yes, json=json)
         return
     if older is not None:
-        raise Usage(
-            "--older works only with --uploads",
-            hint="use --keep-last N to delete old checkpoints",
-        )
+        raise Usage("--older works only with --uploads", hint="use --keep-last N to delete old checkpoints")
     from ckptkit.runs.prune import prune as run_it
 
     run = with_others(run, also)
@@ -117,13 +108,6 @@ def prune(
         print_json({**to_plain(done), "freed_bytes": done.freed_bytes})
     else:
         report(done)
-
-
-def refuse_beside_uploads(options: Mapping[str, object]) -> None:
-    """Raise `Usage` for an option that does not apply to --uploads."""
-    for name, value in options.items():
-        if value:
-            raise Usage(f"--uploads cannot be combined with {name}", hint="run the two one after the other")
 
 
 def parse_age(text: str) -> float:

@@ -54,8 +54,7 @@ def name_options(command: Command) -> Command:
 
     Versions of typer derive them differently: 0.27 names an option `--DTYPE` if its placeholder is `DTYPE`.
     """
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
-    return declare(command, [name_option(parameter) for parameter in parameters])
+    return declare(command, list(map(name_option, inspect.signature(command, eval_str=True).parameters.values())))
 
 
 def name_option(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -87,7 +86,7 @@ def option(name: str, setting: Setting) -> inspect.Parameter:
     if setting.kind is bool:
         return parameter(f"no_{name}" if setting.default else name, bool, False, described(setting))
     if setting.placeholder == _SIZE:
-        return parameter(name, int, spell_bytes(default), described(setting, parser=parse_bytes))
+        return parameter(name, int, f"{default / 10**9:g}GB", described(setting, parser=parse_bytes))
     kind = type_name(setting)
     return parameter(name, kind if default is not None else kind | None, default, described(setting))
 
@@ -99,15 +98,11 @@ def described(setting: Setting, **more: Any) -> Any:
 
 def override_option(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting that overrides a file. Its default is None; the help shows the setting's."""
-    has_default = setting.default not in (MISSING, None, ())
-    text = f"{setting.text} [{spell_default(setting.default)}]" if has_default else setting.text
+    shown = ("yes" if setting.default else "no") if isinstance(setting.default, bool) else setting.default
+    text = setting.text if setting.default in (MISSING, None, ()) else f"{setting.text} [{shown}]"
     parser: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
-    return parameter(
-        name,
-        type_name(setting) | None,
-        None,
-        typer.Option(help=text, metavar=setting.placeholder, show_default=False, **parser),
-    )
+    described = typer.Option(help=text, metavar=setting.placeholder, show_default=False, **parser)
+    return parameter(name, type_name(setting) | None, None, described)
 
 
 def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.Parameter:
@@ -117,17 +112,6 @@ def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.
 
 def type_name(setting: Setting) -> Any:
     return list[str] if get_origin(setting.kind) is tuple else setting.kind
-
-
-def spell_default(value: object) -> str:
-    """Return a default value as the help shows it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value)
-
-
-def spell_bytes(size: int) -> str:
-    return f"{size / 10**9:g}GB"
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

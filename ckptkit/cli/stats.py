@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
-from ckptkit.cli.output import Json, Quiet, note_used, pick, print_json, print_table, progress_bar, say
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    note,
+    note_used,
+    pick,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    with_count,
+)
+from ckptkit.cli.sources import Also, checkpoint_argument, with_others
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
+from ckptkit.words import count, per_cent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from ckptkit.checks.stats import Stats, TensorStats
+    from ckptkit.checks.moved import Moved, Movement
+    from ckptkit.checks.stats import Stats
     from ckptkit.layout.counting import Count
-
-Row = tuple[str, "Count"]  # label of a table row, and its statistics
 
 
 def stats(
-    path: Annotated[
-        Path,
-        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."),
-    ],
+    path: Annotated[Path, checkpoint_argument("PATH")],
     other: Annotated[
         Path | None,
         typer.Argument(parser=to_path, metavar="OTHER", help="A later checkpoint: show which tensors moved most."),
     ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor on its own line.")] = False,
+    tensors: Annotated[bool, typer.Option(help="List every tensor on its own line.")] = False,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="With OTHER: show the N tensors that moved most.")] = 20,
     include: Include = None,
     exclude: Exclude = None,
@@ -56,8 +64,6 @@ def stats(
     if other is not None:
         if include or exclude or tensors:
             raise Usage("--include, --exclude and --tensors cannot be combined with OTHER", hint="drop them or OTHER")
-        from ckptkit.cli.movement import report_movement
-
         report_movement(path, other, top=top, jobs=jobs, json=json)
         return
     from ckptkit.checks.stats import stats as look
@@ -78,13 +84,13 @@ def stats(
 
 
 def to_json(result: Stats) -> dict[str, Any]:
-    tensors = [tensor_json(tensor) for tensor in result.tensors]
+    tensors = [
+        {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": tensor.spec.shape}
+        | count_json(tensor)
+        | {"in_total": tensor.in_total}
+        for tensor in result.tensors
+    ]
     return {**pick(result, "path", "format"), "total": count_json(result.total), "tensors": tensors}
-
-
-def tensor_json(tensor: TensorStats) -> dict[str, Any]:
-    what = {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": list(tensor.spec.shape)}
-    return what | count_json(tensor) | {"in_total": tensor.in_total}
 
 
 def count_json(counted: Count) -> dict[str, Any]:
@@ -102,29 +108,24 @@ def report(path: Path, result: Stats, *, each: bool) -> None:
     """Print the result for a reader: a line for each module or tensor, and a line for all."""
     note_used(path, result.path)
     total = result.total
-    rows: list[Row] = [(tensor.name, tensor) for tensor in result.tensors]
+    rows: list[tuple[str, Count]] = [(tensor.name, tensor) for tensor in result.tensors]
     if not each:
         rows = [(f"{'  ' * branch.depth}{branch.label}", counted) for branch, counted in result.by_module()]
     for line in result.summary():
         say(line)
-    columns = [column for column in COLUMNS if column.is_shown(rows)]
+    columns = [one for one in COLUMNS if one.is_always_shown or any(one.write(counted) for _, counted in rows)]
     print_table(
         [(*(column.write(counted) for column in columns), name) for name, counted in [*rows, ("all", total)]],
         (*(column.name for column in columns), "tensor" if each else "module or tensor"),
     )
 
 
-class Column:
-    """A column of the table. Without `always` it is hidden if it is empty in every row."""
+class Column(NamedTuple):
+    """A column of the table. Unless it is always shown, it is hidden if it is empty in every row."""
 
-    def __init__(self, name: str, write: Callable[[Count], str], *, always: bool = True) -> None:
-        self.name = name
-        self.write = write
-        self._always = always
-
-    def is_shown(self, rows: Sequence[Row]) -> bool:
-        """Return True if the column is part of a table with these rows."""
-        return self._always or any(self.write(counted) for _, counted in rows)
+    name: str
+    write: Callable[[Count], str]
+    is_always_shown: bool = True
 
 
 def brief(value: float | None) -> str:
@@ -135,19 +136,68 @@ def brief(value: float | None) -> str:
     return f"{digits}e{int(power)}" if e else digits
 
 
-def percent_of(part: int, whole: int) -> str:
-    """Return a fraction as a percentage, such as `3.1%`; "" for 0."""
-    return f"{100 * part / whole:.2g}%" if part else ""
-
-
 COLUMNS = (
     Column("norm", lambda counted: brief(counted.moments.norm if counted.moments.finite else None)),
     Column("mean", lambda counted: brief(counted.moments.mean if counted.moments.finite else None)),
     Column("std", lambda counted: brief(counted.moments.deviation if counted.moments.finite else None)),
     Column("low", lambda counted: brief(counted.low)),
     Column("high", lambda counted: brief(counted.high)),
-    Column("zero", lambda counted: percent_of(counted.zero, counted.numbers), always=False),
-    Column("NaN", lambda counted: f"{counted.nan:,}" if counted.nan else "", always=False),
-    Column("Inf", lambda counted: f"{counted.inf:,}" if counted.inf else "", always=False),
-    Column("denormal", lambda counted: f"{counted.denormal:,}" if counted.denormal else "", always=False),
+    Column("zero", lambda counted: f"{100 * counted.zero / counted.numbers:.2g}%" if counted.zero else "", False),
+    Column("NaN", lambda counted: f"{counted.nan:,}" if counted.nan else "", False),
+    Column("Inf", lambda counted: f"{counted.inf:,}" if counted.inf else "", False),
+    Column("denormal", lambda counted: f"{counted.denormal:,}" if counted.denormal else "", False),
 )
+
+
+def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) -> None:
+    """Print the `top` kinds of parameters that changed most from checkpoint `a` to `b`; as JSON, every parameter."""
+    from ckptkit.checks.stats import stats as measure
+
+    with progress_bar("compare") as progress:
+        result = measure(a, b, jobs=jobs, progress=progress)
+    if json:
+        print_json(movement_json(result))
+        return
+    note(f"from {result.a} to {result.b}")
+    for text in result.notes:
+        note(f"note: {text}")
+    kinds = result.by_kind
+    print_table(
+        [movement_row(movement) for movement in kinds[:top]], ("change", "max", "cosine", "equal", "most", "parameter")
+    )
+    if len(kinds) > top:
+        say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
+    total = result.whole
+    angle = f", cosine {cosine(total)}" if cosine(total) else ""
+    say(
+        f"all of {count(total.tensors, 'tensor')} together: change {total.change:.3g}{angle}, "
+        f"{per_cent(total.equal)} equal"
+    )
+
+
+def movement_row(movement: Movement) -> tuple[str, ...]:
+    """Return a row of the table."""
+    distance = movement.distance
+    layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal())
+    return (
+        f"{movement.change:.3g}",
+        f"{distance.max_abs:.3g}" + (f", {distance.strange:,} NaN/Inf" if distance.strange else ""),
+        cosine(movement),
+        per_cent(movement.equal),
+        layers if movement.tensors > 1 else "",
+        with_count(movement.name, movement.tensors),
+    )
+
+
+def cosine(movement: Movement) -> str:
+    value = movement.distance.cosine
+    return "" if value is None else f"{value:.4f}"
+
+
+def movement_json(result: Moved) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    moved = [
+        pick(movement, "name", "change", "equal") | pick(movement.distance, "max_abs", "cosine", "strange")
+        for movement in result.tensors
+    ]
+    return {"moved": moved, "equal": result.whole.equal, **pick(result, "a", "b", "notes")}

@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ckptkit.training.metrics import StepMetrics
     from ckptkit.training.smoke.run_check import Check
 
-NPROC = typer.Option("--nproc", min=1, help="Processes to start here; by default one per GPU, or one.")
-DEVICE = typer.Option("--device", help="Where to train.")
+NPROC = typer.Option(min=1, help="Processes to start here; by default one per GPU, or one.")
+DEVICE = typer.Option(help="Where to train.")
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -47,18 +47,13 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            "--resume",
-            metavar="auto|CKPT",
-            help="Continue from this checkpoint; auto: from the latest, if there is one.",
+            metavar="auto|CKPT", help="Continue from this checkpoint; auto: from the latest, if there is one."
         ),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config",
-            parser=to_path,
-            metavar="PATH",
-            help="Settings in TOML, such as a run's train.toml; options override them.",
+            parser=to_path, metavar="PATH", help="Settings in TOML, such as a run's train.toml; options override them."
         ),
     ] = None,
     nproc: Annotated[int | None, NPROC] = None,
@@ -79,10 +74,16 @@ def train(
     of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 130 ended by
     Ctrl-C; 143 ended by SIGTERM, and saved.
     """
-    values = (settings_in(config, resume) if config else settings_of_run(run, resume)) | given(options)
+    values = settings_in(config, resume) if config else find_settings(run, resume)
+    is_first = os.environ.get("RANK", "0") == "0"  # one note for all ranks under torchrun
+    if is_first and values and not config:
+        note(f"settings from {run / SETTINGS}")
+    values = values | given(options)
     chosen = TrainConfig(run=run, resume=resume, **values)
-    if os.environ.get("RANK", "0") == "0":
-        check_early(chosen)
+    if is_first:  # find errors about the run, the model and the data before torch is imported
+        find_resume(chosen)
+        require_known(chosen.model)
+        find_files(chosen.data)
         if "save_every" not in values and chosen.steps > chosen.save_every:
             note(f"saving every {chosen.save_every} steps and at the end (--save-every)")
     from ckptkit.training.launch import torchrun_place
@@ -95,24 +96,11 @@ def train(
         work(run, resume=resume, config=config, nproc=nproc, report=printer.report, **given(options))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    if torchrun_place():
-        exit_at_once(printer.exit_code)
+    if torchrun_place():  # without Python's shutdown, for the reason given in `launch.run_rank`
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(printer.exit_code)
     raise typer.Exit(printer.exit_code)
-
-
-def check_early(config: TrainConfig) -> None:
-    """Raise errors about the run, the model and the data that can be found before torch is imported."""
-    find_resume(config)
-    require_known(config.model)
-    find_files(config.data)
-
-
-def settings_of_run(run: Path, resume: str | None) -> dict[str, Any]:
-    """Return the settings that a resumed run was started with, and print a note; {} for a new run."""
-    values = find_settings(run, resume)
-    if values and os.environ.get("RANK", "0") == "0":  # one note for all ranks under torchrun
-        note(f"settings from {run / SETTINGS}")
-    return values
 
 
 @dataclass(slots=True)
@@ -123,39 +111,28 @@ class TrainPrinter:
     exit_code: int = 0
 
     def report(self, message: StepMetrics | Note) -> None:
-        """Print a step, or the text of a note."""
+        """Print a line about a step, or the text of a note."""
         from ckptkit.training.loop import Note
 
         if isinstance(message, Note):
             note(message.text)
             self.exit_code = TERMINATED if message.ended_early else self.exit_code
             return
-        say(describe_step(message, self.last_step))
+        facts = [
+            f"step {message.step}/{self.last_step}",
+            f"loss {message.loss:.4f}",
+            f"gradient norm {message.grad_norm:.3f}",
+            f"lr {message.lr:.2e}",
+            f"{message.tokens_per_second:,.0f} tokens/s",
+        ]
+        if message.mfu is not None:
+            facts.append(f"MFU {message.mfu:.1%}")
+        if message.memory_allocated is not None and message.memory_reserved is not None:
+            used, reserved = format_bytes(message.memory_allocated), format_bytes(message.memory_reserved)
+            facts.append(f"{used} of {reserved} used")
+        say("  ".join(facts))
         if message.checkpoint:
             note(f"saved {message.checkpoint}")
-
-
-def describe_step(step: StepMetrics, last_step: int) -> str:
-    """Return a line about a step."""
-    facts = [
-        f"step {step.step}/{last_step}",
-        f"loss {step.loss:.4f}",
-        f"gradient norm {step.grad_norm:.3f}",
-        f"lr {step.lr:.2e}",
-        f"{step.tokens_per_second:,.0f} tokens/s",
-    ]
-    if step.mfu is not None:
-        facts.append(f"MFU {step.mfu:.1%}")
-    if step.memory_allocated is not None and step.memory_reserved is not None:
-        facts.append(f"{format_bytes(step.memory_allocated)} of {format_bytes(step.memory_reserved)} used")
-    return "  ".join(facts)
-
-
-def exit_at_once(code: int) -> NoReturn:
-    """Exit a rank under torchrun without Python's shutdown, for the reason given in `launch.run_rank`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def script_settings() -> dict[str, Setting]:
@@ -165,16 +142,12 @@ def script_settings() -> dict[str, Setting]:
 
 @with_options(script_settings(), over_a_file=True)
 def smoke(
-    run: Annotated[Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run.")] = Path(
-        "run"
-    ),
-    out: Annotated[
-        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where to write the export.")
-    ] = Path("out"),
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Number of training processes.")] = 2,
-    untied: Annotated[bool, typer.Option("--untied", help="Do not share embedding and output weights.")] = False,
+    run: Annotated[Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the run.")] = Path("run"),
+    out: Annotated[Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the export.")] = Path("out"),
+    nproc: Annotated[int, typer.Option(min=1, help="Number of training processes.")] = 2,
+    untied: Annotated[bool, typer.Option(help="Do not share embedding and output weights.")] = False,
     device: Annotated[Device, DEVICE] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace output of an earlier smoke test.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace output of an earlier smoke test.")] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **script: Any,
@@ -195,9 +168,8 @@ def smoke(
     """
     from ckptkit.training.smoke.smoke import smoke as make_checks
 
-    show = note_check if json else show_check
     options = {"nproc": nproc, "tied": not untied, "device": device, "overwrite": overwrite, **given(script)}
-    checks = make_checks(run, out, report=show, **options)
+    checks = make_checks(run, out, report=note_check if json else show_check, **options)
     ok = all(check.ok is not False for check in checks)
     if json:
         print_json({"ok": ok, "checks": checks})

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 UsageError: Any = typer.BadParameter.__base__  # from click, or from the copy of click in newer versions of typer
 Parameter = TyperArgument | TyperOption
@@ -22,10 +22,7 @@ _COMMON = ("also", "jobs", "no_sync", "quiet", "json", "help")  # parameters of 
 
 
 class PlainCommand(TyperCommand):
-    """A command that parses simple values of its parameters itself.
-
-    `synonyms` maps further names of options to their names; the help does not show them.
-    """
+    """A command that parses simple values itself. `synonyms` maps names of options that the help does not show."""
 
     synonyms: Mapping[str, str] = MappingProxyType({})
 
@@ -74,15 +71,6 @@ class PlainCommand(TyperCommand):
         return pieces
 
 
-class PlainGroup(TyperGroup):
-    """A group of commands that parses simple values of its own options itself."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line up to the command."""
-        parse_plain_values(self.get_params(ctx))
-        return super().parse_args(ctx, args)
-
-
 def print_help(ctx: Any) -> NoReturn:
     """Print the help of a command to stderr, and exit with code 2 (usage)."""
     typer.echo(ctx.get_help(), err=True)
@@ -90,6 +78,7 @@ def print_help(ctx: Any) -> NoReturn:
 
 
 def parse_plain_values(parameters: Any) -> None:
+    """Let parameters parse their simple values themselves."""
     for parameter in parameters:
         parameter.process_value = partial(parse_value, parameter, parameter.process_value)
 

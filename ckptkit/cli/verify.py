@@ -22,7 +22,7 @@ from ckptkit.cli.output import (
     say,
     to_plain,
 )
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.sources import Also, each_with_others, with_others
 from ckptkit.errors import Usage
 from ckptkit.io.file import missing_path_error
 from ckptkit.io.path import to_local, to_path
@@ -38,32 +38,27 @@ _ABOUT_PART = ("path", "format", "tensors", "nbytes", "has_manifest", "proved_fi
 
 def verify(
     paths: Annotated[
-        list[Path],
-        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs (all their checkpoints)."),
+        list[Path], typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs (all their checkpoints).")
     ],
     fast: Annotated[
         bool,
-        typer.Option(
-            "--fast", help="Check the structure only: do not read large tensors. On S3, compare the store's CRC-32."
-        ),
+        typer.Option(help="Check the structure only: do not read large tensors. On S3, compare the store's CRC-32."),
     ] = False,
     against: Annotated[
         Path | None,
         typer.Option(parser=to_path, metavar="OTHER", help="Also compare with another checkpoint, tensor by tensor."),
     ] = None,
-    allow_cast: Annotated[bool, typer.Option("--allow-cast", help="With --against: allow dtypes to differ.")] = False,
+    allow_cast: Annotated[bool, typer.Option(help="With --against: allow dtypes to differ.")] = False,
     map: Map = None,  # noqa: A002 - the name of the option
     rename: Annotated[
         list[str] | None,
         typer.Option(metavar="'REGEX=>TEXT'", help="With --against: rename the parameters of OTHER first; repeatable."),
     ] = None,
     base: Annotated[
-        Path | None,
-        typer.Option(parser=to_path, metavar="BASE", help="For a delta: also check that BASE is its base."),
+        Path | None, typer.Option(parser=to_path, metavar="BASE", help="For a delta: also check that BASE is its base.")
     ] = None,
     stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Also look for NaN, Inf, denormals, and tensors that are all zero or constant."),
+        bool, typer.Option(help="Also look for NaN, Inf, denormals, and tensors that are all zero or constant.")
     ] = False,
     jobs: Jobs = None,
     also: Also = None,
@@ -82,9 +77,7 @@ def verify(
     from ckptkit.checkpoints.other_kinds import members_of, other_kind_of
     from ckptkit.checks.verify import verify as check
 
-    if also and len(paths) > 1:
-        raise Usage("--also: expected one checkpoint, found several", hint="verify them one by one")
-    paths = [with_others(path, also) for path in paths]
+    paths = each_with_others(paths, also, "verify them one by one")
     if base is None:
         paths = [member for path in paths for member in members_of(path)]
     deltas = {path: kind for path in paths if (kind := other_kind_of(path))}
@@ -98,10 +91,8 @@ def verify(
     verified: list[Verified] = [kind.check(path, base=base, jobs=jobs) for path, kind in deltas.items()]
     checkpoints = [path for path in paths if path not in deltas]
     with progress_bar("verify") as progress:
-        verified += (
-            []
-            if deltas and not checkpoints
-            else check(
+        if checkpoints or not deltas:
+            verified += check(
                 *checkpoints,
                 fast=fast,
                 against=against,
@@ -112,7 +103,6 @@ def verify(
                 jobs=jobs,
                 progress=progress,
             )
-        )
     is_ok = all(part.is_ok for part in verified)
     numbers = [tensor for part in verified for tensor in part.stats]
     if json:
@@ -125,8 +115,7 @@ def verify(
             report_numbers(numbers)
         if not is_ok and (stats or (against and not any(part.compared is not None for part in verified))):
             note("nothing else was checked")
-    if not is_ok:
-        raise typer.Exit(1)
+    raise typer.Exit(0 if is_ok else 1)
 
 
 def manifest(
@@ -136,7 +125,7 @@ def manifest(
             parser=to_local, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."
         ),
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing manifest.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing manifest.")] = False,
     jobs: Jobs = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work

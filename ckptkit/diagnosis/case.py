@@ -101,9 +101,14 @@ class LoadTarget:
         return examine(self.layout)
 
     @property
-    def is_asked(self) -> bool:
-        """Return whether the user named the model, instead of ckptkit taking the checkpoint's own config."""
-        return self.model is not None and self.model.asked
+    def asked(self) -> TargetModel | None:
+        """Return the model that the user named; None if ckptkit took the checkpoint's own config."""
+        return self.model if self.model is not None and self.model.asked else None
+
+    @property
+    def base(self) -> str | None:
+        """Return the value of `--base` in a command that fixes the checkpoint for the model that the user named."""
+        return self.asked.name if self.asked else None
 
     @cached_property
     def adapted(self) -> Adapted | None:
@@ -131,10 +136,7 @@ class LoadTarget:
 
     @cached_property
     def form(self) -> Form | None:
-        """Return the form of the model (disk or memory) whose names match the tensors best.
-
-        Returns None if no form is known.
-        """
+        """Return the model's form, on disk or in memory, whose names match the tensors best; None if none is known."""
         if self.model is None or not self.model.forms:
             return None
         return closest(self.model.forms, self.shapes.keys())
@@ -161,22 +163,16 @@ class KeyMismatch:
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra)
 
-    @property
-    def is_small(self) -> bool:
-        """Return whether nothing is missing. Then another family of names cannot be the reason."""
-        return not self.missing
-
     def renamed(self) -> dict[str, str]:
         """Return the model's name for each `extra` tensor that a rule explains. Ignores padding of the vocabulary."""
-        resized = {name: self.resize(name, shape) for name, shape in self.extra.items()}
+        resized = {
+            name: shape if self.rows is None or not is_by_token(name) else (self.rows, *shape[1:])
+            for name, shape in self.extra.items()
+        }
         by_rule_pairs = by_rule(resized, dict(self.missing))
         new_name = renaming(rules_for(by_rule_pairs, by_rule_pairs) or ())
         remaining = {name: new_name(name) for name in resized if name not in by_rule_pairs}
         return by_rule_pairs | {old: new for old, new in remaining.items() if self.tied.get(new) == resized[old]}
-
-    def resize(self, name: str, shape: Shape) -> Shape:
-        """Return a shape with the number of rows of the model's vocabulary, if the tensor has one row per token."""
-        return shape if self.rows is None or not is_by_token(name) else (self.rows, *shape[1:])
 
 
 @dataclass(frozen=True)
@@ -196,13 +192,13 @@ class TargetModel:
 
     @classmethod
     def open(cls, source: str) -> TargetModel:
-        """Open the model in a directory, a checkpoint, a config.json, or a repository on the Hub.
-
-        Raises `NotACheckpoint` if there is neither a config nor weights.
-        """
+        """Open the model in a directory, a checkpoint, a config.json or a Hub repository. Raises `NotACheckpoint`."""
         if source.endswith(".json") and Path(source).is_file():
             return cls.of(source, read_config(Path(source)) or {}, {})
-        specs = find_specs(source)
+        try:
+            specs = Checkpoint.open(to_model_path(source)).weights.layout.specs
+        except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
+            specs = {}
         try:
             config = find_companions(Path(source), source).config if not Path(source).is_file() else None
         except (NotACheckpoint, Usage):
@@ -213,10 +209,7 @@ class TargetModel:
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], specs: Mapping[str, Spec], *, asked: bool = True) -> TargetModel:
-        """Return the model that a config describes.
-
-        `specs` are the dtypes and shapes of its weights, {} without weights.
-        """
+        """Return the model that a config describes; `specs` are those of its weights, {} without weights."""
         by_weights = Form({name: spec.shape for name, spec in specs.items()}) if specs else None
         try:
             forms = forms_for(config, lambda: frozenset(specs) or None) if config else ()
@@ -226,14 +219,3 @@ class TargetModel:
         if not forms and by_weights is not None:
             forms, reason = (by_weights,), None
         return cls(name, config, forms, specs, reason, asked)
-
-
-def find_specs(source: str) -> Mapping[str, Spec]:
-    """Return the spec (dtype and shape) of each weight at `source`, by the model's names.
-
-    Returns {} if there are no weights.
-    """
-    try:
-        return Checkpoint.open(to_model_path(source)).weights.layout.specs
-    except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
-        return {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert, draft_salvage
@@ -21,66 +21,6 @@ from ckptkit.state.options import ConvertOptions
 from ckptkit.state.report import Converted
 
 _MAKERS: dict[str, Callable[..., Converted]] = {"consolidate": consolidate, "convert": convert, "reshard": reshard}
-
-
-def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
-    """Return the error that a command would fail with for this checkpoint, as far as metadata and file sizes show.
-
-    Does not try a command on a remote checkpoint, unless the checkpoint is damaged.
-    """
-    options = dict(fix.options)
-    try:
-        if "salvage" in options:
-            return judge_salvage(dry_run_salvage(fix, checkpoint))
-        if writes_checkpoint(fix) and not is_remote(checkpoint.path):
-            output = options.get("fix", fix.paths[-1])
-            run_fix(fix, checkpoint, str(output), dry_run=True, overwrite=True)
-    except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
-        return Trial(error)
-    except (IOFailure, Occupied):  # not the command's fault: another disk or destination helps
-        pass
-    return Trial()
-
-
-def writes_checkpoint(fix: Fix) -> bool:
-    """Return whether a command writes another checkpoint."""
-    return fix.verb in _MAKERS or "fix" in dict(fix.options)
-
-
-def run_fix(fix: Fix, checkpoint: Checkpoint, output: str | Path, **more: Any) -> Converted:
-    """Run a fix for this checkpoint. Writes to `output`; `more` are further options."""
-    if fix.verb not in _MAKERS:
-        return consolidate(reopen_by_headers(checkpoint), output, **more)
-    return _MAKERS[fix.verb](checkpoint, output, **options_of(fix), **more)
-
-
-def options_of(fix: Fix) -> dict[str, Any]:
-    """Return the options of a command without `also`: the open checkpoint already contains these directories."""
-    options = {name: list(value) if isinstance(value, tuple) else value for name, value in fix.options}
-    return {name: value for name, value in options.items() if name != "also"}
-
-
-def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Account:
-    """Return what a salvage would lose and fill, under the assumption that the bytes of all tensors are undamaged."""
-    check = look_at_sizes if is_remote(checkpoint.path) else look_at_structure
-    conversion = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
-    salvaged = draft_salvage(checkpoint.with_base(conversion.base), Path(fix.paths[1]), conversion, check).salvaged
-    assert salvaged is not None
-    return salvaged
-
-
-def judge_salvage(account: Account) -> Trial:
-    """Return the share of the weights that a salvage keeps, as a remark.
-
-    The trial fails if every weight would come from the other checkpoint.
-    """
-    weights = account.weights
-    if weights.filled and not weights.own:
-        return Trial(Corrupt(f"{weights.share(weights.filled)} come from {account.other}", path=account.source))
-    words = [f"keeps {weights.share(weights.own)}"]
-    words += [f"takes {weights.share(weights.filled)} from {account.other}"] if weights.filled else []
-    words += [f"loses {weights.share(weights.lost)}"] if weights.lost else []
-    return Trial(remark=", ".join(words) if weights.filled or weights.lost else "")
 
 
 _NEVER_JOINED = frozenset(["include", "salvage"])  # users should check the output of these before other changes
@@ -97,6 +37,53 @@ class Trial(NamedTuple):
 DryRun = Callable[[Fix], Trial]
 
 
+def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
+    """Return the error of a command's dry run for this checkpoint; for a remote one, tries only salvages."""
+    options = dict(fix.options)
+    try:
+        if "salvage" in options:
+            return dry_run_salvage(fix, checkpoint)
+        if (fix.verb in _MAKERS or "fix" in options) and not is_remote(checkpoint.path):
+            output = options.get("fix", fix.paths[-1])
+            run_fix(fix, checkpoint, str(output), dry_run=True, overwrite=True)
+    except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
+        return Trial(error)
+    except (IOFailure, Occupied):  # not the command's fault: another disk or destination helps
+        pass
+    return Trial()
+
+
+def run_fix(fix: Fix, checkpoint: Checkpoint, output: str | Path, **more: Any) -> Converted:
+    """Run a fix for this checkpoint. Writes to `output`; `more` are further options."""
+    if fix.verb not in _MAKERS:
+        return consolidate(reopen_by_headers(checkpoint), output, **more)
+    return _MAKERS[fix.verb](checkpoint, output, **options_of(fix), **more)
+
+
+def options_of(fix: Fix) -> dict[str, Any]:
+    """Return the options of a command without `also`: the open checkpoint already contains these directories."""
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in fix.options}
+    return {name: value for name, value in options.items() if name != "also"}
+
+
+def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Trial:
+    """Return the share of the weights that a salvage keeps, as a remark. Assumes that all tensors are undamaged.
+
+    The trial fails if every weight would come from the other checkpoint.
+    """
+    check = look_at_sizes if is_remote(checkpoint.path) else look_at_structure
+    conversion = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
+    account = draft_salvage(checkpoint.with_base(conversion.base), Path(fix.paths[1]), conversion, check).salvaged
+    assert account is not None
+    weights = account.weights
+    if weights.filled and not weights.own:
+        return Trial(Corrupt(f"{weights.share(weights.filled)} come from {account.other}", path=account.source))
+    words = [f"keeps {weights.share(weights.own)}"]
+    words += [f"takes {weights.share(weights.filled)} from {account.other}"] if weights.filled else []
+    words += [f"loses {weights.share(weights.lost)}"] if weights.lost else []
+    return Trial(remark=", ".join(words) if weights.filled or weights.lost else "")
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenFixes:
     """The findings with the commands that fix them, and notes on findings that no command fixes."""
@@ -111,43 +98,21 @@ def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: D
     if any(finding.code == "other_model" for finding in grouped):  # no command can create the requested model
         return ChosenFixes(tuple(replace(finding, fixed_by=None) for finding in grouped))
     suggested = list(dict.fromkeys(finding.fixed_by for finding in grouped if finding.fixed_by))
-    # try the joint command first: one command that fixes several findings
     joint = join_all(suggested, is_sharded=checkpoint.model_component.reader.name == SHARDS)
-    trials = Trials(dry_run, {})
-    chosen = {fix: trials.first(joint[fix], fix) for fix in suggested}
-    refused = {fix: error for fix in suggested if chosen[fix] is None and (error := trials.known[fix].error)}
-    notes = [f"`{fix}` would fail with: {error.message}{hint_of(error)}" for fix, error in refused.items()]
+    trial = cache(dry_run)
+    chosen: dict[Fix, Fix | None] = {}
+    for fix in suggested:
+        # try the joint command first: one command that fixes several findings
+        wanted = (other for one in (joint[fix], fix) for other in (one, *fallback_commands(one)))
+        chosen[fix] = next((other for other in wanted if trial(other).error is None), None)
+    refused = {fix: error for fix in suggested if chosen[fix] is None and (error := trial(fix).error)}
+    hints = {fix: f" ({error.hint})" if error.hint else "" for fix, error in refused.items()}
+    notes = [f"`{fix}` would fail with: {error.message}{hints[fix]}" for fix, error in refused.items()]
     kept = dict.fromkeys(fix for fix in chosen.values() if fix)
-    notes += [f"`{fix}`: {remark}" for fix in kept if (remark := trials.known[fix].remark)]
-    return ChosenFixes(
-        tuple(
-            replace(finding, fixed_by=chosen[finding.fixed_by]) if finding.fixed_by else finding for finding in grouped
-        ),
-        tuple(notes),
-    )
-
-
-def hint_of(error: CkptError) -> str:
-    return f" ({error.hint})" if error.hint else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Trials:
-    """Cache of dry runs: each command is tried once."""
-
-    dry_run: DryRun
-    known: dict[Fix, Trial]
-
-    def first(self, *fixes: Fix) -> Fix | None:
-        """Return the first of `fixes` and their alternatives that passes the dry run; None if all fail."""
-        wanted = (other for fix in fixes for other in (fix, *fallback_commands(fix)))
-        return next((fix for fix in wanted if self.admits(fix)), None)
-
-    def admits(self, fix: Fix) -> bool:
-        """Return whether the dry run of a command succeeds."""
-        if fix not in self.known:
-            self.known[fix] = self.dry_run(fix)
-        return self.known[fix].error is None
+    notes += [f"`{fix}`: {remark}" for fix in kept if (remark := trial(fix).remark)]
+    fixes = [chosen[finding.fixed_by] if finding.fixed_by else None for finding in grouped]
+    fixed = (replace(finding, fixed_by=fix) for finding, fix in zip(grouped, fixes, strict=True))
+    return ChosenFixes(tuple(fixed), tuple(notes))
 
 
 def fallback_commands(fix: Fix) -> Iterator[Fix]:

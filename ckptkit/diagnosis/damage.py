@@ -1,13 +1,15 @@
-"""Find damage that makes a checkpoint unreadable: missing files, an unfinished save, gaps, too new metadata."""
+"""Find damage: missing files, an unfinished save, gaps, too new metadata, and entries that contradict each other."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, export, rewrite
@@ -28,12 +30,9 @@ def look_for_damage(checkpoint: Checkpoint, check: Callable[[Path], Sequence[Ckp
         part.path: problems_of(part) if is_remote(part.path) else check(part.path) for part in checkpoint.components
     }
     problems_by_path |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
-    failed = next(
-        (problem for problems in problems_by_path.values() for problem in problems if isinstance(problem, IOFailure)),
-        None,
-    )
-    if failed is not None:
-        raise failed
+    for problem in (problem for problems in problems_by_path.values() for problem in problems):
+        if isinstance(problem, IOFailure):
+            raise problem
     return {path: problems for path, problems in problems_by_path.items() if problems}
 
 
@@ -71,19 +70,14 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
 
 def is_beside(checkpoint: Checkpoint, problem: CkptError) -> bool:
     """Return whether a problem concerns a JSON file without tensors or metadata, such as config.json."""
-    path, files = problem.path, [part.path for part in checkpoint.components]
-    return path is not None and path.suffix == ".json" and path.parent in files and not is_owned(checkpoint, path.name)
-
-
-def is_owned(checkpoint: Checkpoint, name: str) -> bool:
-    return any(part.reader.owns(name) for part in checkpoint.components)
+    path, parts = problem.path, checkpoint.components
+    if path is None or path.suffix != ".json" or path.parent not in [part.path for part in parts]:
+        return False
+    return not any(part.reader.owns(path.name) for part in parts)
 
 
 def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
-    """Return the latest other checkpoint of the run without a damage that `ls` sees: missing or truncated files.
-
-    Returns None if there is none, or the name has no step.
-    """
+    """Return the latest other checkpoint of the run without missing or truncated files; None if there is none."""
     if checkpoint.own_step is None:
         return None
     try:
@@ -101,22 +95,39 @@ def name_in(root: Path, path: Path) -> str:
 
 def find_torch_version(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if a later torch wrote the metadata and the installed torch fails to read it."""
-    own = installed_torch_version()
+    try:
+        own = version("torch")  # without importing it
+    except PackageNotFoundError:
+        return
     for component in case.checkpoint.components:
         needed = component.reader.least_torch(component.path)
-        if needed is not None and own is not None and numbers(own) < numbers(needed):
+        if needed is not None and numbers(own) < numbers(needed):
             message = f"torch {needed} or later wrote the metadata, and torch {own} fails on it with a ValueError"
             yield Finding("torch_version", None, message, rewrite(case.checkpoint))
             return
 
 
-def installed_torch_version() -> str | None:
-    """Return the version of the installed torch without importing it; None if torch is not installed."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
-
-
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split("+", maxsplit=1)[0].split(".")[:2] if number.isdecimal())
+
+
+# if the model is known, `find_names` reports each tensor
+_BY_NAME = frozenset(["layer_gap", "layer_lacks", "empty_weight"])
+_BY_SHAPE = frozenset(["bias"])  # likewise `find_shapes`
+
+
+def find_inconsistencies(case: LoadTarget) -> Iterator[Finding]:
+    """Yield the entries that contradict the rest of the checkpoint, with the command that removes a wrong prefix."""
+    for inconsistency in case.inconsistencies:
+        code, prefix = inconsistency.code, re.escape(inconsistency.data.get("prefix", ""))
+        is_reported = case.misfits is not None and (
+            code in _BY_SHAPE or (code in _BY_NAME and bool(case.misfits.missing))
+        )
+        if is_reported or inconsistency.certainty <= Certainty.NOTE:
+            continue
+        fix = None
+        if code in ("wrapped_state", "wrapped_weight"):
+            fix = rewrite(case.checkpoint, rename=(rf"(^|\.){prefix}=>\1",))
+        elif code == "prefixed_state":
+            fix = rewrite(case.checkpoint, rename=(rf"^{prefix}=>",))
+        yield Finding(code, inconsistency.tensor, inconsistency.message, fix, inconsistency.names)

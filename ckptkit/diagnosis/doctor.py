@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,20 +14,40 @@ from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.optimizers.masters import REMAINDERS, remainders_in
 from ckptkit.checks.verify import verify_part
-from ckptkit.diagnosis import KINDS
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
-from ckptkit.diagnosis.damage import find_damage, look_for_damage
-from ckptkit.diagnosis.exports import find_broken_export
+from ckptkit.diagnosis.damage import find_damage, find_inconsistencies, find_torch_version, look_for_damage
+from ckptkit.diagnosis.exports import find_broken_export, find_config_dtype, find_empty_adapter, find_index
 from ckptkit.diagnosis.finding import Finding, Fix
-from ckptkit.diagnosis.optimizer import list_missing_states
-from ckptkit.diagnosis.shapes import compared_ties
+from ckptkit.diagnosis.group_map import find_unlisted
+from ckptkit.diagnosis.names import find_names, find_wrappers
+from ckptkit.diagnosis.optimizer import find_groups, find_missing_states, list_missing_states
+from ckptkit.diagnosis.other_checkpoint import compare_with_checkpoint
+from ckptkit.diagnosis.ranks import find_ranks
+from ckptkit.diagnosis.shapes import compared_ties, find_shapes, find_ties, find_unserved
+from ckptkit.diagnosis.weights import (
+    find_adapters,
+    find_declared_quantized,
+    find_extra_state,
+    find_model,
+    find_predictors,
+    find_quantized,
+    find_tokens,
+)
 from ckptkit.errors import CkptError, and_more, too_small
 from ckptkit.io.path import remarks_on_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
 from ckptkit.summary import Summarized, first_few
 from ckptkit.words import count
+
+# what doctor looks for in a readable checkpoint, in the order of the output
+KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
+    *(find_torch_version, find_index, find_config_dtype, find_empty_adapter, find_model, find_adapters),
+    *(find_quantized, find_declared_quantized, find_tokens, find_extra_state, find_predictors, find_wrappers),
+    *(find_names, find_unserved, find_shapes, find_ties, find_missing_states, find_ranks, find_groups),
+    *(compare_with_checkpoint, find_unlisted, find_inconsistencies),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +74,8 @@ class Diagnosis(Summarized):
     @property
     def verdict(self) -> str:
         """Return the result in one line."""
-        what = (
-            count(len(self.findings), "finding") if self.findings else "no problem found in names, shapes and metadata"
-        )
-        return f"{self.path}: {what}"
+        what = count(len(self.findings), "finding")
+        return f"{self.path}: {what if self.findings else 'no problem found in names, shapes and metadata'}"
 
     @property
     def not_read(self) -> str:
@@ -103,38 +121,26 @@ def doctor(
         return diagnosis
     if not chosen.findings:
         return replace(diagnosis, notes=(*notes, f"nothing to fix: {fix} was not written"))
-    certain = certain_fixes(chosen.findings)
+    # the commands that are certain to help with every finding that suggests them
+    suggested = dict.fromkeys(one.fixed_by for one in chosen.findings if one.fixed_by)
+    fixed_by = {command: [one for one in chosen.findings if one.fixed_by == command] for command in suggested}
+    certain = [command for command, those in fixed_by.items() if all(one.is_certain for one in those)]
     if len(certain) != 1:
         many = f"{len(certain)} commands would each fix a part: run one, then `ckptkit doctor` on its output"
-        return replace(
-            diagnosis, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}")
-        )
+        note = f"nothing was fixed: {many if certain else 'no fix is certain to help'}"
+        return replace(diagnosis, notes=(*notes, note))
     converted = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
-    left_out = [f"not copied: `{entry.name}`" for entry in converted.dropped] + describe_left(
-        converted.left_behind, "not copied"
-    )
-    return replace(
-        diagnosis, fixed_by=certain[0], fixed=replace(fixed, notes=(*converted.notes, *left_out, *fixed.notes))
-    )
-
-
-def certain_fixes(findings: Sequence[Finding]) -> list[Fix]:
-    """Return the commands that are certain to help with every finding that suggests them."""
-    fixes = dict.fromkeys(one.fixed_by for one in findings if one.fixed_by)
-    return [fix for fix in fixes if all(one.is_certain for one in findings if one.fixed_by == fix)]
+    left_out = [f"not copied: `{entry.name}`" for entry in converted.dropped]
+    left_out += describe_left(converted.left_behind, "not copied")
+    fixed = replace(fixed, notes=(*converted.notes, *left_out, *fixed.notes))
+    return replace(diagnosis, fixed_by=certain[0], fixed=fixed)
 
 
 def open_case(
-    checkpoint: Checkpoint,
-    model: str | Path | None = None,
-    like: Source | None = None,
-    world_size: int | None = None,
+    checkpoint: Checkpoint, model: str | Path | None = None, like: Source | None = None, world_size: int | None = None
 ) -> tuple[LoadTarget | None, list[Finding]]:
-    """Open the checkpoint and its target, and return them with the damage that was found.
-
-    The target is None if the model's component cannot be read.
-    """
+    """Return the checkpoint with its target, None if its model cannot be read, and the damage that was found."""
     if broken := find_broken_export(checkpoint):
         return None, broken
     damage = look_for_damage(checkpoint, check_part)
@@ -149,18 +155,12 @@ def open_case(
 
 
 def check_part(path: Path) -> Sequence[CkptError]:
-    """Return the problems of a component.
-
-    Omits the one for an empty adapter: `find_empty_adapter` says more about it.
-    """
+    """Return the problems of a component, except an empty adapter: `find_empty_adapter` says more about it."""
     return [problem for problem in verify_part(path, fast=True).problems if problem.code != EMPTY]
 
 
 def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:
-    """Return the model that the user named, or else the one of the checkpoint's own config.
-
-    Returns None if there is no config.
-    """
+    """Return the model that the user named, or else the one of the checkpoint's own config; None without a config."""
     if model is not None:
         return TargetModel.open(str(model))
     own = checkpoint.companions

@@ -11,7 +11,7 @@ from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix
 from ckptkit.diagnosis.doctor import open_case
 from ckptkit.diagnosis.explanations import MatchedMessage
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.messages import MESSAGES, Message
+from ckptkit.diagnosis.messages import MESSAGES
 
 _MAX_CHARACTERS = 1 << 20  # searched characters: logs of many ranks repeat the same text
 # lines of source code in a traceback: they contain the templates of messages
@@ -32,13 +32,8 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     for message in MESSAGES:
         for parts in dict.fromkeys(match.groups() for match in message.pattern.finditer(text)):
             findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
-            meanings.append(general_finding(message))
+            meanings.append(Finding(message.code, None, message.means))  # if the checkpoint shows no cause
     return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings
-
-
-def general_finding(message: Message) -> Finding:
-    """Return a finding with the general meaning of a message, for use if the checkpoint shows no cause."""
-    return Finding(message.code, None, message.means)
 
 
 def words_of(error: BaseException) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptkit.diagnosis.case import LoadTarget
@@ -47,7 +47,8 @@ def find_keys(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         pairs |= {name: own for name, own in raw.items() if own in wanted and name != own}
     renamed = set(pairs.values())
     if pairs:
-        yield from renamed_tensors(case, pairs, raw)
+        rules = rules_for({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
+        yield from say_renamed(case.checkpoint, pairs, rules, "the model")
     elif case.checkpoint.family is not None and case.checkpoint.companions.config is not None:
         message = f"the checkpoint uses {case.checkpoint.family.name}'s names, and the model uses other names"
         yield Finding("family", wanted[0], message, rewrite(case.checkpoint, names=HUB), tuple(wanted))
@@ -55,16 +56,9 @@ def find_keys(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     present = tuple(name for name in wanted if name not in renamed and name in raw)
     if present:
         where = f"under `{case.weights.wrapper}`" if case.weights and case.weights.wrapper else "on top"
-        yield Finding(
-            "key", present[0], f"the checkpoint contains it, {where}: load that part of the checkpoint", None, present
-        )
+        message = f"the checkpoint contains it, {where}: load that part of the checkpoint"
+        yield Finding("key", present[0], message, None, present)
     yield from (missing_tensor(case, name) for name in wanted if name not in renamed and name not in raw)
-
-
-def renamed_tensors(case: LoadTarget, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the tensors that have another name in the model, with the rule that renames them."""
-    rules = rules_for({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
-    yield from say_renamed(case.checkpoint, pairs, rules, "the model")
 
 
 def missing_tensor(case: LoadTarget, name: str) -> Finding:
@@ -75,10 +69,7 @@ def missing_tensor(case: LoadTarget, name: str) -> Finding:
 
 
 def find_unexpected(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield the tensors that the model does not have.
-
-    Yields nothing if keys are missing too: `find_keys` handles that.
-    """
+    """Yield the tensors that the model does not have. If keys are missing too, `find_keys` handles the message."""
     if "Missing key(s) in state_dict" not in matched.text:
         for name in _QUOTED.findall(matched.parts[0]):
             fix = None if may_be_trained(case, name) else rewrite(case.checkpoint, exclude=(f"*{name}",))
@@ -86,10 +77,7 @@ def find_unexpected(matched: MatchedMessage, case: LoadTarget) -> Iterator[Findi
 
 
 def explain_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield why the shards do not contain a key.
-
-    The optimizer state was not saved, the tensor has another name, or it is under another parent key.
-    """
+    """Yield why the shards lack a key: its optimizer state was not saved, or it has another name or parent key."""
     name = matched.parts[0].rstrip(".")
     states = [state for state in find_missing_states(case) if state.tensor and name.startswith(f"{state.tensor}.")]
     if states:
@@ -138,35 +126,21 @@ def find_kind(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         yield Finding("kind", name, message)
 
 
-def has_same_end(one: str, other: str) -> bool:
-    return one.endswith(f".{other}") or other.endswith(f".{one}")
-
-
 def find_size(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield the shape mismatch of a tensor.
-
-    `parts` are the checkpoint's shape, the model's shape, and the tensor's name.
-    """
+    """Yield the shape mismatch of a tensor. `parts` are the checkpoint's shape, the model's shape, and its name."""
     saved, wanted = (tuple(map(int, _SIZE.findall(part))) for part in matched.parts[:2])
     name = matched.parts[2].strip().rstrip(".")
     rows = rows_of(case.weights.layout.tensors) if case.weights else {}
-    if (
-        saved
-        and wanted
-        and saved[1:] == wanted[1:]
-        and any(has_same_end(known, name) or known == name for known in rows)
-    ):
+    is_vocabulary = any(f".{name}".endswith(f".{known}") or known.endswith(f".{name}") for known in rows)
+    if saved and wanted and saved[1:] == wanted[1:] and is_vocabulary:
         message = f"expected {wanted[0]} rows as in the model, found {saved[0]}: one of the two is padded"
         yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=wanted[0]))
     elif len(wanted) == 1 and len(saved) > 1:
         message = f"expected {list(saved)}, found one axis of {wanted[0]} in the model: FSDP1 wrapped it for the load"
         yield Finding("shape", name, message)
     else:
-        yield Finding(
-            "shape",
-            name,
-            f"expected {list(wanted)} as in the model, found {list(saved)}: check that it is the same model",
-        )
+        message = f"expected {list(wanted)} as in the model, found {list(saved)}: check that it is the same model"
+        yield Finding("shape", name, message)
 
 
 def find_size_by_name(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
@@ -188,10 +162,7 @@ def find_groups(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_ranks(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield that the checkpoint needs as many ranks as saved it.
-
-    `parts` are the saved and the current number of ranks.
-    """
+    """Yield that the checkpoint needs as many ranks as saved it. `parts` are the saved and the current number."""
     before, now = (int(found[0]) if (found := _SIZE.findall(part)) else 0 for part in matched.parts[:2])
     fix = resize(case.checkpoint, now) if now else None
     yield Finding("world_size", None, f"{before} ranks saved the checkpoint, and {now} ranks load it", fix)
@@ -206,11 +177,6 @@ def find_file(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         yield Finding("world_size", None, message, reshard(case.checkpoint, int(world[1])))
 
 
-def find_parameter(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield why the file does not contain a parameter. `parts` contains its name."""
-    yield from explain_key(MatchedMessage((matched.parts[0],), matched.text), case)
-
-
 def find_misfits(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
     for kind in (find_wrappers, find_names, find_shapes):
         yield from kind(case)
@@ -220,10 +186,9 @@ def find_model(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield the command that exports the model of a training checkpoint, or that torch.save did not write the file."""
     if match := _OPERAND.search(matched.text):
         yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(match[1], '')}")
-        return
-    yield Finding(
-        "no_model", None, "this is a training checkpoint, not a model that can be loaded", export(case.checkpoint)
-    )
+    else:
+        message = "this is a training checkpoint, not a model that can be loaded"
+        yield Finding("no_model", None, message, export(case.checkpoint))
 
 
 def find_version(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has only a number

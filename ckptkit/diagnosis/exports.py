@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.adapters.empty import find_empty
@@ -30,39 +30,23 @@ _UNREAD = (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported)
 _EXPERT = (r"(\.experts)\.([^.]+)\.weight([0-9]+)$", r"\1.\3.\2.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenExport:
-    """A model with undamaged tensors: the tensors that its file headers list, and its `index` (None without one)."""
-
-    found: HeaderFiles
-    index: Mapping[str, str] | None
-
-    @property
-    def unlisted(self) -> tuple[str, ...]:
-        """Return the tensors that the index does not list, or lists in another file; all of them without an index."""
-        tensors = self.found.layout.tensors
-        return tuple(name for name, tensor in tensors.items() if (self.index or {}).get(name) != tensor.chunks[0].path)
-
-    def findings(self, fix: Fix) -> Iterator[Finding]:
-        """Yield each problem, with the command that fixes it."""
-        for name, file in self.found.empty.items():
-            message = (
-                f"`{file}` lists the tensor without dtype and elements (torch does this for tied weights): loaders fail"
-            )
-            yield Finding("empty_entry", name, message, fix)
-        if unlisted := self.unlisted:
-            files = len(self.found.layout.paths)
-            what = "there is no index" if self.index is None else f"`{INDEX}` does not list {len(unlisted)} of them"
-            message = f"{files} files hold {len(self.found.layout.tensors)} tensors, and {what}"
-            yield Finding("index", None, message, fix)
-
-
 def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
     """Return the problems of a model's index or headers; [] unless its tensors are certainly complete."""
     component = checkpoint.model_component
     broken = read_export(component) if may_be_broken(component) else None
+    if broken is None:
+        return []
+    headers, index = broken
     fix = Fix.of("doctor", checkpoint.path, fix=output_path_for(checkpoint.path, "fixed"))
-    return list(broken.findings(fix)) if broken else []
+    no_dtype = "lists the tensor without dtype and elements (torch does this for tied weights): loaders fail"
+    findings = [Finding("empty_entry", name, f"`{file}` {no_dtype}", fix) for name, file in headers.empty.items()]
+    tensors, listed = headers.layout.tensors, index or {}
+    unlisted = [name for name, tensor in tensors.items() if listed.get(name) != tensor.chunks[0].path]
+    if unlisted:
+        what = "there is no index" if index is None else f"`{INDEX}` does not list {len(unlisted)} of them"
+        message = f"{len(headers.layout.paths)} files hold {len(tensors)} tensors, and {what}"
+        findings.append(Finding("index", None, message, fix))
+    return findings
 
 
 def may_be_broken(component: Component) -> bool:
@@ -77,8 +61,8 @@ def may_be_broken(component: Component) -> bool:
         return True
 
 
-def read_export(component: Component) -> BrokenExport | None:
-    """Return the tensors that the headers of a model's files list; None unless they are certainly the complete model.
+def read_export(component: Component) -> tuple[HeaderFiles, Mapping[str, str] | None] | None:
+    """Return the headers of a model's files, and its index; None unless they certainly list the complete model.
 
     This is certain if they are exactly the tensors that config.json describes, or if the files are a complete numbered
     series and no tensor is missing.
@@ -94,9 +78,9 @@ def read_export(component: Component) -> BrokenExport | None:
     model = TargetModel.of(CONFIG, config or {}, {})
     shapes = headers.layout.shapes
     misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model) if model.forms else None
-    if misfits is None:
-        return BrokenExport(headers, index) if headers.is_series else None
-    return BrokenExport(headers, index) if (headers.is_series and not misfits.missing) or not misfits else None
+    is_complete = headers.is_series and not (misfits and misfits.missing)
+    fits = misfits is not None and not misfits
+    return (headers, index) if is_complete or fits else None
 
 
 def index_in(root: Path) -> Mapping[str, str] | None:
@@ -112,19 +96,16 @@ def reopen_by_headers(checkpoint: Checkpoint) -> Checkpoint:
     component = checkpoint.model_component
     broken = read_export(component)
     assert broken is not None
-    return replace(checkpoint, components=(replace(component, salvaged=broken.found.layout),))
+    return replace(checkpoint, components=(replace(component, salvaged=broken[0].layout),))
 
 
 def find_index(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if several numbered files have no index. transformers needs it."""
     component = case.checkpoint.model_component
-    files = component.layout.paths
-    if (
-        component.reader.name == _HF
-        and component.layout.world_size is None
-        and len(files) > 1
-        and not (component.path / INDEX).exists()
-    ):
+    files, is_of_ranks = component.layout.paths, component.layout.world_size is not None
+    if component.reader.name != _HF or is_of_ranks or len(files) < 2:
+        return
+    if not (component.path / INDEX).exists():
         message = f"`{INDEX}` is missing beside {len(files)} files, so transformers finds no model"
         yield Finding("index", None, message, export(case.checkpoint))
 
@@ -154,28 +135,22 @@ def find_empty_adapter(case: LoadTarget) -> Iterator[Finding]:
         yield Finding("empty_adapter", error.tensor, message, export(checkpoint))
 
 
-@dataclass(frozen=True, slots=True)
-class NamedExperts:
-    """The finding on expert numbers, and the key mismatch that remains after the experts are renamed."""
+def find_named_experts(
+    case: LoadTarget, model: TargetModel, misfits: KeyMismatch
+) -> tuple[KeyMismatch, Finding] | None:
+    """Return the finding that experts have their number at the end of the name, and the mismatch without them.
 
-    misfits: KeyMismatch
-    finding: Finding
-
-
-def find_named_experts(case: LoadTarget, model: TargetModel, misfits: KeyMismatch) -> NamedExperts | None:
-    """Return the experts whose number is at the end of the name; None if that does not explain the names."""
+    Returns None if that does not explain the names.
+    """
     pattern = re.compile(_EXPERT[0])
-    if not any(pattern.search(name) for name in misfits.extra):
-        return None
-    shapes = {pattern.sub(_EXPERT[1], name): shape for name, shape in case.plain_shapes.items()}
-    renamed_misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
     names = tuple(name for name in misfits.extra if pattern.search(name))
-    if len(shapes) != len(case.plain_shapes) or any(
-        pattern.sub(_EXPERT[1], name) in renamed_misfits.extra for name in names
-    ):
+    if not names:
         return None
-    message = (
-        f"the expert's number is at the end of the name: in {model.name} it is `{pattern.sub(_EXPERT[1], names[0])}`"
-    )
-    fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=model.name if model.asked else None)
-    return NamedExperts(renamed_misfits, Finding("expert_names", names[0], message, fix, names))
+    new_names = {name: pattern.sub(_EXPERT[1], name) for name in case.plain_shapes}
+    shapes = {new_names[name]: shape for name, shape in case.plain_shapes.items()}
+    rest = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
+    if len(shapes) != len(case.plain_shapes) or any(new_names[name] in rest.extra for name in names):
+        return None
+    message = f"the expert's number is at the end of the name: in {model.name} it is `{new_names[names[0]]}`"
+    fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=case.base)
+    return rest, Finding("expert_names", names[0], message, fix, names)

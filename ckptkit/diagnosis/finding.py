@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,10 +36,7 @@ class Fix:
 
     @classmethod
     def of(cls, verb: str, *paths: str | Path, **options: Value | None) -> Fix:
-        """Return a command with its options in order: the target first, `base` last.
-
-        Drops options whose value is None or ().
-        """
+        """Return a command with its options in order: the target first, `base` last. Drops None and ()."""
         given = [(name, value) for name, value in options.items() if value is not None and value != ()]
         rank_of = {name: number for number, name in enumerate(_FIRST)}
         given.sort(key=lambda option: (rank_of.get(option[0], len(rank_of)), option[0] == "base"))
@@ -48,22 +45,15 @@ class Fix:
     @property
     def words(self) -> list[str]:
         """Return the unquoted arguments of the process, `ckptkit` first."""
-        options = [word for name, value in self.options for word in spell_option(name, value)]
-        return ["ckptkit", self.verb, *map(shell_word, self.paths), *options]
+        words = ["ckptkit", self.verb, *map(shell_word, self.paths)]
+        for name, value in self.options:
+            for item in value if isinstance(value, tuple) else (value,):
+                words += [option_name(name)] if item is True else [option_name(name), shell_word(item)]
+        return words
 
     def __str__(self) -> str:
         """Return the command as one line, quoted for a shell."""
         return shlex.join(self.words)
-
-
-def spell_option(name: str, value: Value) -> Iterator[str]:
-    """Yield the arguments of an option; repeats the flag for each value."""
-    flag = option_name(name)
-    if value is True:
-        yield flag
-    else:
-        for item in value if isinstance(value, tuple) else (value,):
-            yield from (flag, shell_word(item))
 
 
 def shell_word(word: object) -> str:
@@ -86,8 +76,9 @@ def rewrite(checkpoint: Checkpoint, *, base: str | None = None, **options: Value
 
 
 def convert(checkpoint: Checkpoint, **options: Value | None) -> Fix:
-    """Return the command that writes a training checkpoint again in its own format."""
-    source, to = checkpoint.path, own_format(checkpoint)
+    """Return the command that writes a training checkpoint again: in its own format, or as DCP if that is read-only."""
+    source, own = checkpoint.path, checkpoint.model_component.reader.name
+    to = own if own in writable_formats() and not get_writer(own).needs_names else SHARDS
     suffix = source.suffix if source.suffix in get_writer(to).suffixes and source.is_file() else ""
     return make_fix("convert", checkpoint, output_path_for(source, "fixed", suffix), to=to, **options)
 
@@ -103,10 +94,7 @@ def reshard(checkpoint: Checkpoint, world_size: int, **options: Value | None) ->
 
 
 def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
-    """Return the command that makes a checkpoint load on `world_size` ranks.
-
-    If the format has a variant that loads on any number of ranks, the command converts to that variant.
-    """
+    """Return the command that makes a checkpoint load on `world_size` ranks, or if possible on any number."""
     target = checkpoint.model_component.reader.resized_as
     if not target:
         return reshard(checkpoint, world_size)
@@ -114,14 +102,9 @@ def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
 
 
 def output_path_for(path: Path, word: str, suffix: str = "") -> Path:
-    """Return the path of the output: beside the checkpoint at `path`, or in the current directory if `path` is remote.
-
-    `suffix` is the suffix of a file, "" for a directory.
-    """
+    """Return the path of an output beside `path`, or in the current directory if `path` is remote."""
     local = path if path.name not in ("", "..") else path.resolve()
-    stem = local.stem if local.is_file() else local.name
-    name = f"{stem}-{word}{suffix}"
-    return path_beside(local, name)
+    return path_beside(local, f"{local.stem if local.is_file() else local.name}-{word}{suffix}")
 
 
 def is_model(checkpoint: Checkpoint) -> bool:
@@ -130,12 +113,6 @@ def is_model(checkpoint: Checkpoint) -> bool:
     if part.reader.is_model_only or part.reader.is_sharded or not part.path.is_dir():
         return part.reader.is_model_only
     return any(map(_MODEL_FILE.fullmatch, names_in(part.path)))
-
-
-def own_format(checkpoint: Checkpoint) -> str:
-    """Return the format to write a checkpoint again in: its own, or DCP if ckptkit can only read its own."""
-    name = checkpoint.model_component.reader.name
-    return name if name in writable_formats() and not get_writer(name).needs_names else SHARDS
 
 
 # kinds of findings whose fix loses nothing and guesses nothing
@@ -194,11 +171,8 @@ def group(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def merge_findings(alike: list[Finding]) -> Finding:
     """Return one finding for several with the same message and the same name up to numbers."""
     first, *others = alike
-    names = tuple(
-        dict.fromkeys(
-            name for finding in alike for name in finding.names or ((finding.tensor,) if finding.tensor else ())
-        )
-    )
+    every = (name for finding in alike for name in finding.names or filter(None, (finding.tensor,)))
+    names = tuple(dict.fromkeys(every))
     if not others and not (first.names and first.tensor):
         return replace(first, names=names)
     return replace(first, tensor=fold(first.tensor) if first.tensor and len(names) > 1 else first.tensor, names=names)

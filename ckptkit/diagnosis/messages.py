@@ -14,6 +14,10 @@ from ckptkit.diagnosis import explanations
 from ckptkit.diagnosis.explanations import Look
 
 ANY = "…"
+_ONLY_ZEROS = (
+    "Most often, the file contains only zeros: its blocks were never written because the disk was full or the power "
+    "failed. Otherwise torch before 0.4 wrote the file."
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,8 @@ MESSAGES: tuple[Message, ...] = (
         "Missing key(s) in state_dict: …",
         "torch, `load_state_dict`",
         "missing",
-        "The state dict does not contain these parameters under the names that the model uses. If as many "
-        "keys are unexpected as are missing, only a prefix or a wrapper differs. If the names look "
-        "quite different, another "
+        "The state dict does not contain these parameters under the names that the model uses. If as many keys are "
+        "unexpected as are missing, only a prefix or a wrapper differs. If the names look quite different, another "
         "trainer wrote them: see [Names](names.md).",
         explanations.find_keys,
     ),
@@ -175,10 +178,9 @@ MESSAGES: tuple[Message, ...] = (
         "Unable to find latest file at …, if trying to load latest checkpoint",
         "DeepSpeed",
         "incomplete",
-        "Pass the directory above the tag (`global_stepN`); it contains the file `latest`, which "
-        "names the tag. If `latest` is "
-        "missing there, the save did not finish, because DeepSpeed writes `latest` last. DeepSpeed only warns, and "
-        "training starts from scratch.",
+        "Pass the directory above the tag (`global_stepN`); it contains the file `latest`, which names the tag. If "
+        "`latest` is missing there, the save did not finish, because DeepSpeed writes `latest` last. DeepSpeed only "
+        "warns, and training starts from scratch.",
     ),
     Message(
         "Loading a checkpoint for MP=… but world size is …",
@@ -193,9 +195,8 @@ MESSAGES: tuple[Message, ...] = (
         "Python, under `dcp.load`, verl and others",
         "incomplete",
         "If the file is `.metadata`, the save did not finish, or the file is only on the first node. If it is "
-        "`__3_0` or similar, that rank's shard is on another node. If it is "
-        "`model_world_size_8_rank_0.pt`, another"
-        " number of ranks saved the checkpoint.",
+        "`__3_0` or similar, that rank's shard is on another node. If it is `model_world_size_8_rank_0.pt`, another "
+        "number of ranks saved the checkpoint.",
         explanations.find_file,
     ),
     Message(
@@ -238,21 +239,8 @@ MESSAGES: tuple[Message, ...] = (
         "torch.save did not write this file: with `118` it is a git-lfs pointer (run `git lfs pull`), with `60` a "
         "web page.",
     ),
-    Message(
-        "files saved in the legacy .tar format",
-        "torch 2.6 and later, `torch.load`",
-        "corrupt",
-        "Most often, the file contains only zeros: its blocks were never "
-        "written because the disk was full or the power failed. Otherwise torch before 0.4 wrote the file.",
-    ),
-    Message(
-        "filename 'storages' not found",
-        "torch, `torch.load(weights_only=False)`",
-        "corrupt",
-        "Most often, the file contains only zeros: its blocks were never written because the disk was "
-        "full or the power "
-        "failed. Otherwise torch before 0.4 wrote the file.",
-    ),
+    Message("files saved in the legacy .tar format", "torch 2.6 and later, `torch.load`", "corrupt", _ONLY_ZEROS),
+    Message("filename 'storages' not found", "torch, `torch.load(weights_only=False)`", "corrupt", _ONLY_ZEROS),
     Message(
         "EOFError: …",
         "Python, under `torch.load` and `dcp.load`",
@@ -283,7 +271,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "The model to load into is wrapped or compiled differently from the model in the file. `ckptkit doctor CKPT "
         "--model MODEL` shows the rule (`--rename`) that makes the names equal.",
-        explanations.find_parameter,
+        explanations.explain_key,
     ),
     Message(
         "PytorchStreamReader failed …",

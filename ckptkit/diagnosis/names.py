@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
-from ckptkit.diagnosis.finding import Finding, Fix, Value, convert, export, is_model, rewrite
+from ckptkit.diagnosis.finding import Finding, Value, convert, export, is_model, rewrite
 from ckptkit.diagnosis.shapes import is_another_model, pairs_of
 from ckptkit.errors import Mismatch
 from ckptkit.layout.renames import by_change, few_globs, rules_for
@@ -45,7 +44,7 @@ _MAX_GLOBS = 8
 
 def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
     """Yield the prefixes of wrappers in names, if the model to load does not have these wrappers."""
-    if case.weights is None or not (case.is_asked or is_model(case.checkpoint)):
+    if case.weights is None or not (case.asked or is_model(case.checkpoint)):
         return
     raw = raw_names(case)
     for wrapper in WRAPPERS:
@@ -55,7 +54,11 @@ def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
             message = (
                 f"the names start with `{prefix}.` (added by {whose}); a model without that wrapper will not find them"
             )
-            yield Finding("wrapper", names[0], message, fix_removing_prefix(case, prefix), names)
+            if is_model(case.checkpoint):  # an export drops the prefixes of wrappers
+                fix = export(case.checkpoint, base=case.base)
+            else:
+                fix = rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(prefix)}\.=>\1",))
+            yield Finding("wrapper", names[0], message, fix, names)
 
 
 def raw_names(case: LoadTarget) -> dict[str, str]:
@@ -68,14 +71,6 @@ def raw_names(case: LoadTarget) -> dict[str, str]:
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 
 
-def fix_removing_prefix(case: LoadTarget, prefix: str) -> Fix:
-    """Return the command that removes a wrapper's prefix from all names; an export drops these prefixes by default."""
-    if is_model(case.checkpoint):
-        base = case.model.name if case.model and case.model.asked else None
-        return export(case.checkpoint, base=base)
-    return rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(prefix)}\.=>\1",))
-
-
 def find_names(case: LoadTarget) -> Iterator[Finding]:
     """Yield missing and unexpected tensors, with the rule, family or prefix that fixes them, if there is one."""
     model, misfits = case.model, case.misfits
@@ -85,59 +80,65 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
         yield from find_transposed(case, model)
         yield from find_names_on_disk(case, model)
         return
-    on_hub = None if misfits.is_small else translate_to_hub(case, model)
+    # if nothing is missing, another family of names cannot be the reason
+    on_hub = translate_to_hub(case, model) if misfits.missing else None
     if on_hub is not None:
         if not model.asked:
             return  # the trainer that wrote these names can load them
-        yield on_hub.finding
-        misfits = KeyMismatch.of(on_hub.shapes, closest(model.forms, on_hub.shapes.keys()), model)
+        shapes, finding = on_hub
+        yield finding
+        misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
     # each explanation removes its tensors from the mismatch, so the order matters: family, experts, rules
     experts = find_named_experts(case, model, misfits)
     if experts is not None:
-        yield experts.finding
-        misfits = experts.misfits
+        misfits, finding = experts
+        yield finding
     pairs = misfits.renamed()
-    yield from find_renamed(case, pairs)
+    if pairs:
+        rules = rules_for(pairs, case.shapes.keys())
+        yield from say_renamed(case.checkpoint, pairs, rules, model.name, case.base)
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
     extra = [name for name in misfits.extra if name not in pairs]
     if missing and len(missing) == misfits.needed:
-        yield other_model_finding(case, model, len(missing))
+        wanted, found = count(len(missing), "tensor"), abridge(sorted(case.shapes, key=len))
+        message = f"expected the {wanted} of {model.name}, found none of them under any name; found {found}"
+        yield Finding("other_model", None, message)
         return
-    yield from (missing_finding(model, name) for name in missing)
+    for name in missing:
+        cause = "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
+        message = f"missing: {model.name} has this tensor{cause if name == HEAD else ''}"
+        yield Finding("missing", name, message)
     if model.asked or is_model(case.checkpoint):
         heads = predictors_in(extra, model.config)
         yield from find_unexpected(case, model, [name for name in extra if name not in heads])
 
 
-@dataclass(frozen=True, slots=True)
-class HubView:
-    """The shapes of a checkpoint's tensors by their names on the Hub, and the finding that suggests the translation."""
+def translate_to_hub(case: LoadTarget, model: TargetModel) -> tuple[Shapes, Finding] | None:
+    """Return the tensors' shapes by their names on the Hub, and the finding that suggests the translation.
 
-    shapes: Shapes
-    finding: Finding
-
-
-def translate_to_hub(case: LoadTarget, model: TargetModel) -> HubView | None:
-    """Return the tensors under the Hub's names, if they have another family's names that ckptkit can translate."""
+    Returns None if the names are not another family's, or ckptkit cannot translate them.
+    """
     shapes = case.shapes_on_hub(None)
     rows = vocabulary_of(model.config)
     options: dict[str, Value] = {}
     if shapes is None and rows is not None:
         shapes = case.shapes_on_hub(rows)
         options = {"vocab_size": rows}
-    if shapes is None or shapes.keys() == case.shapes.keys():
+    if shapes is None or shapes.keys() == case.shapes.keys() or case.weights is None:
         return None
     family = case.checkpoint.family
     whose = family.whose if family else "the model's names in memory"
     names = tuple(name for name in case.shapes if name not in shapes)
     message = f"the names are {whose}, and {model.name} uses the Hub's"
     if options:
-        message += f"; the vocabulary is padded to {padded_rows(case)} rows, its own is {rows}"
-    if is_model(case.checkpoint) or not has_optimizer(case):
+        padded = max(rows_of(case.weights.layout.tensors).values(), default=0)
+        message += f"; the vocabulary is padded to {padded} rows, its own is {rows}"
+    has_optimizer = case.layout.blobs or case.weights.left_out
+    if is_model(case.checkpoint) or not has_optimizer:
         fix = export(case.checkpoint, **options, base=model.name)
     else:
         fix = convert(case.checkpoint, names=HUB, **options, base=model.name)
-    return HubView(shapes, Finding("family", names[0] if names else None, message, fix, names))
+    return shapes, Finding("family", names[0] if names else None, message, fix, names)
 
 
 def find_transposed(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
@@ -161,39 +162,6 @@ def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding
     message = f"the name is one for files; in memory {model.name} has another name, which torch's load asks for"
     fix = convert(case.checkpoint, names=_IN_MEMORY, base=model.name)
     yield Finding("family", names[0], message, fix, names)
-
-
-def padded_rows(case: LoadTarget) -> int:
-    assert case.weights is not None
-    return max(rows_of(case.weights.layout.tensors).values(), default=0)
-
-
-def has_optimizer(case: LoadTarget) -> bool:
-    return bool(case.layout.blobs) or (case.weights is not None and bool(case.weights.left_out))
-
-
-def find_renamed(case: LoadTarget, pairs: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the tensors that have another name in the model, one finding for each rule."""
-    if not pairs or case.model is None:
-        return
-    base = case.model.name if case.model.asked else None
-    yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
-
-
-def other_model_finding(case: LoadTarget, model: TargetModel, needed: int) -> Finding:
-    """Return the finding that the checkpoint contains no tensor of the model."""
-    some_names = abridge(sorted(case.shapes, key=len))
-    message = (
-        f"expected the {count(needed, 'tensor')} of {model.name}, found none of them under any name; found {some_names}"
-    )
-    return Finding("other_model", None, message)
-
-
-def missing_finding(model: TargetModel, name: str) -> Finding:
-    message = f"missing: {model.name} has this tensor"
-    if name == HEAD:
-        message += "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
-    return Finding("missing", name, message)
 
 
 def find_unexpected(case: LoadTarget, model: TargetModel, extra: list[str]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from ckptkit.checkpoints.optimizers.missing_states import States, find_states, f
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, reshard, rewrite
 from ckptkit.errors import Corrupt
-from ckptkit.layout import KeyPath, Layout
+from ckptkit.layout import Layout
 from ckptkit.words import count
 
 _MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
@@ -35,14 +35,12 @@ def list_missing_states(case: LoadTarget) -> Iterator[Finding]:
                 "the optimizer has no state for this parameter because it never received a gradient; "
                 f"unless it is frozen, torch's load fails with {error_text}"
             )
-            yield Finding("optimizer_state", spell_key(states.above, name), message, complete_fix(case))
+            key = ".".join([*map(str, states.above), "state", name])
+            yield Finding("optimizer_state", key, message, complete_fix(case))
 
 
 def is_misnamed(case: LoadTarget, states: States) -> bool:
-    """Return whether the optimizer has states under unknown names.
-
-    They may belong to the parameters without a state.
-    """
+    """Return whether the optimizer has states under unknown names, perhaps of the parameters without a state."""
     above = f"{'.'.join(map(str, states.above))}.state."
     is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in case.inconsistencies)
     return is_unknown or bool(states.strays)
@@ -71,10 +69,6 @@ def without_state(states: States) -> list[str]:
     return states.lacking if states.of else []
 
 
-def spell_key(above: KeyPath, name: str) -> str:
-    return ".".join([*map(str, above), "state", name])
-
-
 def find_groups(case: LoadTarget) -> Iterator[Finding]:
     """Yield the optimizers whose groups differ from the other checkpoint's, or that use indices where it uses names."""
     if case.like is None:
@@ -99,19 +93,16 @@ def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator
         )
         yield Finding("groups", ours.name, message)
     elif our_sizes != their_sizes:
+        sizes, found = (", ".join(map(str, group_sizes)) for group_sizes in (their_sizes, our_sizes))
         message = (
-            f"expected groups of {', '.join(map(str, their_sizes))} parameters as in {other}, found "
-            f"{', '.join(map(str, our_sizes))}: "
+            f"expected groups of {sizes} parameters as in {other}, found {found}: "
             "torch fails with `loaded state dict contains a parameter group that doesn't match the size`"
         )
         yield Finding("groups", ours.name, message)
     elif ours.is_named and (moved := find_moved(ours, theirs)):
         name, one, two = moved
-        yield Finding(
-            "groups",
-            f"{ours.name}.{name}",
-            f"expected the parameter in group {two} as in {other}, found it in group {one}",
-        )
+        message = f"expected the parameter in group {two} as in {other}, found it in group {one}"
+        yield Finding("groups", f"{ours.name}.{name}", message)
 
 
 def find_moved(ours: Optimizer, theirs: Optimizer) -> tuple[str, int, int] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.renames import shapes_of_entries
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, rewrite
@@ -31,19 +30,15 @@ def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
         one, other = (family.name if family else HUB for family in (our_family, their_family))
         message = f"the names are {one}'s here, and {other}'s in {case.like.path}"
         yield Finding("family", None, message, rewrite(case.checkpoint, names=other))
-    for ours, theirs in comparable_pairs(case.checkpoint, case.like):
+    for pair in pair_parts(case.checkpoint, case.like)[0]:
+        one_side, other_side = with_names_of_hub(case.checkpoint, case.like, pair)
+        ours, theirs, _ = match(one_side.layout, other_side.layout)
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
             yield from find_key(case, case.like.path, ours, theirs)
             yield from find_missing_and_extra(case, case.like.path, ours, theirs)
             yield from find_specs(case, case.like.path, ours, theirs)
             yield from find_kinds(case, case.like.path, ours, theirs)
-
-
-def comparable_pairs(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
-    """Return pairs of components from both checkpoints, with names that can be compared."""
-    pairs = (with_names_of_hub(one, two, pair) for pair in pair_parts(one, two)[0])
-    return [match(ours.layout, theirs.layout)[:2] for ours, theirs in pairs]
 
 
 def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
@@ -58,11 +53,8 @@ def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterato
 
 def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
-    reported_states = (
-        entries_of_missing_states(ours.layout, theirs.layout)
-        if case.checkpoint.model_component.reader.is_sharded
-        else set()
-    )
+    is_sharded = case.checkpoint.model_component.reader.is_sharded
+    reported_states = entries_of_missing_states(ours.layout, theirs.layout) if is_sharded else set()
     missing = {
         name: shape
         for name, shape in shapes_of_entries(theirs.layout).items()
@@ -74,7 +66,9 @@ def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Si
         if name not in theirs.layout.names and not is_per_rank(ours.layout, name)
     }
     pairs = by_rule(extra, missing)
-    yield from find_renamed(case, other, pairs, ours)
+    own = {old: new for old, new in pairs.items() if old in ours.weights}
+    rules = rules_for(own, ours.weights) if own else None  # the rules for the model rename its optimizer too
+    yield from say_renamed(case.checkpoint, pairs, rules, str(other))
     for name in missing:
         if name not in pairs.values():
             message = (
@@ -87,10 +81,7 @@ def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Si
 
 
 def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield entries that are tensors here and plain values in the other, such as a learning rate.
-
-    In the opposite case torch loads them.
-    """
+    """Yield entries that are tensors here and plain values in the other. torch can load the opposite."""
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
         message = (
@@ -98,16 +89,6 @@ def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
             "build the optimizer as it was built here, for example with `lr=torch.tensor(...)`"
         )
         yield Finding("kind", name, message)
-
-
-def find_renamed(case: LoadTarget, other: Path, pairs: Mapping[str, str], ours: Side) -> Iterator[Finding]:
-    """Yield the entries that have another name in the other checkpoint.
-
-    The rules for the model rename its optimizer too.
-    """
-    own = {old: new for old, new in pairs.items() if old in ours.weights}
-    rules = rules_for(own, ours.weights) if own else None
-    yield from say_renamed(case.checkpoint, pairs, rules, str(other))
 
 
 def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
@@ -128,10 +109,7 @@ def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
 
 
 def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
-    """Return the command that converts tensors to the other checkpoint's dtypes.
-
-    Returns None if a dtype cannot be converted.
-    """
+    """Return the command that casts tensors to the other checkpoint's dtypes; None if one cannot be cast."""
     weight_dtypes = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
     is_simple = len(weight_dtypes) == 1 and any(name in ours.weights for name in pairs)
     rules = [dtype.name for dtype in weight_dtypes] if is_simple else []

@@ -18,8 +18,12 @@ def find_ranks(case: LoadTarget) -> Iterator[Finding]:
     if wanted is None:
         return
     yield from find_rank_counts(case, wanted)
-    states = per_rank_entries(case)
-    for group, owners in states.items():
+    owners_by_group: dict[str, dict[str, int]] = defaultdict(dict)  # by the first word of the key path
+    for name in case.layout.names:
+        key = case.layout.key(name)
+        if (owner := owner_of_key(key)) is not None:
+            owners_by_group[str(key[0])][name] = owner
+    for group, owners in owners_by_group.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
             message = f"the file has a state for each of {count(ranks, 'rank')}; {wanted} cannot use these states"
@@ -36,23 +40,10 @@ def find_rank_counts(case: LoadTarget, wanted: int) -> Iterator[Finding]:
         )
         yield Finding("world_size", None, message, resize(case.checkpoint, wanted))
     path = case.checkpoint.path
-    owners = (
-        {name: rank for name in names_in(path) if (rank := owner_of_file(name)) is not None} if path.is_dir() else {}
-    )
-    owners = {name: rank for name, rank in owners.items() if not is_optional_state(name)}
+    names = [name for name in names_in(path) if not is_optional_state(name)] if path.is_dir() else []
+    owners = {name: rank for name in names if (rank := owner_of_file(name)) is not None}
     saved = 1 + max(owners.values(), default=-1)
     if owners and saved != wanted:
         message = f"the random states of {count(saved, 'rank')} are in one file a rank and cannot be used by {wanted}"
         fix = reshard(case.checkpoint, wanted) if reader.is_sharded else None  # other trainers cannot read DCP
         yield Finding("rank_state", min(owners), message, fix, tuple(sorted(owners)))
-
-
-def per_rank_entries(case: LoadTarget) -> dict[str, dict[str, int]]:
-    """Return the rank of each entry of per-rank state, grouped by the first word of the key path."""
-    owners_by_group: dict[str, dict[str, int]] = defaultdict(dict)
-    for name in case.layout.names:
-        key = case.layout.key(name)
-        owner = owner_of_key(key)
-        if owner is not None:
-            owners_by_group[str(key[0])][name] = owner
-    return owners_by_group

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.finding import Finding, Fix, export, is_model, rewrite
-from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, and_more
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, first_of
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
@@ -34,27 +34,24 @@ _MAX_GLOBS = 3
 def find_unserved(case: LoadTarget) -> Iterator[Finding]:
     """Yield the towers and layers that the config declares and that have no tensors."""
     model = case.model
-    is_for_use = case.is_asked or is_model(case.checkpoint)
+    is_for_use = case.asked or is_model(case.checkpoint)
     if model is None or not (case.shapes and is_for_use) or case.adapted or case.misfits is not None:
         return  # if the model's tensors are known, `find_names` reports the missing ones
-    yield from find_towers(case, model)
-    yield from find_layers(case, model)
-
-
-def find_towers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
-    """Yield the towers for images and audio that have a config but no tensors."""
     for key, words in _TOWERS.items():
         if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
             fix = from_base(case, model, filter(words.search, model.specs))
             message = f"{model.name} declares `{key}`, but the checkpoint has no tensors of it"
             yield Finding("layers", None, message, fix)
+    yield from find_layers(case, model)
 
 
 def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     """Yield a finding if fewer layers have tensors than the config declares."""
     inner = model.config.get("text_config")
     count = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
-    numbers = {int(number) for name in case.shapes if not is_of_tower(name) for number in LAYER.findall(name)}
+    # towers for images or audio have numbered layers too
+    names = [name for name in case.shapes if not any(words.search(name) for words in _TOWERS.values())]
+    numbers = {int(number) for name in names for number in LAYER.findall(name)}
     missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
     if numbers and missing:
         absent = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
@@ -62,18 +59,10 @@ def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
 
 
 def from_base(case: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
-    """Return the command that copies missing tensors from the model that the user named.
-
-    Returns None if it does not have them.
-    """
+    """Return the command that copies missing tensors from the model that the user named; None if it lacks them."""
     names = [name for name in wanted if name not in case.shapes]
     globs = few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
     return export(case.checkpoint, from_base=globs, base=model.name) if globs else None
-
-
-def is_of_tower(name: str) -> bool:
-    """Return whether a tensor belongs to a tower for images or audio. Their layers have numbers too."""
-    return any(words.search(name) for words in _TOWERS.values())
 
 
 Pairs = Mapping[str, tuple[Shape, Shape]]
@@ -92,8 +81,7 @@ def find_shapes(case: LoadTarget) -> Iterator[Finding]:
         message = (
             f"expected {expected_rows} rows (vocab_size of {case.model.name}), found {here}: one of the two is padded"
         )
-        base = case.model.name if case.model.asked else None
-        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=expected_rows, base=base))
+        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=expected_rows, base=case.base))
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     if is_another_model(case, others):
         yield different_model_finding(case, others)
@@ -104,10 +92,7 @@ def find_shapes(case: LoadTarget) -> Iterator[Finding]:
 
 
 def pairs_of(case: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
-    """Return the shape here and the shape in the model, for each tensor where they differ.
-
-    Leaves out tensors whose family stores them in another shape than the Hub.
-    """
+    """Return the shapes here and in the model that differ, unless the family stores another shape than the Hub."""
     if case.form is None or not case.is_plain:
         return {}
     expected = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
@@ -134,7 +119,7 @@ def different_model_finding(case: LoadTarget, pairs: Pairs) -> Finding:
         f"{len(pairs)} of {len(case.shapes)} tensors have another shape, {example}"
     )
     own = case.checkpoint.companions
-    fix = export(case.checkpoint, base=str(own.found_in)) if case.is_asked and own.config is not None else None
+    fix = export(case.checkpoint, base=str(own.found_in)) if case.asked and own.config is not None else None
     return Finding("config", None, message, fix)
 
 
@@ -148,26 +133,23 @@ def describe_sizes(shapes: Mapping[str, Shape]) -> str:
 
 def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
     """Yield a finding if the model's config differs from the checkpoint's own config in sizes or in the computation."""
-    if not case.is_asked or case.model is None or not case.model.config:
+    model = case.asked
+    if model is None or not model.config:
         return
     try:
         own = ModelFacts.of(case.checkpoint)
     except (Corrupt, IOFailure, Unsafe):  # `find_damage` reports files that cannot be read
         return
-    differ = own.compare(ModelFacts(Path(case.model.name), Companions(config=dict(case.model.config)))).certain
+    differ = own.compare(ModelFacts(Path(model.name), Companions(config=dict(model.config)))).certain
     if not differ:
         return
-    words = (
-        f"{', '.join(f'{pair.key} {pair.there}, not {pair.here}' for pair in differ[:4])}{and_more(len(differ) - 4)}"
-    )
+    words = first_of([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)
     if pairs:
         fix = None if own.config is None else export(case.checkpoint, base=str(own.found_in))
-        yield Finding("config", None, f"{case.model.name} is another model: {words}", fix)
+        yield Finding("config", None, f"{model.name} is another model: {words}", fix)
     else:
-        message = (
-            f"{case.model.name} differs from {own.described_in} in {own.found_in} in keys that change the "
-            f"computation: {words}"
-        )
+        where = f"{own.described_in} in {own.found_in}"
+        message = f"{model.name} differs from {where} in keys that change the computation: {words}"
         yield Finding("config", None, message)
 
 

@@ -25,12 +25,12 @@ _EXTRA_STATE = "_extra_state"
 
 def find_model(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if it is ambiguous which tensors are the model that the user asked for."""
-    if not case.is_asked or case.model is None:
+    if case.asked is None:
         return
     try:
         find_weights(case.checkpoint.model_component.layout)
     except SeveralModels as error:
-        fix = export(case.checkpoint, include=(error.globs[0],), base=case.model.name)
+        fix = export(case.checkpoint, include=(error.globs[0],), base=case.base)
         yield Finding("no_model", None, error.message, fix)
     except (Mismatch, Unsupported) as error:
         yield Finding("no_model", None, error.message)
@@ -43,31 +43,23 @@ def find_adapters(case: LoadTarget) -> Iterator[Finding]:
     if misfit := adapter_error(case):
         yield Finding("adapter_misfit", misfit.tensor, misfit.message)
         return
-    if not case.is_asked or case.model is None:
+    if case.asked is None:
         return
-    adapter = case.adapted.adapters[0]
-    names = tuple(adapter.entries)
+    adapter, model = case.adapted.adapters[0], case.asked.name
     kind = f"{adapter.method} `{adapter.name}` on {', '.join(adapter.targets[:4])}"
+    message = f"this is an adapter, {kind}, not a model"
+    fix = export(case.checkpoint, merge=True, base=model)
     if case.adapted.base:
-        message = (
-            f"the weights contain an adapter that is not merged, {kind}, so {case.model.name} does not find its names"
-        )
-        fix = export(case.checkpoint, merge=True, base=case.model.name)
+        message = f"the weights contain an adapter that is not merged, {kind}, so {model} does not find its names"
     elif case.adapted.is_saved:
-        message = f"this is an adapter, {kind}, not a model"
         path = case.checkpoint.path
-        fix = Fix.of("merge", case.model.name, path, output_path_for(path, "model"))
-    else:
-        message = f"this is an adapter, {kind}, not a model"
-        fix = export(case.checkpoint, merge=True, base=case.model.name)
+        fix = Fix.of("merge", model, path, output_path_for(path, "model"))
+    names = tuple(adapter.entries)
     yield Finding("adapter", names[0], message, fix, names)
 
 
 def adapter_error(case: LoadTarget) -> Mismatch | Unsupported | None:
-    """Return why an adapter fits no base: its matrices or its config contradict each other.
-
-    Returns None if it is consistent.
-    """
+    """Return why an adapter fits no base: its matrices or its config contradict each other. None if it fits."""
     if case.adapted is None or case.weights is None or find_empty(case.weights.layout):
         return None
     for adapter in case.adapted.adapters:
@@ -89,13 +81,12 @@ def find_quantized(case: LoadTarget) -> Iterator[Finding]:
     if not (case.model.asked or is_model(case.checkpoint)):
         return
     message = f"the weights are quantized ({case.quantization}), but the config of {case.model.name} does not say so"
-    base = case.model.name if case.model.asked else None
-    yield Finding("quantized", None, message, export(case.checkpoint, dtype=("bf16",), base=base))
+    yield Finding("quantized", None, message, export(case.checkpoint, dtype=("bf16",), base=case.base))
 
 
 def find_declared_quantized(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if the config for the load declares quantized weights, and the weights are plain."""
-    asked = case.model if case.is_asked else None
+    asked = case.asked
     config = asked.config if asked else case.checkpoint.companions.config
     method = read_quantization_config(config).method if config else None
     if method is None or case.weights is None or not (asked or is_model(case.checkpoint)):
@@ -103,7 +94,7 @@ def find_declared_quantized(case: LoadTarget) -> Iterator[Finding]:
     if is_plain(case.checkpoint.model_component.layout.specs):
         whose = f"the config of {asked.name}" if asked else "config.json"
         message = f"`{_QUANTIZATION}` in {whose}: expected weights quantized by {method}, found plain ones"
-        yield Finding("config_quantized", None, message, export(case.checkpoint, base=asked.name if asked else None))
+        yield Finding("config_quantized", None, message, export(case.checkpoint, base=case.base))
 
 
 def find_tokens(case: LoadTarget) -> Iterator[Finding]:
@@ -117,13 +108,13 @@ def find_tokens(case: LoadTarget) -> Iterator[Finding]:
 
 def find_extra_state(case: LoadTarget) -> Iterator[Finding]:
     """Yield the `_extra_state` entries of modules, such as fp8 scales, if the target model has other modules."""
-    if not case.is_asked or case.model is None:
+    if case.asked is None:
         return
     layout = case.checkpoint.model_component.layout
     names = tuple(name for name in layout.names if _EXTRA_STATE in str(layout.key(name)[-1]).split("/")[0].split("."))
     if names:
-        message = f"the state of a module, such as the scales of fp8; {case.model.name} has another kind of module"
-        yield Finding("extra_state", names[0], message, export(case.checkpoint, base=case.model.name), names)
+        message = f"the state of a module, such as the scales of fp8; {case.asked.name} has another kind of module"
+        yield Finding("extra_state", names[0], message, export(case.checkpoint, base=case.base), names)
 
 
 def find_predictors(case: LoadTarget) -> Iterator[Finding]:
@@ -134,8 +125,7 @@ def find_predictors(case: LoadTarget) -> Iterator[Finding]:
     _, notes = with_counts(config, case.shapes)
     if not notes:
         return
-    base = case.model.name if case.is_asked and case.model else None
-    names = BaseWeights(base)() or frozenset() if base else frozenset()
+    names = BaseWeights(case.base)() or frozenset() if case.base else frozenset()
     heads = predictors_in(names, config) - case.shapes.keys()
-    options = {"base": base, "from_base": tuple(globs_for(sorted(heads), names - heads))} if heads else {}
+    options = {"base": case.base, "from_base": tuple(globs_for(sorted(heads), names - heads))} if heads else {}
     yield Finding("mtp", None, notes[0].partition(";")[0], export(case.checkpoint, **options))

@@ -128,14 +128,6 @@ class Contents:
             yield from (replace(extent, path=part.name(extent.path)) for extent in part.extents)
 
 
-@dataclass(slots=True)
-class Delivery:
-    """The bytes written to a destination, and its notes for the user."""
-
-    sent_bytes: int = 0
-    notes: list[str] = field(default_factory=list)
-
-
 def cp(
     source: Source,
     dst: str | os.PathLike[str],
@@ -164,13 +156,14 @@ def cp(
         raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
     advance = report_progress(progress, sum(contents.sizes.values()))
     send = partial(transfer, contents, jobs=jobs, progress=advance, origin=origin)
+    sent_bytes = 0
+    notes: list[str] = []
     if dry_run:
         check_free(target, overwrite=overwrite, is_file=contents.is_file)
-        done = Delivery()
     elif is_remote(target):
-        done = copy_to_store(contents, target, send, overwrite=overwrite)
+        sent_bytes, notes = copy_to_store(contents, target, send, overwrite=overwrite)
     else:
-        done = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
+        sent_bytes = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
     delta_bytes = sum(file.nbytes for file in contents.sums.values())
     checked = 0 if dry_run else delta_bytes + sum(map(checked_bytes, contents.parts))
     total = 0 if dry_run else sum(contents.sizes.values())
@@ -181,9 +174,9 @@ def cp(
         files=contents.sizes,
         checked_bytes=checked,
         unchecked_bytes=total - checked,
-        sent_bytes=done.sent_bytes,
+        sent_bytes=sent_bytes,
         left_behind=contents.left,
-        notes=tuple(done.notes),
+        notes=tuple(notes),
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
     )
@@ -237,10 +230,7 @@ def read_component(part: Component, root: Path, others: frozenset[Path], problem
 
 
 def list_entries(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield each file in a directory and its subdirectories, with "" or the reason why it is not copied.
-
-    A subdirectory that is not copied is yielded itself.
-    """
+    """Yield the files below a directory that are copied, with "", and the entries that are not, with the reason."""
     paths = children(folder)
     names = {path.name for path in paths}
     for path in paths:
@@ -273,10 +263,7 @@ def checked_bytes(part: CopiedComponent) -> int:
 def transfer(
     contents: Contents, sink: PieceSink, *, jobs: int | None, progress: Told | None, origin: Origin
 ) -> Scanned:
-    """Copy every file into a sink, and verify the checksums of the source.
-
-    Raises `Corrupt` if a checksum differs, and `IOFailure` if the source was replaced meanwhile.
-    """
+    """Copy every file into a sink. Raises `Corrupt` if a checksum differs, `IOFailure` if the source was replaced."""
     problems = Problems()
     root, sizes = contents.root, contents.sizes
     scanned = copy_files(root, sizes, contents.extents, sink, problems.add, jobs=jobs, progress=progress)
@@ -301,10 +288,8 @@ def transfer(
 Send = Callable[[PieceSink], Scanned]
 
 
-def copy_to_directory(
-    contents: Contents, dst: Path, source: Path, send: Send, *, overwrite: bool, sync: bool
-) -> Delivery:
-    """Copy the files to a local directory, or a single file to a local file."""
+def copy_to_directory(contents: Contents, dst: Path, source: Path, send: Send, *, overwrite: bool, sync: bool) -> int:
+    """Copy the files to a local directory, or a single file to a local file. Returns the number of written bytes."""
     if overwrite and not (contents.is_file and not dst.is_file()):
         check_replaceable(dst, contents.sizes, by_training=contents.is_of_training)
     key = make_key(contents, source)
@@ -316,7 +301,7 @@ def copy_to_directory(
         sink = LocalPieces(stage.path, stage.work / _JOURNAL)
         send(sink)
         stage.commit()
-    return Delivery(sum(contents.sizes.values()) - sink.resumed_bytes)
+    return sum(contents.sizes.values()) - sink.resumed_bytes
 
 
 def make_key(contents: Contents, source: Path) -> bytes:
@@ -329,16 +314,12 @@ def make_key(contents: Contents, source: Path) -> bytes:
 
 @contextmanager
 def resumable_stage(stage: Stage) -> Iterator[Stage]:
-    """Open the stage. Keeps its files for the next call after an interruption or an I/O failure, else discards them.
-
-    A full disk discards them, too.
-    """
+    """Open the stage. Keeps its files for the next call after an interruption or I/O failure, except a full disk."""
     try:
         yield stage.open()
     except BaseException as error:
-        may_continue = not isinstance(error, Exception) or (
-            isinstance(error, IOFailure) and not isinstance(error, NoRoom)
-        )
+        is_failure = isinstance(error, IOFailure) and not isinstance(error, NoRoom)
+        may_continue = is_failure or not isinstance(error, Exception)
         if may_continue and (stage.work / _JOURNAL).exists():
             stage.leave()
             error.add_note(f"the same command continues with the files in {stage.path}")
@@ -347,13 +328,15 @@ def resumable_stage(stage: Stage) -> Iterator[Stage]:
         raise
 
 
-def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool) -> Delivery:
-    """Copy the files to a prefix in a store, or a single file to a key.
+def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool) -> tuple[int, list[str]]:
+    """Copy the files to a prefix in a store, or a single file to a key. Returns the number of sent bytes, and notes.
 
     The marks are completed last, so that readers never see an incomplete checkpoint as complete.
     """
     sizes, marks = contents.sizes, contents.marks
-    destination = open_destination(dst, sizes, marks, plan=upload_key(contents), is_file=contents.is_file)
+    facts = json.dumps([pieces.PART_BYTES, *sorted(sizes.items())])
+    plan = blake2b(facts.encode(), digest_size=16).hexdigest()  # identifies the upload, so that it can be continued
+    destination = open_destination(dst, sizes, marks, plan=plan, is_file=contents.is_file)
     destination.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes, by_training=contents.is_of_training))
     with keeping(destination):
         sums = send(StorePieces(destination, marks)).files
@@ -364,13 +347,7 @@ def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool)
                 destination.mark(name, read_again(contents.root / name, sizes[name], sums[name]), sums[name])
         destination.commit()
     refresh(dst)
-    return Delivery(destination.sent_bytes, destination.remarks())
-
-
-def upload_key(contents: Contents) -> str:
-    """Return a key that identifies an upload: a hash of the names and sizes of its files."""
-    facts = [pieces.PART_BYTES, *sorted(contents.sizes.items())]
-    return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    return destination.sent_bytes, destination.remarks()
 
 
 def read_again(path: Path, size: int, crc: int) -> bytearray:

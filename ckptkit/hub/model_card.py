@@ -69,7 +69,9 @@ def facts_of(found: Inspected, manifest: Manifest | None) -> Iterator[tuple[str,
     made_of = Path(origin["path"]) if origin and "path" in origin else None
     if origin and made_of and _PLAIN.fullmatch(made_of.name):
         yield "made from", f"`{made_of.name}`, {title_of(origin.get('format', ''))}"
-    step = find_step(found.whole.resolve(), made_of)
+    whole = found.whole.resolve()
+    paths = [candidate for path in (whole, made_of) if path for candidate in (path, path.parent)]
+    step = next((step for path in paths if (step := step_of(path)) is not None), None)
     if step is not None:
         yield "step", f"{step:,}"
     if layout.world_size is not None:
@@ -79,12 +81,6 @@ def facts_of(found: Inspected, manifest: Manifest | None) -> Iterator[tuple[str,
         yield "dtype", ", ".join(found.groups["model"].bytes_by_dtype)
     yield "tensors", f"{len(layout.tensors):,}"
     yield "bytes", f"{layout.nbytes:,}"
-
-
-def find_step(source: Path, made_of: Path | None) -> int | None:
-    """Return the step in the path of the checkpoint, or of the checkpoint that it was converted from."""
-    paths = [candidate for path in (source, made_of) if path for candidate in (path, path.parent)]
-    return next((step for path in paths if (step := step_of(path)) is not None), None)
 
 
 def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:

@@ -178,10 +178,11 @@ def fetch(
             if bytes_in(path) > nbytes:
                 path.unlink()
         with translate_hub_errors(repository.repo_id, repository.commit, path):
-            if nbytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
-                fetch_huge(repository, name, stage)
-            else:
+            if nbytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                 fetch_rest(hf_hub_url(repository.repo_id, name, revision=repository.commit), path, nbytes, follow)
+            elif not path.exists():  # `hf_hub_download` cannot resume a partial file
+                hf_hub_download(repository.repo_id, name, revision=repository.commit, local_dir=stage.work)
+                (stage.work / name).rename(path)
 
     for_each({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
 
@@ -194,13 +195,6 @@ def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
         follow(present)
         followed_file = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
         http_get(url, followed_file, resume_size=present, headers=our_headers(), expected_size=nbytes)
-
-
-def fetch_huge(repository: HubRepository, name: str, stage: Stage) -> None:
-    """Download a file above the HTTP limit with `hf_hub_download`, which cannot resume a partial file."""
-    if not (stage.path / name).exists():
-        hf_hub_download(repository.repo_id, name, revision=repository.commit, local_dir=stage.work)
-        (stage.work / name).rename(stage.path / name)
 
 
 def check_files(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:

@@ -10,17 +10,26 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-from ckptkit.checkpoints.checkpoint import Source, path_of
-from ckptkit.checks.verify import require_sound, size_of, verify_part
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.checks.inspect import inspect
+from ckptkit.checks.own_files import OwnFiles
+from ckptkit.checks.verify import require_sound, verify_part
+from ckptkit.checks.verify import size_of as size_of_part
 from ckptkit.errors import Corrupt, Usage
+from ckptkit.formats import FormatReader
 from ckptkit.hub.model_card import NAME as CARD
-from ckptkit.hub.selection import Selection, select_files
-from ckptkit.hub.transfers import Bars, Content, Follow, FollowedReader, differences, for_each, no_bar, sum_all
+from ckptkit.hub.model_card import make_card
+from ckptkit.hub.transfers import Bars, Content, Follow, FollowedReader, differences, for_each, no_bar, size_of, sum_all
+from ckptkit.io.file import children
+from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Told, report_progress
 from ckptkit.io.stores.hub import connect
@@ -34,27 +43,31 @@ from ckptkit.io.stores.hub_calls import (
     silent,
 )
 from ckptkit.io.stores.hub_errors import MAIN, page_of, translate_hub_errors
+from ckptkit.layout import Layout
+from ckptkit.models.companions import read_companions
 from ckptkit.summary import Summarized
+from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.version import __version__
 from ckptkit.words import count, format_bytes
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
+_OF_TRAINING = (
+    *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
+    *("rng_state*", "random_states*", "trainer_state.json", "training_args.bin", "custom_checkpoint_*"),
+)
+_TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 
 
 def parse_place(place: str, revision: str | None = None) -> tuple[str, str]:
     """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`. Raises `Usage`."""
     repo_id, _, named = place.removeprefix("hf://").partition("@")
     if not _ID.fullmatch(repo_id):
-        raise Usage(
-            f"expected a repository like org/model, found `{place}`",
-            hint="write it like org/model, or org/model@revision",
-        )
+        hint = "write it like org/model, or org/model@revision"
+        raise Usage(f"expected a repository like org/model, found `{place}`", hint=hint)
     if named and revision not in (None, named):
         raise Usage(f"`{place}` names one revision and --revision another")
     return repo_id, named or revision or MAIN
-
-
-_DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,78 @@ class Addition(CommitOperationAdd):
             yield file
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The files of the checkpoint at `root` to push, by name on the Hub, and the reasons why others are `left_out`.
+
+    `has_card` means that ckptkit wrote the model card.
+    """
+
+    root: Path
+    reader: FormatReader
+    layout: Layout
+    contents: Mapping[str, Content]
+    left_out: Mapping[str, str]
+    has_card: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file in bytes."""
+        return {name: size_of(content) for name, content in self.contents.items()}
+
+    def without_card(self) -> Selection:
+        """Return the selection without a model card, for a repository that already has one."""
+        contents = {name: content for name, content in self.contents.items() if name != CARD}
+        kept = {} if self.has_card else {CARD: "the Hub keeps its model card"}
+        return replace(self, contents=contents, left_out={**self.left_out, **kept})
+
+
+def select_files(source: Source, repo_id: str) -> Selection:
+    """Return the files to push of the checkpoint at `source`, or of a run's latest: those of its model component.
+
+    Raises `Usage` if the model is a single file.
+    """
+    checkpoint = Checkpoint.open(source)
+    root, reader = checkpoint.model_component.path, checkpoint.model_component.reader
+    if not root.is_dir():
+        hint = "pass the directory that the file is in, or an output of `ckptkit consolidate`"
+        raise Usage("only directories are pushed", path=root, hint=hint)
+    layout, manifest = reader.read(root), read_manifest(root)
+    needed = OwnFiles(reader, root, layout, manifest).needed
+    contents: dict[str, Content] = {}
+    beside = [] if root == checkpoint.path else [child for child in children(checkpoint.path) if child != root]
+    left_out = {child.name: reason_to_stay(child) or "not the model's" for child in beside}
+    for child in children(root):
+        reason = None if child.name in needed else reason_to_stay(child)
+        if reason is None:
+            contents[child.name] = child
+        else:
+            left_out[child.name] = reason
+    if manifest is not None:
+        origin = manifest.source  # published without the directory on this machine
+        named = {**origin, "path": Path(origin["path"]).name} if origin and "path" in origin else origin
+        contents[MANIFEST] = replace(manifest, source=named).to_bytes()
+    has_card = CARD not in contents
+    if has_card:
+        companions = read_companions(root)
+        config = companions.config if companions else None
+        contents[CARD] = make_card(repo_id, inspect(root), names=contents, config=config, manifest=manifest)
+    return Selection(root, reader, layout, contents, left_out, has_card)
+
+
+def reason_to_stay(path: Path) -> str | None:
+    """Return the reason why a file that the checkpoint does not need is not pushed, None if it is pushed."""
+    if is_strange_link(path):
+        return "a link"
+    if path.name == TRAINING or any(fnmatchcase(path.name, pattern) for pattern in _OF_TRAINING):
+        return "state of training"
+    if path.name.startswith("."):
+        return "hidden"
+    if any(fnmatchcase(path.name, pattern) for pattern in _TEMPORARY):
+        return "temporary"
+    return None if path.is_file() else "a directory"
+
+
 def push(
     path: Source,
     repo_id: str,
@@ -145,7 +230,10 @@ def push(
         if not yes:
             return plan
         with bars("verifying") as progress:
-            sums = verify_and_sum(selection, jobs, report_progress(progress, size_of(selection.root) + plan.nbytes))
+            advance = report_progress(progress, size_of_part(selection.root) + plan.nbytes)
+            hint = f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed"
+            require_sound(verify_part(selection.root, jobs=jobs, progress=advance), hint)
+            sums = sum_all(selection.contents, jobs, advance)
         if basis is None:
             basis = create_repository(name, private=not public)
             head = basis if at == MAIN else None
@@ -177,13 +265,6 @@ def make_plan(
         selection.has_card and CARD in selection.contents,
         tuple(notes),
     )
-
-
-def verify_and_sum(selection: Selection, jobs: int | None, advance: Told | None) -> dict[str, str]:
-    """Return the SHA-256 of each file. Raises `Corrupt` if the checkpoint is damaged."""
-    verified = verify_part(selection.root, jobs=jobs, progress=advance)
-    require_sound(verified, f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed")
-    return sum_all(selection.contents, jobs, advance)
 
 
 def send(

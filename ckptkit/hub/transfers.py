@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from ckptkit.engine.visit import Step, work
+from ckptkit.engine.visit import work
 from ckptkit.io.file import file_size, opening, read_at
 from ckptkit.io.progress import Progress, Told
 from ckptkit.io.stores.hub_calls import HubFile
@@ -82,57 +82,37 @@ Follow = Callable[[int], None]  # called with the position in a file that a tran
 Bars = Callable[[str], AbstractContextManager[Progress]]  # opens the progress bar of a stage, given its name
 
 
-class Transfers:
-    """The transfers of several files in threads. The first error stops all of them."""
-
-    def __init__(self, advance: Told | None) -> None:
-        self._advance = advance
-        self._lock = Lock()
-        self._reached: dict[str, int] = {}
-        self._error: BaseException | None = None
-
-    def reach(self, name: str, position: int) -> None:
-        """Record the position reached in file `name`. Raises `InterruptedError` if another transfer has failed."""
-        with self._lock:
-            if self._error is not None:
-                raise InterruptedError("another transfer has failed")
-            more = position - self._reached.get(name, 0)
-            if more > 0:
-                self._reached[name] = position
-                if self._advance:
-                    self._advance(more)
-
-    @contextmanager
-    def one(self, name: str, size: int) -> Iterator[None]:
-        """Transfer a file of `size` bytes inside the block. Only the first error of all files is raised."""
-        try:
-            yield
-            self.reach(name, size)
-        except BaseException as error:
-            with self._lock:
-                is_first, self._error = self._error is None, self._error or error
-            if is_first:
-                raise
-
-
 def for_each(
     sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, advance: Told | None = None
 ) -> None:
     """Call `do(name, follow)` for each file in `sizes` (bytes by name), with `jobs` threads.
 
-    `do` calls `follow` with the position in the file that it has reached.
+    `do` calls `follow` with the position in the file that it has reached. The first error stops all transfers.
     """
-    transfers = Transfers(advance)
+    lock, reached = Lock(), dict.fromkeys(sizes, 0)
+    errors: list[BaseException] = []
 
-    @contextmanager
-    def working() -> Iterator[Step[str]]:
-        def step(name: str) -> None:
-            with transfers.one(name, sizes[name]):
-                do(name, partial(transfers.reach, name))
+    def reach(name: str, position: int) -> None:
+        with lock:
+            if errors:
+                raise InterruptedError("another transfer has failed")
+            more = position - reached[name]
+            if more > 0:
+                reached[name] = position
+                if advance:
+                    advance(more)
 
-        yield step
+    def transfer(name: str) -> None:
+        try:
+            do(name, partial(reach, name))
+            reach(name, sizes[name])
+        except BaseException as error:
+            with lock:
+                errors.append(error)
+            if error is errors[0]:  # the others fail because this one did
+                raise
 
-    work(sizes, working, jobs)
+    work(sizes, lambda: nullcontext(transfer), jobs)
 
 
 class FollowedReader(io.BufferedReader):

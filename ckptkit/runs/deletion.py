@@ -29,25 +29,18 @@ def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
     """
     with ExitStack() as locks:
         for directory in roots_of(root):
-            locks.enter_context(locking(directory, patience))
-        finish_deleting(root)
+            path = lock_path(directory / "prune")
+            with translate_os_errors(directory):
+                try:
+                    lock = acquire(path, patience=patience)
+                except Occupied as error:
+                    message = "another process is deleting checkpoints here"
+                    raise Occupied(message, path=directory, hint="wait for it to end") from error
+            locks.callback(release, lock, path)
+        with translate_os_errors(root):
+            for path in (path for directory in roots_of(root) for path in filter(is_hidden, children(directory))):
+                remove(path)
         yield
-
-
-@contextmanager
-def locking(root: Path, patience: float) -> Iterator[None]:
-    """Lock one directory for deleting inside the block. Raises `Occupied`."""
-    path = lock_path(root / "prune")
-    with translate_os_errors(root):
-        try:
-            lock = acquire(path, patience=patience)
-        except Occupied as error:
-            hint = "wait for it to end"
-            raise Occupied("another process is deleting checkpoints here", path=root, hint=hint) from error
-    try:
-        yield
-    finally:
-        release(lock, path)
 
 
 def delete(checkpoint: Path) -> None:
@@ -63,14 +56,6 @@ def delete(checkpoint: Path) -> None:
             sync_path(path.parent)
         for name in hidden.values():
             remove(name)
-
-
-def finish_deleting(root: Path) -> None:
-    """Remove the hidden directories of interrupted deletions."""
-    with translate_os_errors(root):
-        for directory in roots_of(root):
-            for path in filter(is_hidden, children(directory)):
-                remove(path)
 
 
 def is_hidden(path: Path) -> bool:

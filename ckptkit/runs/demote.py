@@ -29,7 +29,6 @@ from ckptkit.io.staging import Stage
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.runs.retention import read_metrics, write_metrics
-from ckptkit.state.draft import Conversion
 from ckptkit.state.options import ConvertOptions
 from ckptkit.trainers.ckptkit import METRICS
 
@@ -58,7 +57,10 @@ def plan_demotion(checkpoint: Path) -> Demotion:
     options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
     conversion = plan([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
     require_all_taken(conversion)
-    require_nothing_else(conversion)
+    for left in conversion.left_behind:
+        if left.why in (CHECKPOINT, LINK, RUN):  # a conversion ignores it, but `demote` would delete it
+            message = f"`{left.name}` would be deleted ({left.why})"
+            raise Mismatch(message, path=left.path, hint="move it out of the directory first")
     files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}
     if metrics := metrics_file(checkpoint):
         files[METRICS] = FileSum(len(metrics), 0)
@@ -67,17 +69,6 @@ def plan_demotion(checkpoint: Path) -> Demotion:
     nbytes = sum(file.nbytes for file in files.values()) + len(manifest.to_bytes())
     dropped = [group.name for entries in conversion.entries for group in entries.groups()]
     return Demotion(nbytes, (*dropped, *(left.name for left in conversion.left_behind if left.path.name != METRICS)))
-
-
-def require_nothing_else(conversion: Conversion) -> None:
-    """Raise `Mismatch` for another checkpoint or a link in the directory, which a conversion ignores.
-
-    `demote` would delete it.
-    """
-    for left in conversion.left_behind:
-        if left.why in (CHECKPOINT, LINK, RUN):
-            message = f"`{left.name}` would be deleted ({left.why})"
-            raise Mismatch(message, path=left.path, hint="move it out of the directory first")
 
 
 def is_wide(spec: Spec) -> bool:
@@ -95,7 +86,9 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     stage = Stage(checkpoint, overwrite=True)
     try:
         model = stage.open().path / _MODEL
-        make_model(checkpoint, model, jobs, progress)
+        dtypes = dtypes_for(Checkpoint.open(checkpoint).weights.layout)
+        advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
+        consolidate(checkpoint, model, dtype=dtypes, allow_unmatched=True, jobs=jobs, progress=advance)
         keep_metrics(checkpoint, model)
         for problem in verify_part(model, jobs=jobs, progress=progress).problems:
             raise problem
@@ -110,13 +103,6 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
         error.__notes__ = []  # drop notes on how to continue: the partial output has just been discarded
         raise
     return wide
-
-
-def make_model(checkpoint: Path, model: Path, jobs: int | None, progress: Told | None) -> None:
-    """Write the weights of a checkpoint, with config and tokenizer, to directory `model`."""
-    weights = Checkpoint.open(checkpoint).weights.layout
-    advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
-    consolidate(checkpoint, model, dtype=dtypes_for(weights), allow_unmatched=True, jobs=jobs, progress=advance)
 
 
 def dtypes_for(weights: Layout) -> list[str]:

@@ -33,10 +33,7 @@ class WatchLease(Protocol):
         """Return the directory of the journal."""
 
     def protect(self, checkpoint: Path) -> None:
-        """Protect a checkpoint from deletion. It may already be deleted.
-
-        Raises `Occupied` if the backend has an exclusive lock for deleting, and another process has it.
-        """
+        """Protect a checkpoint, which may be gone. Raises `Occupied` if another process is deleting with a lock."""
 
     def unprotect(self) -> None:
         """End the protection."""

@@ -53,10 +53,7 @@ def read_best(path: Path, file: str, key: KeyPath, changed: int) -> tuple[tuple[
 
 
 def entries_at(path: Path, key: KeyPath) -> Iterator[object]:
-    """Yield the values of a checkpoint's non-tensor entries at key path `key`, where "*" matches any key.
-
-    Yields nothing if the checkpoint cannot be read.
-    """
+    """Yield the values of non-tensor entries at a key path, where "*" matches any key; none if unreadable."""
     try:
         layouts = [component.layout for component in Checkpoint.at(path).components]
         for layout in layouts:
@@ -82,7 +79,7 @@ _PATIENCE = 10.0  # seconds that `pin` waits for another process to finish delet
 
 @dataclass(frozen=True, slots=True)
 class LocalKeeper:
-    """The backend of a run in the local directory `root`; see `RunBackend`."""
+    """The `RunBackend` of a run in the local directory `root`."""
 
     root: Path
 
@@ -90,7 +87,6 @@ class LocalKeeper:
         """Do nothing: local directories are not cached."""
 
     def is_there(self) -> bool:
-        """Return True if the directory exists."""
         with translate_os_errors(self.root):
             return self.root.is_dir()
 
@@ -103,7 +99,6 @@ class LocalKeeper:
             yield
 
     def delete(self, checkpoint: Path) -> tuple[str, ...]:
-        """Delete a checkpoint from all directories, unless it is protected. Returns the reasons of the protection."""
         reasons = self.holds(checkpoint)
         if not reasons:
             delete(checkpoint)
@@ -114,13 +109,14 @@ class LocalKeeper:
         return {}
 
     def work_on(self, checkpoint: Path) -> str | None:
-        """Return "being written" if a process has locked the checkpoint to replace it."""
         return "being written" if is_being_written(checkpoint) else None
 
     def holds(self, checkpoint: Path) -> tuple[str, ...]:
-        """Return the reasons that protect a checkpoint, on any disk of the run."""
+        """Return the reasons that protect a checkpoint, in any directory of the run."""
         paths = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
-        return tuple(dict.fromkeys(reason for path in paths for reason in holds_in(path)))
+        reasons = [reason for path in paths for reason in marks_on(path)]
+        reasons += ["a watch is handling it"] if any(map(watches.is_held, paths)) else []
+        return tuple(dict.fromkeys(reasons))
 
     def pin(self, checkpoint: Path) -> None:
         """Pin a complete checkpoint, with the lock for deleting: without it, prune could delete it before the pin."""
@@ -129,49 +125,9 @@ class LocalKeeper:
             set_pin(checkpoint)
 
     def unpin(self, checkpoint: Path) -> None:
-        """Remove the pin of a checkpoint, if it has one."""
         clear_pin(checkpoint)
 
     @contextmanager
     def watching(self, key: str, longest: float) -> Iterator[WatchLease]:  # noqa: ARG002 - a lock ends with its process
-        """Lock the file of the watch `key` in the run. Raises `Occupied`."""
         with watches.claiming(self.root, key) as lock:
-            yield LocalPost(self.root, key, lock)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPost:
-    """The lease of the watch `key` on the run at `root`. Its lock file names the protected checkpoint."""
-
-    root: Path
-    key: str
-    lock: int
-
-    @property
-    def folder(self) -> Path:
-        """Return the directory of the journal, in the run."""
-        return self.root / watches.FOLDER
-
-    def protect(self, checkpoint: Path) -> None:
-        """Write the name of a checkpoint into the lock file. Raises `Occupied` while another process is deleting."""
-        watches.protect(self.lock, checkpoint)
-
-    def unprotect(self) -> None:
-        """Empty the lock file."""
-        watches.unprotect(self.lock)
-
-    def clock_ns(self) -> int:
-        """Return the current time of the file system in nanoseconds."""
-        with translate_os_errors(self.root):
-            return watches.clock_of(self.lock)
-
-    def require_place(self) -> None:
-        """Raise `NotACheckpoint` if the run was moved or removed."""
-        watches.require_place(self.lock, self.root, self.key)
-
-
-def holds_in(checkpoint: Path) -> Iterator[str]:
-    """Yield the reasons in one directory of a run that protect a checkpoint, which may itself be in another."""
-    yield from marks_on(checkpoint)
-    if watches.is_held(checkpoint):
-        yield "a watch is handling it"
+            yield watches.LocalLease(self.root, key, lock)

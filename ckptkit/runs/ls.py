@@ -28,14 +28,7 @@ from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.one_of_several import find_parts
 from ckptkit.checkpoints.replaceable import files_in_manifest
-from ckptkit.errors import (
-    CkptError,
-    Corrupt,
-    IOFailure,
-    Unsafe,
-    Unsupported,
-    translate_os_errors,
-)
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.formats import detect_format
 from ckptkit.formats.rank_names import find_set
 from ckptkit.io.claims import StoreClaim, claimed_in, read_claim
@@ -127,18 +120,15 @@ def ls(run: Source) -> Listing:
         listed = [look_at(checkpoint, pins, trackers, runs) for checkpoint in checkpoints]
         listed += [look_at_upload(path) for path in claimed_in(root)] if is_run else []
     latest = find_latest(root).checkpoint if is_run else None
-    tracker = describe_trackers(trackers, listed) if is_run else None
-    return Listing(root, tuple(listed), latest.path if latest else None, tracker, tuple(runs))
+    tracker = "; ".join(describe_tracker(tracker, listed) for tracker in trackers) if is_run else ""
+    return Listing(root, tuple(listed), latest.path if latest else None, tracker or None, tuple(runs))
 
 
 list_run = ls  # its name in earlier versions
 
 
 def checkpoints_at(path: Path) -> list[Checkpoint]:
-    """Return the checkpoint at a path that is not a run, or each model in a directory of models.
-
-    Raises `NotACheckpoint` if there is no checkpoint.
-    """
+    """Return the checkpoint at a path that is not a run, or each model in a directory. Raises `NotACheckpoint`."""
     here = Checkpoint.at(path)
     if files := (outputs_in(here) or files_in(here)):
         return [Checkpoint.at(file) for file in files]
@@ -179,10 +169,7 @@ def look_at(
     trackers: Sequence[Tracker] = (),
     others: Collection[Path] = (),
 ) -> Listed:
-    """Return the entry of a checkpoint, from the names and sizes of its files and from small files.
-
-    The directories `others` inside it do not belong to it.
-    """
+    """Return the entry of a checkpoint, from names, sizes and small files. `others` inside are not part of it."""
     fault, sizes_compared = fault_of(checkpoint), can_compare_sizes(checkpoint)
     if fault is None and sizes_compared:
         fault = fault_in_metadata(checkpoint)
@@ -234,10 +221,7 @@ def can_compare_sizes(checkpoint: Checkpoint) -> bool:
         return False
     try:
         parts = checkpoint.components
-        return (
-            bool(parts)
-            and sum(component.reader.metadata_bytes(component.path) for component in parts) <= _MOST_METADATA
-        )
+        return len(parts) > 0 and sum(part.reader.metadata_bytes(part.path) for part in parts) <= _MOST_METADATA
     except (Corrupt, IOFailure, Unsafe):
         return False
 
@@ -261,10 +245,7 @@ def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
 
 
 def wrong_sizes(component: Component) -> Iterator[Corrupt]:
-    """Yield an error for each file of a component whose size differs from its manifest.
-
-    Ignores a damaged manifest, which `verify` reports.
-    """
+    """Yield an error for each file whose size differs from the manifest. `verify` reports a damaged manifest."""
     directory = component.path if component.path.is_dir() else component.path.parent
     try:
         known = component.manifest.files if component.manifest else {}
@@ -315,12 +296,8 @@ def measure(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:
     return nbytes, newest or path.stat().st_mtime
 
 
-def describe_trackers(trackers: Sequence[Tracker], listed: Sequence[Listed]) -> str | None:
-    """Return which checkpoints the latest-checkpoint files name, and whether they are complete, as text."""
-    return "; ".join(describe_tracker(tracker, listed) for tracker in trackers) or None
-
-
 def describe_tracker(tracker: Tracker, listed: Sequence[Listed]) -> str:
+    """Return which checkpoint a latest-checkpoint file names, and whether it is complete, as text."""
     named = [checkpoint for checkpoint in listed if tracker.name in checkpoint.named_by]
     if not tracker.target:
         return f"`{tracker.name}` names no checkpoint"

@@ -35,11 +35,8 @@ def set_pin(checkpoint: Path) -> None:
         if folder.is_symlink():
             raise Unsafe("refusing to follow a symbolic link in place of the pins", path=folder, hint="remove it")
         retry_interrupted(folder.mkdir, exist_ok=True)
-        close(
-            retry_interrupted(
-                os.open, folder / checkpoint.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-            )
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        close(retry_interrupted(os.open, folder / checkpoint.name, flags, 0o644))
         sync_path(folder)
         sync_path(folder.parent)
 

@@ -14,16 +14,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_chec
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checks.verify import verify_part
-from ckptkit.errors import (
-    Corrupt,
-    Mismatch,
-    NotACheckpoint,
-    Unsafe,
-    Unsupported,
-    Usage,
-    and_more,
-    translate_os_errors,
-)
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, first_of, translate_os_errors
 from ckptkit.formats import of_no_format
 from ckptkit.io.file import folders
 from ckptkit.io.joined import roots_of
@@ -151,14 +142,11 @@ def make_plan(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
         if not verdict.is_kept:
             entry = decide_entry(saved, entry, keeper, demote=demote)
         (go if entry.freed_bytes else keep).append(entry)
-    gone = (*go, *(clear_entry(path, reason) for path, reason in unfinished.items()))
+    for path, reason in unfinished.items():
+        nbytes = measure(path)[0]
+        go.append(PruneEntry(path, Checkpoint.at(path).own_step, nbytes, reason, nbytes))
+    gone = tuple(go)
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
-
-
-def clear_entry(path: Path, reason: str) -> PruneEntry:
-    """Return the entry for the rest of an interrupted deletion."""
-    nbytes = measure(path)[0]
-    return PruneEntry(path, Checkpoint.at(path).own_step, nbytes, reason, nbytes)
 
 
 def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
@@ -176,7 +164,7 @@ def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, 
     freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
         return replace(entry, reason="its weights alone are not smaller")
-    reason = f"only its weights stay; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
+    reason = f"only its weights stay; deletes {first_of(demotion.deletes, 6)}"
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 

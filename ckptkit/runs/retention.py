@@ -139,10 +139,7 @@ def reasons_for(
 
 
 def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
-    """Return the best checkpoints by a metric; between equal values, prefers the newer checkpoint.
-
-    Ignores checkpoints whose metric is missing, NaN or infinite.
-    """
+    """Return the best checkpoints by a finite metric; between equal values, prefers the newer checkpoint."""
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, translate_os_errors
@@ -34,9 +35,8 @@ def claiming(root: Path, key: str) -> Iterator[int]:
     path = lock_of(root, key)
     with translate_os_errors(folder):
         if folder.is_symlink():
-            raise Unsafe(
-                "refusing to follow a symbolic link in place of the notes of a watch", path=folder, hint="remove it"
-            )
+            message = "refusing to follow a symbolic link in place of the notes of a watch"
+            raise Unsafe(message, path=folder, hint="remove it")
         make_directories(folder, sync=True)
         try:
             lock = acquire(path, patience=_PATIENCE)
@@ -44,25 +44,38 @@ def claiming(root: Path, key: str) -> Iterator[int]:
             hint = "wait for it to end, or for the command that it had begun when it was killed"
             raise Occupied("another watch with the same commands handles this run", path=root, hint=hint) from error
     try:
-        unprotect(lock)
+        write_name(lock, "")
         yield lock
     finally:
         release(lock, path)
 
 
-def protect(lock: int, checkpoint: Path) -> None:
-    """Protect a checkpoint with the lock of a watch. The checkpoint may already be deleted.
+@dataclass(frozen=True, slots=True)
+class LocalLease:
+    """The `WatchLease` of a watch on a run in local directory `root`. Its lock file names the protected checkpoint."""
 
-    Raises `Occupied` while another process is deleting checkpoints of the run.
-    """
-    # with the lock for deleting: prune must not delete it after it has looked for protections
-    with deleting(checkpoint.parent, patience=_PATIENCE):
-        write_name(lock, checkpoint.name)
+    root: Path
+    key: str
+    lock: int
 
+    @property
+    def folder(self) -> Path:
+        return self.root / FOLDER
 
-def unprotect(lock: int) -> None:
-    """End the protection by the lock of a watch."""
-    write_name(lock, "")
+    def protect(self, checkpoint: Path) -> None:
+        # with the lock for deleting: prune must not delete it after it has looked for protections
+        with deleting(checkpoint.parent, patience=_PATIENCE):
+            write_name(self.lock, checkpoint.name)
+
+    def unprotect(self) -> None:
+        write_name(self.lock, "")
+
+    def clock_ns(self) -> int:
+        with translate_os_errors(self.root):
+            return clock_of(self.lock)
+
+    def require_place(self) -> None:
+        require_place(self.lock, self.root, self.key)
 
 
 def clock_of(lock: int) -> int:

@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.cli.inspect import count_parameters, percentage
+from ckptkit.cli.inspect import percentage
 from ckptkit.cli.output import age
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
+from ckptkit.words import count_parameters
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce

@@ -16,11 +16,6 @@ from ckptkit.words import count, format_bytes
 OWNERS = ("#6aa9ec", "#4fb8b3", "#74bd7d", "#c9b84c", "#eba550", "#e58a76", "#dd8abf", "#a794e8")
 
 
-def read_style() -> str:
-    """Return the CSS of pictures, which loads nothing from the network."""
-    return files("ckptkit.cli.pictures").joinpath("style.css").read_text()
-
-
 def color(position: int, count: int) -> str:
     """Return the color of owner `position` of `count`: one of eight colors, or for more owners a gradient of them."""
     if count <= len(OWNERS):
@@ -91,7 +86,8 @@ def draw_shards(shards: ShardMap, *, most_rows: int = 60, is_narrow: bool = Fals
 
 def standalone(drawn: Markup) -> Markup:
     """Return a picture as a complete SVG file, with its CSS."""
-    style = element("style", Markup(read_style() + "svg { background: var(--ground) }"))
+    css = files("ckptkit.cli.pictures").joinpath("style.css").read_text()  # loads nothing from the network
+    style = element("style", Markup(css + "svg { background: var(--ground) }"))
     return Markup(drawn.replace("</title>", f"</title>{style}", 1) + "\n")
 
 

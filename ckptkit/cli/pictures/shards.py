@@ -13,6 +13,7 @@ from pathlib import PurePath
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
+from ckptkit.words import spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +114,13 @@ class Row:
         return self.repeats * self.spec.nbytes
 
     @property
-    def is_even(self) -> bool:
-        """Return True if all shards have the same size."""
-        return len({shard.nbytes for shard in self.shards}) < 2
-
-    @property
     def remarks(self) -> tuple[str, ...]:
         """Return remarks for the reader if the shards are not equal slices along axis 0."""
+        is_even = len({shard.nbytes for shard in self.shards}) < 2
         axes = self.cut.axes
         along = f"by {'axis' if len(axes) == 1 else 'axes'} {' and '.join(map(str, axes))}"
-        by_rows = axes in ((), (0,))
-        shape = [] if by_rows else ["flat" if self.cut.is_flat else along]
-        return (*([] if self.is_even else ["uneven"]), *shape)
+        shape = [] if axes in ((), (0,)) else ["flat" if self.cut.is_flat else along]
+        return (*([] if is_even else ["uneven"]), *shape)
 
     @cached_property
     def cut(self) -> Cut:
@@ -160,10 +156,13 @@ class ShardMap:
 
 def map_shards(layout: Layout) -> ShardMap:
     """Return the shard map of a layout."""
-    files = data_files(layout)
+    used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.box.numel}
+    files = sorted(used | {blob.path for blob in layout.blobs.values()})
     ranks = {path: get_format(layout.format).rank_of(PurePath(path).name) for path in files}
     by_rank = bool(files) and None not in ranks.values()
-    numbers = {path: rank for path, rank in ranks.items() if rank is not None} if by_rank else number_files(files)
+    numbers = {path: rank for path, rank in ranks.items() if rank is not None}
+    if not by_rank:
+        numbers = {path: at for at, path in enumerate(files, start=1)}
     sizes = bytes_by(layout, numbers.__getitem__)
     # show ranks that have no data too
     if by_rank and layout.world_size is not None and len(sizes) < layout.world_size > max(sizes):
@@ -173,17 +172,6 @@ def map_shards(layout: Layout) -> ShardMap:
     positions = {number: position for position, number in enumerate(sorted(sizes))}
     positioned = {path: positions[number] for path, number in numbers.items()}
     return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold_rows(layout, positioned.__getitem__)))
-
-
-def data_files(layout: Layout) -> list[str]:
-    """Return the paths of files with data, sorted."""
-    used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.box.numel}
-    return sorted(used | {blob.path for blob in layout.blobs.values()})
-
-
-def number_files(files: Sequence[str]) -> dict[str, int]:
-    """Return a number for each file, from 1."""
-    return {path: at for at, path in enumerate(files, start=1)}
 
 
 def bytes_by(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
@@ -276,9 +264,5 @@ def shared_words(sequences: Sequence[Sequence[str]]) -> list[str]:
 
 def ranges(numbers: set[int]) -> str:
     """Return numbers as `0-3,5,8-9`; with more than four ranges as `first..last`."""
-    ordered = sorted(numbers)
-    starts = [n for n in ordered if n - 1 not in numbers]
-    ends = [n for n in ordered if n + 1 not in numbers]
-    if len(starts) > 4:
-        return f"{ordered[0]}..{ordered[-1]}"
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    text = spans(sorted(numbers))
+    return f"{min(numbers)}..{max(numbers)}" if text.count(",") > 3 else text

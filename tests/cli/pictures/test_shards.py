@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.cli.pictures.shard_text import Line, bars, draw
 from ckptkit.cli.pictures.shards import Row, ShardMap, label, map_shards, ranges
+from ckptkit.cli.shard_map import Line, bars, draw
 from tests import producers
 from tests.cli.pictures.layouts import cut_among, llama, with_blob
 from tests.conftest import Produce

@@ -1,0 +1,262 @@
+"""Run `ckptkit push`, `ckptkit pull` and `ckptkit cp`: send a checkpoint to the Hub, fetch one, or copy one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source, Yes, dry_run_option, with_hub_note
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    note_used,
+    pick,
+    print_files,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    without_middle,
+)
+from ckptkit.cli.sources import Also, with_others
+from ckptkit.io.destination import to_destination
+from ckptkit.io.path import to_local, to_path
+from ckptkit.words import count, format_bytes
+
+if TYPE_CHECKING:
+    from ckptkit.hub.cp import CopiedFiles
+    from ckptkit.hub.pull import Pulled
+    from ckptkit.hub.push import Pushed
+
+
+def push(
+    src: Annotated[
+        Path,
+        typer.Argument(
+            parser=to_path, metavar="SRC", help="A model or checkpoint, or a run (its latest complete checkpoint)."
+        ),
+    ],
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub; ckptkit creates it if needed.")
+    ],
+    also: Also = None,
+    public: Annotated[bool, typer.Option(help="Make a new repository public; by default it is private.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="The branch; by default main. ckptkit creates it if needed.")
+    ] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="The commit message.")] = None,
+    yes: Yes = False,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Push a model or checkpoint to the Hugging Face Hub.
+
+    ckptkit verifies the checkpoint, sends it, and compares the copy on the Hub with it.
+
+    The checkpoint appears on the Hub as a whole, in one commit. After an interruption, run the same command again: it
+    does not send large files twice. ckptkit writes a model card if there is none. Log in with `hf auth login` first.
+
+    Example: ckptkit push out org/model --yes
+
+    Exit codes: 0 done, or (without --yes) only shown what would happen; 2 usage; 3 the checkpoint is damaged, here or
+    on the Hub; 4 the Hub cannot be reached or refuses; 5 somebody else changed the repository meanwhile; 130
+    interrupted.
+    """
+    from ckptkit.hub.push import push as run
+
+    src = with_others(src, also)
+    done = run(
+        src, repository, public=public, revision=revision, message=message, yes=yes, jobs=jobs, bars=progress_bar
+    )
+    if json:
+        print_json(push_json(done))
+    else:
+        report_push(src, done)
+
+
+def push_json(done: Pushed) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("source", "revision", "url", "format", "removed", "left_out", "nbytes", "commit", "seconds", "notes")
+    return {
+        **pick(done, *names),
+        "repository": done.repo_id,
+        "new": done.is_new,
+        "private": done.is_private,
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()],
+        "card_made": done.has_card,
+        "pushed": done.is_done,
+        "unchanged": sorted(done.unchanged),
+    }
+
+
+def report_push(src: Path, done: Pushed) -> None:
+    """Print the result for a reader."""
+    note_used(src, done.source)
+    access = "private" if done.is_private else "public"
+    destination = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
+    kind = f"{'new, ' if done.is_new else ''}{access}"
+    say(f"{'pushed' if done.is_done else 'would push'} {done.source}")
+    say(f"to {destination} ({kind})")
+    print_table(list(rows(done)), ("  file", "size", "verdict"))
+    for text in done.notes:
+        say(f"note: {text}")
+    amount = f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)}"
+    if not done.is_done:
+        say(f"would send {amount}; nothing was sent yet: pass --yes to send it")
+        return
+    is_same = len(done.unchanged) == len(done.files) and not done.removed
+    say(f"{amount} in {done.seconds:.2f} s{'; nothing had changed, nothing was sent' if is_same else ''}")
+    say(f"every size and checksum on the Hub matches the file here; commit {(done.commit or '')[:8]}")
+    at = "" if done.revision == "main" else f"@{done.revision}"
+    say(f"to get a copy elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
+
+
+def rows(done: Pushed) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of files: those to push, to remove from the Hub, and to leave here."""
+    yield from without_middle(
+        [(f"  {name}", format_bytes(nbytes), verdict(done, name)) for name, nbytes in done.files.items()]
+    )
+    for name in done.removed:
+        yield f"  {name}", "", f"{'removed' if done.is_done else 'remove'}: of an earlier checkpoint"
+    for name, reason in done.left_out.items():
+        yield f"  {name}", "", f"left out: {reason}"
+
+
+def verdict(done: Pushed, name: str) -> str:
+    """Return the cell that says what push does with a file."""
+    if name in done.unchanged:
+        return "unchanged"
+    is_made = done.has_card and name == "README.md"
+    return f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"
+
+
+def pull(
+    repository: Annotated[
+        str,
+        typer.Argument(metavar="ORG/NAME[@REVISION]", help="The repository on the Hub; by default its main branch."),
+    ],
+    out: Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The local directory to write.")],
+    revision: Annotated[str | None, typer.Option(metavar="REVISION", help="A branch, a tag or a commit.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Pull only matching files; repeatable.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Skip matching files; repeatable.")] = None,
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Pull a model or checkpoint from the Hugging Face Hub.
+
+    ckptkit compares every file with the checksum on the Hub.
+
+    OUT appears when all files have arrived. After an interruption, run the same command again to continue.
+
+    Example: ckptkit pull org/model out
+
+    Exit codes: 0 done; 2 usage; 3 no such repository, or a file arrived damaged; 4 the Hub cannot be reached or
+    refuses, or an I/O failure; 5 OUT exists, or a name in the repository is unsafe; 130 interrupted.
+    """
+    from ckptkit.hub.pull import pull as run
+
+    done = run(
+        repository,
+        out,
+        revision=revision,
+        include=include or (),
+        exclude=exclude or (),
+        overwrite=overwrite,
+        jobs=jobs,
+        sync=not no_sync,
+        bars=progress_bar,
+    )
+    if json:
+        print_json(pull_json(done))
+    else:
+        report_pull(done)
+
+
+def pull_json(done: Pulled) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("revision", "commit", "output", "format", "nbytes", "fetched_bytes", "seconds")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    return {"repository": done.repo_id, "files": files, **pick(done, *names)}
+
+
+def report_pull(done: Pulled) -> None:
+    """Print the result for a reader."""
+    say(f"pulled {done.repo_id}, {done.revision} at {done.commit[:8]}, into {done.output}")
+    print_files(done.files)
+    before = done.nbytes - done.fetched_bytes
+    here = f"; {format_bytes(before)} were there already" if before else ""
+    say(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
+    say("every file matches its checksum on the Hub")
+    unknown = "note: it contains no checkpoint in a known format"
+    say(f"next: ckptkit inspect {done.output}" if done.format else unknown)
+
+
+def cp(
+    src: Source,
+    dst: Annotated[
+        Path, typer.Argument(parser=to_destination, metavar="DST", help="The directory to write, or a URL.")
+    ],
+    also: Also = None,
+    yes: Yes = False,
+    overwrite: Overwrite = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of blocks of 16 MiB that are in memory at once; by default 8."),
+    ] = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Copy a checkpoint or delta unchanged, and verify it.
+
+    ckptkit verifies every CRC-32 that the format or a manifest records. DST is complete or absent.
+    After an interruption, run the same command again to continue.
+
+    Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
+
+    SRC and DST may be local, s3://, gs:// or az://. SRC may also be https:// or hf://org/name. With --yes, DST may also
+    be hf://org/name or hf://buckets/org/name/folder. In a store, except in a repository of the Hub, --overwrite first
+    removes the old checkpoint: until the copy is complete, there is no checkpoint.
+
+    Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists,
+    or another upload is running; 130 interrupted.
+    """
+    from ckptkit.hub.cp import cp as run
+
+    src = with_others(src, also)
+    with progress_bar("copying") as progress:
+        options = {"overwrite": overwrite, "sync": not no_sync, **dry_run_option(dst, yes=yes)}
+        done = with_hub_note(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
+    if json:
+        print_json(cp_json(done))
+    else:
+        report_cp(src, done)
+
+
+def cp_json(done: CopiedFiles) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    left_behind = [pick(entry, "path", "why") for entry in done.left_behind]
+    return {"files": files, "left_behind": left_behind, **pick(done, *names, "notes", "dry_run")}
+
+
+def report_cp(src: Path, done: CopiedFiles) -> None:
+    """Print the result for a reader."""
+    note_used(src, done.source)
+    first, *others = done.summary()
+    say(first)
+    print_files(done.files)
+    notes = [f"note: {text}" for text in done.notes]
+    for line in (*others, *notes, *describe_left(done.left_behind, "not copied")):
+        say(line)
