@@ -43,7 +43,7 @@ from tests.strategies import shapes, tilings
 from tests.tiers import pairs
 
 # of trainers, which hold a model with its optimizer; their own tests have their judges
-OF_TRAINERS = ("universal", "ranks")
+OF_TRAINERS = ("universal", "ranks", "torch_checkpointing")
 WRITERS = tuple(name for name in writable_formats() if name not in OF_TRAINERS)
 NESTING = ("dcp", "pt")  # formats that hold key paths, and what is no tensor
 Leaves = dict[tuple[str, ...], Any]  # what a nested state holds, by the way to it

@@ -61,6 +61,7 @@ FORMATS = PluginTable(
             "ckptkit.plugins.torch_checkpointing.format:TorchCheckpointing",
             "torch_checkpointing",
             r"metadata\.pkl",
+            is_written=True,
             perhaps=r".+_0\.pt",
         ),
         "orbax": KnownFormat(

@@ -108,7 +108,7 @@ _central = Struct("<4sHHHHHHIIIHHHHHII")
 _end = Struct("<4sHHHHIIH")
 _end64 = Struct("<4sQHHIIQQQQ")
 _end64_locator = Struct("<4sIQI")
-_FLAGS = 0x0808  # flags: CRC and sizes follow the content; names are UTF-8
+_UTF8, _SIZES_FOLLOW = 0x0800, 0x0008  # flags: names are UTF-8; CRC and sizes follow the content
 _ALL_ONES = 0xFFFFFFFF
 _ALIGNMENT = 64  # bytes: each content begins at a multiple of this, as torch pads
 _TYPED = {name: storage for storage, name in STORAGES.items()}
@@ -133,19 +133,22 @@ class ZipTemplate:
 
 
 def make_envelope(
-    pickle: bytes, storages: Mapping[str, int | bytes], *, instead_of: bytes | None = None
+    pickle: bytes, storages: Mapping[str, int | bytes], *, is_ordered: bool = True, instead_of: bytes | None = None
 ) -> ZipTemplate:
     """Return the archive of an object pickled as `pickle`. `storages` has the bytes of each storage, or its size.
 
     With `instead_of`, that pickle is written first but not listed in the directory, and `pickle` is written at the end.
     So an archive that already has its data changes only at its end.
+
+    Unless `is_ordered`, or with `instead_of`, storages may be in another order than in the pickle, and torch must not
+    compute their offsets from it (`.format_version` 0).
     """
     making = _ArchiveBuilder()
     making.add("data.pkl", pickle if instead_of is None else instead_of)
     if instead_of is not None:
         making.directory.clear()
         making.count = 0
-    making.add(".format_version", b"1")
+    making.add(".format_version", b"1" if is_ordered and instead_of is None else b"0")
     making.add(".storage_alignment", str(_ALIGNMENT).encode())
     making.add("byteorder", b"little")
     for key, storage in storages.items():
@@ -173,6 +176,11 @@ def describe_tensor(spec: Spec, key: str) -> Record:
     if typed:
         return Record(Global("torch._utils", "_rebuild_tensor_v2"), view)
     return Record(Global("torch._utils", "_rebuild_tensor_v3"), (*view, Global("torch", spec.dtype.name)))
+
+
+def flags_of(length: int) -> int:
+    """Return the flags of an entry: as in torch, CRC and sizes do not follow an empty one."""
+    return _UTF8 | _SIZES_FOLLOW if length else _UTF8
 
 
 class _ArchiveBuilder:
@@ -206,8 +214,9 @@ class _ArchiveBuilder:
         else:
             checksum = crc32(content)
             self.known += content
-        size = Struct("<QQ" if length >= _ALL_ONES else "<II")
-        self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
+        if length:  # torch computes the offset of the next entry, and expects no checksum behind an empty one
+            size = Struct("<QQ" if length >= _ALL_ONES else "<II")
+            self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
         self.directory += self.describe(path, checksum, length, header)
         self.count += 1
 
@@ -216,14 +225,33 @@ class _ArchiveBuilder:
         large = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= _ALL_ONES else b""
         padding = -(self.at + _local.size + len(path) + len(large) + 4) % _ALIGNMENT
         extra = large + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-        self.known += _local.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra
+        self.known += (
+            _local.pack(b"PK\x03\x04", 0, flags_of(length), 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra
+        )
 
     @staticmethod
     def describe(path: bytes, checksum: int, length: int, header: int) -> bytes:
         wide = [value for value in (length, length, header) if value >= _ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
         size, header_offset = min(length, _ALL_ONES), min(header, _ALL_ONES)
-        fields = (0, 0, _FLAGS, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, header_offset)
+        fields = (
+            0,
+            0,
+            flags_of(length),
+            0,
+            0,
+            0,
+            checksum,
+            size,
+            size,
+            len(path),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            header_offset,
+        )
         return _central.pack(b"PK\x01\x02", *fields) + path + extra
 
     def envelope(self) -> ZipTemplate:

@@ -85,7 +85,8 @@ class Pt(FormatWriter):
         """Return the one file, with room for the data of all tensors. Tensors with the same chunks share bytes."""
         storages = Storages(wanted)
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
-        envelope = make_envelope(dump(state), storages.contents)
+        # without other entries, `embed` may add some
+        envelope = make_envelope(dump(state), storages.contents, is_ordered=bool(wanted.blobs))
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
     def entries_file(self, rank: int) -> str:

@@ -1,1 +1,1 @@
-"""Read checkpoints of the package torch_checkpointing: per-rank files, and metadata with shard positions."""
+"""Read and write checkpoints of the package torch_checkpointing: per-rank files, and metadata with shard positions."""

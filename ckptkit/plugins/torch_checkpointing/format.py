@@ -1,4 +1,4 @@
-"""Read checkpoints of the package torch_checkpointing: the files of all ranks per item, with or without metadata.
+"""Read and write checkpoints of the package torch_checkpointing: files of all ranks per item, perhaps with metadata.
 
 Source: torch_checkpointing/{checkpoint_writer,metadata_serialization}.py: `metadata.pkl` describes the items whose
 tensors can be resharded; for other items each rank has a file `ITEM_RANK.pt`. Without reshardable items the package
@@ -18,13 +18,26 @@ from ckptkit.formats.archives.state_files import extents_of, is_torch_save
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.tensor_calls import TensorRecord
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.formats.protocols import FormatReader
+from ckptkit.formats.protocols import FormatWriter
+from ckptkit.formats.ranks.write_files import seal_files
 from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, lost_file, read_rank_file
 from ckptkit.io.file import is_there, names_in, read_small
-from ckptkit.layout import Blob, Chunk, Extent, FileOffset, KeyPath, Layout, Spec, check_cover
+from ckptkit.layout import (
+    Blob,
+    Chunk,
+    Extent,
+    FileOffset,
+    KeyPath,
+    Layout,
+    NewFile,
+    Patch,
+    Spec,
+    WriterOptions,
+    check_cover,
+)
 from ckptkit.layout.axes import part_of
 from ckptkit.layout.box import Box, row_major
 from ckptkit.layout.gc_pause import collector_paused
@@ -37,6 +50,7 @@ from ckptkit.plugins.torch_checkpointing.read_metadata import (
     TensorSharding,
     read_items,
 )
+from ckptkit.plugins.torch_checkpointing.write_files import arrange_items
 
 _LIMIT = 1 << 24  # bytes of a file that is read at once
 
@@ -116,12 +130,13 @@ _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetenso
 _PLAIN = re.compile(r"(?!.*rank_)(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,6})\.pt")  # other tools write `..._rank_0.pt`
 
 
-class TorchCheckpointing(FormatReader):
+class TorchCheckpointing(FormatWriter):
     """The format of a directory with `metadata.pkl` and the files of each rank."""
 
     name = "torch_checkpointing"
     known_by = "torch_checkpointing's `metadata.pkl`"
     is_sharded = True
+    repeats = True
 
     def owns(self, name: str) -> bool:
         """Return True for the metadata, and for the file of a rank."""
@@ -174,6 +189,16 @@ class TorchCheckpointing(FormatReader):
             for chunk in tensor.chunks:
                 if (chunk.path, chunk.offset) not in yielded:
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
+
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
+        """Return the files of `options.world_size` ranks, and the metadata."""
+        return tuple(arrange_items(wanted, options.world_size))
+
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
+        """Return the replicas that several ranks store, and the CRC-32 of each storage."""
+        items, _ = find_items(made.root)
+        files = [read_item_files(made.root, name, item, refuse) for name, item in items.items()]
+        return seal_files(made.root, files, checksums)
 
 
 def join_item(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
