@@ -59,7 +59,7 @@ FORMATS = PluginTable(
         ),
         "torch_checkpointing": KnownFormat(
             "ckptkit.plugins.torch_checkpointing.format:TorchCheckpointing",
-            "torch_checkpointing",
+            "the package torch_checkpointing",
             r"metadata\.pkl",
             is_written=True,
             perhaps=r".+_0\.pt",
