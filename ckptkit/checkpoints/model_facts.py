@@ -133,11 +133,9 @@ class ModelFacts:
         modules = compare(*flatten_both(self.modules, other.modules))
         differences = [*self.find_differences(other), *modules, *self.find_code_differences(other)]
         differences.sort(key=lambda one: not one.is_certain)
-        notes = list(self.list_gaps(other))
-        if inputs := find_different_inputs(self.companions, other.companions):
-            notes.append(f"{', '.join(inputs)}: differs from {other.found_in}, so the models may get other inputs")
+        notes = (*self.list_gaps(other), *self.note_on_inputs(other))
         files = " and ".join(dict.fromkeys(filter(None, (self.described_in, other.described_in))))
-        return ComparedFacts(tuple(differences), tuple(notes), files)
+        return ComparedFacts(tuple(differences), notes, files)
 
     def find_differences(self, other: ModelFacts) -> list[ConfigDifference]:
         """Return the differences of the configs, or else of the facts that the trainers' files report."""
@@ -164,6 +162,11 @@ class ModelFacts:
         if ours and theirs:
             for name in sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
                 yield ConfigDifference(name, ours.get(name), theirs.get(name), is_certain=False)
+
+    def note_on_inputs(self, other: ModelFacts) -> Iterator[str]:
+        """Yield a note if files that prepare the inputs differ, such as a tokenizer."""
+        if different := find_different_inputs(self.companions, other.companions):
+            yield f"{', '.join(different)}: differs from {other.found_in}, so the models may get other inputs"
 
     def list_gaps(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if only one of the two has a config.json, or if their libraries differ."""
