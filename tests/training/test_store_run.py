@@ -163,7 +163,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on_elsewhere_and_is_exported(user:
     forget()
     user.place.server.requests.clear()
     proved = user.type("verify", "--fast", exported)
-    assert "2 files, 11.9 MB: compared with the store's CRC-32" in proved.stderr
+    assert "verified 2 files, 11.9 MB, by the store's CRC-32" in proved.stderr
     server = user.place.server
     asked = [one for one in server.requests if re.search(r"model\.safetensors($|\?)", one.what)]
     assert [one.what.partition(" ")[0] for one in asked] == ["GET", "HEAD"]
