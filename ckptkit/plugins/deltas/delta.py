@@ -179,7 +179,7 @@ class ComparedPair:
             differences = describe_differences(compared.differences, str(self.sides[1].path))
             files = compared.described_in
             yield f"a delta does not contain {files}, and the new model differs: {differences}; copy it too"
-        yield from compared.notes
+        yield from before.note_on_inputs(after)
 
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
         """Return the planned delta for these changes."""
