@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.examination import examine
+from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.io.path import to_model_path
@@ -98,7 +98,7 @@ class LoadTarget:
     @cached_property
     def inconsistencies(self) -> tuple[Inconsistency, ...]:
         """Return the entries that contradict other entries of the checkpoint."""
-        return examine(self.layout)
+        return examine_checkpoint(self.checkpoint)
 
     @property
     def asked(self) -> TargetModel | None:

@@ -7,8 +7,10 @@ inconsistencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination.facts import Facts
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency, fold_layers
 from ckptkit.checkpoints.examination.optimizers import (
@@ -29,7 +31,9 @@ from ckptkit.checkpoints.examination.weights import (
     find_router_rows,
 )
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.formats import detect_format, is_main_file
 from ckptkit.layout import Layout
+from ckptkit.layout.box import Shape
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]
 
@@ -46,11 +50,28 @@ _UNREADABLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 
 
 def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
-    """Return the inconsistencies of a checkpoint; () if its components cannot be read or joined."""
+    """Return the inconsistencies of a checkpoint; () if its components cannot be read or joined.
+
+    An optimizer may also train weights in a file beside the model, such as a `2_Dense` of sentence-transformers.
+    """
     try:
-        return examine(checkpoint.layout, rules)
+        found = examine(checkpoint.layout, rules)
     except _UNREADABLE:  # the reader reports these errors in more detail
         return ()
+    if not any(one.code == "state_size" for one in found):
+        return found
+    beside = shapes_beside(checkpoint)
+    return tuple(one for one in found if one.code != "state_size" or tuple(one.data["found"]) not in beside)
+
+
+def shapes_beside(checkpoint: Checkpoint) -> set[Shape]:
+    """Return the shapes of the tensors in files beside the components of a checkpoint."""
+    shapes: set[Shape] = set()
+    for path in {left.path for left in checkpoint.files_beside}:
+        with suppress(*_UNREADABLE):
+            if is_main_file(path.name) and (reader := detect_format(path)):
+                shapes.update(Component("", path, reader).layout.shapes.values())
+    return shapes
 
 
 def examine(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:

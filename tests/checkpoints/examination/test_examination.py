@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.examination import examine
+from ckptkit.checkpoints.examination import examine, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout
@@ -46,6 +47,21 @@ def test_states_by_index_are_compared_with_all_parameters(tmp_path: Path) -> Non
     tree["optimizer"]["param_groups"][0]["param_names"] = order
     save_pt(tree, tmp_path / "step-2")
     assert codes_in(tmp_path / "step-2") == {"state_shape"}
+
+
+def test_states_by_index_may_be_of_weights_in_a_file_beside(tmp_path: Path) -> None:
+    """As of sentence-transformers, whose `2_Dense/` is trained by the same optimizer."""
+    layer = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(4)}
+    save_file(layer, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    states = {i: {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.zeros(4, 4)} for i in range(4)}
+    states[4] = {"exp_avg": torch.zeros(2, 4), "exp_avg_sq": torch.zeros(2, 4)}
+    torch.save({"state": states, "param_groups": [{"lr": 0.1, "params": [*range(5)]}]}, tmp_path / "optimizer.pt")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert {one.code for one in examine_checkpoint(checkpoint)} == {"state_size"}
+    (tmp_path / "2_Dense").mkdir()
+    save_file({"linear.weight": torch.zeros(2, 4)}, tmp_path / "2_Dense/model.safetensors", {"format": "pt"})
+    assert examine_checkpoint(Checkpoint.open(tmp_path)) == ()
 
 
 def by_index(tree: dict[str, Any]) -> dict[str, Any]:
