@@ -16,7 +16,12 @@ from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Shape
 from ckptkit.models.companions import find_config
-from ckptkit.state.quantized.config import OF_MLX, QuantizationConfig, read_quantization_config
+from ckptkit.state.quantized.config import (
+    OF_MLX,
+    QuantizationConfig,
+    quantization_section,
+    read_quantization_config,
+)
 from ckptkit.state.quantized.packed import BLOCKS, Finder, Packed
 from ckptkit.state.quantized.signs import OF_WEIGHTS, is_declared_quantized, may_be_packed, may_be_quantized
 from ckptkit.state.quantized.stored import SCHEMES
@@ -145,13 +150,14 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     specs = layout.specs
     if not (may_be_quantized(specs) or is_declared_quantized(config or {})):
         return None
+    added = {scheme.method for scheme in SCHEMES.values()} - {""}
+    is_added = (quantization_section(config or {}) or {}).get("quant_method") in added
     # first, because the tensors of unsupported methods can look like supported ones
-    foreign = find_foreign(specs)
-    if foreign is not None:
+    if not is_added and (foreign := find_foreign(specs)):
         method, members = foreign
         return Quantized(layout, method, members=members, refusal=f"the weights are quantized by {method}")
     stated = read_quantization_config(config)
-    if not stated.is_known:
+    if not (stated.is_known or is_added):
         if is_plain(specs):
             return None
         refusal = f"config.json says that the weights are quantized by `{stated.words}`, which ckptkit does not know"

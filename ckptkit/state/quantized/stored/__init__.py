@@ -8,9 +8,13 @@ from ckptkit.entry_points import PluginTable
 
 
 class KnownScheme(NamedTuple):
-    """A storage scheme: the `module:function` (a `Finder`) that finds its weights."""
+    """A storage scheme: the `module:function` (a `Finder`) that finds its weights.
+
+    `method` is the `quant_method` in config.json that this scheme adds; "" if ckptkit knows it anyway.
+    """
 
     find: str
+    method: str = ""
 
 
 SCHEMES = PluginTable(
