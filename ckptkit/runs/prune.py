@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.verify import verify_part
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, first_of, translate_os_errors
 from ckptkit.formats import of_no_format
@@ -154,7 +155,10 @@ def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, 
     if work := keeper.work_on(saved.path):
         return replace(entry, reason=work)
     if not demote:
-        return replace(entry, reason="no rule keeps it", freed_bytes=entry.nbytes)
+        others = () if is_remote(saved.path) else unknown_entries(saved.path, set(), by_training=True)
+        names = sorted(str(path.relative_to(saved.path)) for path in others)
+        also = f"; it also contains {first_of(names, 3)}" if names else ""
+        return replace(entry, reason=f"no rule keeps it{also}", freed_bytes=entry.nbytes)
     if saved.is_weights_only or saved.read_by:  # also by checkpoints that are demoted, because these stay
         return replace(entry, reason="only weights already" if saved.is_weights_only else saved.read_by[0][1])
     try:

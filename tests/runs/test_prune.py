@@ -80,6 +80,15 @@ def test_only_what_nothing_keeps_is_deleted(run: Path) -> None:
     assert (steps(again.keep), again.delete, again.freed_bytes) == ([25, 20, 10], (), 0)
 
 
+def test_what_lies_in_a_deleted_checkpoint_is_named(run: Path) -> None:
+    gone = prune(run, keep_last=1).delete[-1].path
+    (gone / "eval").mkdir()
+    (gone / "eval" / "results.json").write_text("{}")
+    (gone / "notes.txt").touch()
+    entry = prune(run, keep_last=1).delete[-1]
+    assert entry.reason == "no rule keeps it; it also contains eval, notes.txt"
+
+
 @pytest.mark.parametrize("rule", [{"keep_every": 1000}, {"keep_last": 1}])
 def test_the_newest_by_its_step_always_stays(run: Path, rule: Mapping[str, object]) -> None:
     done = prune(run, **rule, yes=True)  # type: ignore[arg-type]
