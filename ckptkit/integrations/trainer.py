@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ckptkit.errors import warn
 from ckptkit.integrations.transformers import SHARDS, describe_model
-from ckptkit.io.staging import Stage
+from ckptkit.io.staging import Stage, naming_destination
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.run import silence
@@ -121,10 +121,12 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         """Write the state and make the checkpoint visible. Runs in a thread."""
         saver = Saver(self._ranks, "sharded", {})
         try:
-            for name, entry in ((SHARDS, "model"), (OPTIMIZER, "optimizer")):
-                self._ranks.on_first((folder / name).mkdir)
-                saver.write(RoomWriter(folder / name, "dcp"), PendingState({entry: pending[entry]}), stage.dst / name)
-            self._ranks.on_first(partial(show, stage, folder))
+            with naming_destination(stage.dst):
+                for name, entry in ((SHARDS, "model"), (OPTIMIZER, "optimizer")):
+                    self._ranks.on_first((stage.path / name).mkdir)
+                    writer = RoomWriter(stage.path / name, "dcp")
+                    saver.write(writer, PendingState({entry: pending[entry]}), stage.dst / name)
+                self._ranks.on_first(partial(show, stage, folder))
         except BaseException:
             stage.discard()
             raise

@@ -6,12 +6,12 @@ At every moment the destination is absent, old and complete, or new and complete
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from ckptkit.errors import Occupied, Unsafe, translate_os_errors
+from ckptkit.errors import CkptError, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_file
 from ckptkit.io.disk import (
     HIDDEN_SIBLING,
@@ -32,6 +32,18 @@ from ckptkit.io.locks import acquire, close, is_same_file, release, try_lock
 WORK = ".ckptkit-work"
 _KEY = "key"
 _PATIENCE = 60.0  # seconds that a `part` waits for the lock of a process with another key
+
+
+@contextmanager
+def naming_destination(path: Path) -> Iterator[None]:
+    """Make errors name the destination, as it was typed, instead of the hidden directory that is renamed to it."""
+    try:
+        yield
+    except CkptError as error:
+        for place in (staging_path(path.absolute()), path.absolute()):
+            if error.path is not None and error.path.is_relative_to(place):
+                error.path = path / error.path.relative_to(place)
+        raise
 
 
 class Stage:

@@ -28,7 +28,7 @@ from ckptkit.io.disk import sync_tree
 from ckptkit.io.file import file_size, is_there
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import report_progress
-from ckptkit.io.staging import Stage
+from ckptkit.io.staging import Stage, naming_destination
 from ckptkit.layout import Layout
 from ckptkit.layout.plan import Plan
 from ckptkit.settings import option_name
@@ -193,19 +193,20 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
         is_file=conversion.is_file,
         check_other=partial(require_same_options, conversion, count),
     )
-    try:
-        stage.open()
-        check_room(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
-        yield stage
-    except BaseException as error:
-        if count > 1:  # other processes may still use the stage
-            stage.leave()
-        elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
-            stage.leave()
-            error.add_note(f"the same command continues with the files in {stage.path}")
-        else:
-            stage.discard()
-        raise
+    with naming_destination(conversion.output):
+        try:
+            stage.open()
+            check_room(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
+            yield stage
+        except BaseException as error:
+            if count > 1:  # other processes may still use the stage
+                stage.leave()
+            elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
+                stage.leave()
+                error.add_note(f"the same command continues with the files in {stage.path}")
+            else:
+                stage.discard()
+            raise
 
 
 def require_same_options(conversion: Conversion, count: int, begun: bytes, work: Path) -> None:

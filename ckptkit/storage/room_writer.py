@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -30,10 +29,10 @@ from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.formats import EntryWriter, get_writer, locate
 from ckptkit.io.allocation import check_room, create_file
 from ckptkit.io.crc32 import crc32, part_sum
-from ckptkit.io.disk import staging_path, sync_path
+from ckptkit.io.disk import sync_path
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import to_local
-from ckptkit.io.staging import Stage
+from ckptkit.io.staging import Stage, naming_destination
 from ckptkit.layout import Blob, Chunk, FileOffset, KeyPath, StoredTensor, WriterOptions
 from ckptkit.layout.box import Box, BoxIndex, cut_box, row_major
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
@@ -191,18 +190,6 @@ class RoomWriter(PlannedWriter):
         except (TypeError, CkptError):
             return False
         return True
-
-
-@contextmanager
-def naming_destination(path: Path) -> Iterator[None]:
-    """Make errors name the destination, as it was typed, instead of the hidden directory that is renamed to it."""
-    try:
-        yield
-    except CkptError as error:
-        for place in (staging_path(path.absolute()), path.absolute()):
-            if error.path is not None and error.path.is_relative_to(place):
-                error.path = path / error.path.relative_to(place)
-        raise
 
 
 class StagedWriter(RoomWriter):

@@ -110,8 +110,9 @@ def _fail(home: Path) -> None:
         return step(*arguments)
 
     trainer.training_step = step_without_room
-    with pytest.raises(CkptError, match="file too large"):
+    with pytest.raises(CkptError, match="file too large") as raised:
         trainer.train()
+    assert raised.value.path == home / "checkpoint-2/pytorch_model_fsdp_0/__1_0.distcp"
     assert trainer.state.global_step == 3
     dist.barrier()
 
