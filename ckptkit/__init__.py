@@ -175,13 +175,13 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        from ckptkit.errors import without_torch
+        from ckptkit.errors import with_torch_hint
 
-        raise without_torch(error) from None
+        raise with_torch_hint(error) from None
     if isinstance(value, FunctionType):
-        from ckptkit.argument_types import checked
+        from ckptkit.argument_types import with_checked_arguments
 
-        value = checked(value)
+        value = with_checked_arguments(value)
         value.__module__ = __name__  # pickle looks the function up by this module name
     return globals().setdefault(name, value)
 

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, ForwardRef, Literal, TypeVar, Union, Unpack, get_args, get_origin
 
 from ckptkit.errors import Usage
-from ckptkit.words import either
+from ckptkit.words import join_with_or
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -20,19 +20,19 @@ _MAX_SHOWN = 60  # characters of a value that an error shows
 _CLASSES = {int: Integral, float: Real}  # also accept numpy's numbers
 
 
-def checked(function: Function) -> Function:
+def with_checked_arguments(function: Function) -> Function:
     """Return a wrapper of the function that raises `Usage` for an argument of the wrong type."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        for name, value in arguments_of(function, args, options):
-            check(name, value, hints_of(function).get(name, Any))
+        for name, value in arguments_by_name(function, args, options):
+            check_argument_type(name, value, type_hints_of(function).get(name, Any))
         return function(*args, **options)
 
     return call  # type: ignore[return-value]
 
 
-def arguments_of(
+def arguments_by_name(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the arguments of a call by name; nothing for a call that Python itself refuses."""
@@ -51,19 +51,22 @@ def arguments_of(
 
 
 @cache
-def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+def type_hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the parameter types of a function by name, including those of `**options: Unpack[...]`."""
-    own = resolve_all(function)
+    own = resolve_annotations(function)
     unpacked = [get_args(hint)[0] for hint in own.values() if get_origin(hint) is Unpack]
-    return own | {name: hint for options in unpacked for name, hint in resolve_all(options).items()}
+    return own | {name: hint for options in unpacked for name, hint in resolve_annotations(options).items()}
 
 
-def resolve_all(holder: Any) -> dict[str, Any]:
+def resolve_annotations(holder: Any) -> dict[str, Any]:
     """Return the annotations of a function or class as types; `Any` for names imported only under TYPE_CHECKING."""
-    return {name: resolve(hint, vars(sys.modules[holder.__module__])) for name, hint in holder.__annotations__.items()}
+    return {
+        name: resolve_annotation(hint, vars(sys.modules[holder.__module__]))
+        for name, hint in holder.__annotations__.items()
+    }
 
 
-def resolve(hint: Any, names: dict[str, Any]) -> Any:
+def resolve_annotation(hint: Any, names: dict[str, Any]) -> Any:
     text = hint.__forward_arg__ if isinstance(hint, ForwardRef) else hint
     try:
         return eval(text, names) if isinstance(text, str) else text
@@ -71,20 +74,20 @@ def resolve(hint: Any, names: dict[str, Any]) -> Any:
         return Any
 
 
-def check(name: str, value: object, kind: Any) -> None:
+def check_argument_type(name: str, value: object, kind: Any) -> None:
     """Raise `Usage` if the value of an argument does not have this type."""
-    if is_a(value, kind):
+    if is_of_type(value, kind):
         return
-    expected = either(dict.fromkeys(describe_type(kind)))
+    expected = join_with_or(dict.fromkeys(describe_type(kind)))
     shown = repr(value) if len(repr(value)) <= _MAX_SHOWN else f"{repr(value)[:_MAX_SHOWN]}..."
     raise Usage(f"`{name}`: expected {expected}, found {shown}{'' if value is None else f' ({type(value).__name__})'}")
 
 
-def is_a(value: object, kind: Any) -> bool:
+def is_of_type(value: object, kind: Any) -> bool:
     """Return whether a value has a type; True for a type that does not restrict values."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return any(is_a(value, each) for each in inner)
+        return any(is_of_type(value, each) for each in inner)
     if origin is Literal:
         return value in inner
     if kind in _CLASSES:
@@ -92,9 +95,9 @@ def is_a(value: object, kind: Any) -> bool:
     if is_iterable_type(origin):
         is_list = isinstance(value, list | tuple)
         is_iterable = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-        return is_iterable and (not is_list or all(is_a(each, inner[0]) for each in value))  # type: ignore[attr-defined]
+        return is_iterable and (not is_list or all(is_of_type(each, inner[0]) for each in value))  # type: ignore[attr-defined]
     try:
-        return isinstance(value, NoneType if kind is None else origin or path_like(kind))
+        return isinstance(value, NoneType if kind is None else origin or as_path_like_type(kind))
     except TypeError:  # Any, a type variable, or a protocol that is not runtime-checkable
         return True
 
@@ -104,7 +107,7 @@ def is_iterable_type(origin: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping)
 
 
-def path_like(kind: Any) -> Any:
+def as_path_like_type(kind: Any) -> Any:
     """Return `os.PathLike` for `Path`, because functions accept any path-like; any other type unchanged."""
     return os.PathLike if isinstance(kind, type) and issubclass(kind, os.PathLike) else kind
 
@@ -121,7 +124,7 @@ def describe_type(kind: Any) -> Iterator[str]:
         yield f"a list of {' or '.join(dict.fromkeys(describe_type(inner[0])))}"
     elif kind in (None, NoneType):
         yield "None"
-    elif path_like(origin or kind) is os.PathLike:
+    elif as_path_like_type(origin or kind) is os.PathLike:
         yield "Path"
     else:
         yield {"Callable": "a function", "Mapping": "dict"}.get((origin or kind).__name__, (origin or kind).__name__)

@@ -60,15 +60,15 @@ class PluginTable(Mapping[str, Line], Generic[Line]):
         return len(self.own) + len(self.added)
 
 
-def load(where: str) -> Any:
-    """Import the object that `where` names as `module:attribute`."""
-    module, _, attribute = where.partition(":")
+def import_object(location: str) -> Any:
+    """Import the object that `location` names as `module:attribute`."""
+    module, _, attribute = location.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def declared_entry_points(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Yield the entry points of a group: name, package with version, and a function that imports the object."""
-    if not any_declared():
+    if not has_declared_plugins():
         return
     from importlib.metadata import entry_points  # deferred: slow, and most environments have no plugin
 
@@ -80,20 +80,20 @@ def declared_entry_points(group: str) -> Iterator[tuple[str, str, Callable[[], o
 
 
 @cache
-def any_declared() -> bool:
+def has_declared_plugins() -> bool:
     """Return whether any installed package declares an entry point in one of ckptkit's groups."""
-    return any("[ckptkit." in text for directory in sys.path for text in entry_points_in(Path(directory)))
+    return any("[ckptkit." in text for directory in sys.path for text in entry_point_texts_in(Path(directory)))
 
 
-def entry_points_in(place: Path) -> Iterator[str]:
+def entry_point_texts_in(directory: Path) -> Iterator[str]:
     """Yield the text of `entry_points.txt` of every package installed in a directory."""
     try:
-        with os.scandir(place) as entries:
+        with os.scandir(directory) as entries:
             names = [entry.name for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
     except OSError:  # a zip archive, or a missing directory
         return
     for name in names:
         try:
-            yield Path(place, name, "entry_points.txt").read_text("utf-8", "replace")
+            yield Path(directory, name, "entry_points.txt").read_text("utf-8", "replace")
         except OSError:  # most packages have no entry points
             continue

@@ -61,7 +61,7 @@ class CkptError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return in_python(f"{self.line} (hint: {self.hint})" if self.hint else self.line)
+        return with_python_arguments(f"{self.line} (hint: {self.hint})" if self.hint else self.line)
 
     @property
     def line(self) -> str:
@@ -91,7 +91,7 @@ class CkptError(Exception):
         return {"code": self.code, "message": self.message, **location, "hint": self.hint}
 
 
-def in_python(text: str) -> str:
+def with_python_arguments(text: str) -> str:
     """Return a message with arguments in place of options (`fill_from=DIR`), except inside full command lines."""
     return "".join(
         part if part.startswith("`ckptkit ") else _OPTION.sub(as_argument, part) for part in _COMMAND_LINE.split(text)
@@ -143,12 +143,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 Report = Callable[[CkptError], None]  # receives each problem, so that the caller can go on
 
 
-def refuse(problem: CkptError) -> None:
+def raise_problem(problem: CkptError) -> None:
     """Raise the problem: the `Report` of a caller who cannot use a checkpoint with any problem."""
     raise problem
 
 
-def ignore(_problem: CkptError) -> None:
+def skip_problem(_problem: CkptError) -> None:
     """Skip the problem: the `Report` of a caller who does not need the affected entry, or has already reported it."""
 
 
@@ -158,7 +158,7 @@ class Usage(CkptError):
     code, exit_code = "usage", 2
 
 
-def too_small(name: str, least: float, found: object) -> Usage:
+def too_small_error(name: str, least: float, found: object) -> Usage:
     """Return the error for an option or argument `name` below its minimum."""
     return Usage(f"--{name.replace('_', '-')}: expected {least} or more, found {found}")
 
@@ -192,7 +192,7 @@ class Corrupt(CkptError):
         self._hint = hint
 
 
-def truncated(
+def truncated_error(
     expected: int, found: int, *, path: str | os.PathLike[str], tensor: str | None = None, by: str = ""
 ) -> Corrupt:
     """Return the error for a file of `found` bytes that must have `expected` or more, as the part `by` of it says."""
@@ -276,7 +276,7 @@ class Unsafe(CkptError):
     code, exit_code = "unsafe", 5
 
 
-def without_torch(error: ModuleNotFoundError) -> ModuleNotFoundError:
+def with_torch_hint(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """Return an import error with a hint to install torch, if torch is the missing module."""
     if error.name != "torch":
         return error

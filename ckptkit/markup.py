@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from ckptkit.words import visible
+from ckptkit.words import escape_control_characters
 
 _SELF_CLOSING = frozenset({"rect", "line", "circle", "path"})  # SVG elements that are self-closing if empty
 
@@ -26,15 +26,15 @@ Child = str | Iterable["Child"] | None
 def element(name: str, /, *children: Child, **attributes: object) -> Markup:
     """Return an element. `class_` is the attribute `class`, `stroke_width` is `stroke-width`; None is left out."""
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{text(format_value(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escaped_text(format_attribute(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    inside = join(children)
+    inside = join_markup(children)
     return Markup(f"<{name}{given}/>" if name in _SELF_CLOSING and not inside else f"<{name}{given}>{inside}</{name}>")
 
 
-def picture(title: str, view: str, *children: Child) -> Markup:
+def svg_image(title: str, view: str, *children: Child) -> Markup:
     """Return an SVG image with a `title` that shows the rectangle `view`: left, top, width, height."""
     return element(
         "svg",
@@ -47,20 +47,24 @@ def picture(title: str, view: str, *children: Child) -> Markup:
     )
 
 
-def join(children: Iterable[Child]) -> Markup:
+def join_markup(children: Iterable[Child]) -> Markup:
     """Concatenate children; None is skipped."""
     return Markup(
-        "".join(text(child) if isinstance(child, str) else join(child) for child in children if child is not None)
+        "".join(
+            escaped_text(child) if isinstance(child, str) else join_markup(child)
+            for child in children
+            if child is not None
+        )
     )
 
 
-def text(content: str) -> Markup:
+def escaped_text(content: str) -> Markup:
     """Return text as markup: escaped, with invisible and invalid characters spelled out."""
     if isinstance(content, Markup):
         return content
-    return Markup(escape(visible(content)))
+    return Markup(escape(escape_control_characters(content)))
 
 
-def format_value(value: object) -> str:
+def format_attribute(value: object) -> str:
     """Return the value of an attribute; a float with two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

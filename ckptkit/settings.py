@@ -37,10 +37,10 @@ def settings_of(holder: Any) -> dict[str, Setting]:
     """Return the settings of a dataclass by name: the fields annotated with `Help` or with a string."""
     hints = get_type_hints(holder, include_extras=True)
     described = [field for field in fields(holder) if get_origin(hints[field.name]) is Annotated]
-    return {field.name: setting(hints[field.name], field.default) for field in described}
+    return {field.name: setting_of_annotation(hints[field.name], field.default) for field in described}
 
 
-def setting(hint: Any, default: object) -> Setting:
+def setting_of_annotation(hint: Any, default: object) -> Setting:
     """Return the setting that an annotation describes."""
     value_type, words = get_args(hint)
     if get_origin(value_type) in (Union, UnionType):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from ckptkit.markup import element
-from ckptkit.words import visible
+from ckptkit.words import escape_control_characters
 
 _MAX_LINES = 3  # lines
 
@@ -24,19 +24,19 @@ class Summarized:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join(map(visible, self.summary()))
+        return "\n".join(map(escape_control_characters, self.summary()))
 
     def _repr_html_(self) -> str:
         return element("div", *(element("div", line) for line in self.summary()))
 
 
-def as_call(of: object, place: object, **options: object) -> str:
+def format_call(instance: object, first_argument: object, **options: object) -> str:
     """Return the call that creates an object, such as `Run('run', keep_last=2)`; leaves out empty options."""
     given = [f"{name}={value!r}" for name, value in options.items() if value not in (None, False, "", ())]
-    return f"{type(of).__name__}({', '.join([repr(str(place)), *given])})"
+    return f"{type(instance).__name__}({', '.join([repr(str(first_argument)), *given])})"
 
 
-def first_few(lines: Iterable[str], total: int) -> Iterator[str]:
+def first_lines_and_rest(lines: Iterable[str], total: int) -> Iterator[str]:
     """Yield the first of `total` lines, and the number of further lines."""
     yield from (f"  {line}" for line in islice(lines, _MAX_LINES))
     if total > _MAX_LINES:

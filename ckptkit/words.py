@@ -22,13 +22,13 @@ def count(number: int, noun: str, verb: str = "") -> str:
     return " ".join(filter(None, (f"{number:,}", noun, verb)))
 
 
-def either(words: Iterable[str]) -> str:
+def join_with_or(words: Iterable[str]) -> str:
     """Return words as a choice: `a, b or c`."""
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def spans(numbers: Iterable[int]) -> str:
+def format_number_ranges(numbers: Iterable[int]) -> str:
     """Return ascending numbers as ranges: `0-3,5`."""
     ranges: list[list[int]] = []
     for number in numbers:
@@ -39,13 +39,13 @@ def spans(numbers: Iterable[int]) -> str:
     return ",".join("-".join(map(str, bounds)) for bounds in ranges)
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts `layers.9` before `layers.10`."""
     parts = re.split(r"([0-9]+)", name)  # alternates text and digits; without leading zeros, fewer digits sort first
     return [(len(digits := part.lstrip("0")), digits) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return text with control characters escaped, because tensor names in a checkpoint are not trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -83,7 +83,7 @@ _FACTORS = {"": 1, "B": 1} | {
 }
 
 
-def brief(number: float) -> str:
+def format_brief(number: float) -> str:
     """Return a number with at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
     size = abs(number)
     if size < 999.95 or not size < 1e18:
@@ -144,7 +144,7 @@ def per_cent(part: float) -> str:
     return f"{part if part > 1 else min(max(part, 0.0001), 0.9999):.2%}"
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def round_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about `count` round numbers between two others."""
     span = high - low
     if not (math.isfinite(span) and span > 0):
@@ -156,7 +156,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def powers(low: float, high: float) -> list[float]:
+def log_scale_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten between two positive numbers; for a large range, only powers of ten."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)

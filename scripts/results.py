@@ -24,7 +24,7 @@ import ckptkit
 from ckptkit.cli.commands import COMMANDS
 from ckptkit.cli.output import pick, print_json, to_plain
 from ckptkit.errors import CkptError
-from ckptkit.plugins.deltas.kind import show
+from ckptkit.plugins.deltas.kind import show_description
 from scripts.markdown import WIDTH, paragraph
 
 # What an expression makes: the keys of a dict with what each holds, a list of it, or None for a plain value.
@@ -39,7 +39,7 @@ def write_json() -> str:
     for name, known in COMMANDS.own.items():
         for shape in printed_by(load_function(known.where)):
             commands[spell_shape(shape)].append(f"`{name}`")
-    commands[spell_shape(next(printed_by(show)))].append("`inspect` of a delta")
+    commands[spell_shape(next(printed_by(show_description)))].append("`inspect` of a delta")
     return "\n".join(
         fill(f"- {', '.join(names)}: `{text}`", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         for text, names in commands.items()

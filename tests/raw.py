@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import Box, row_major
+from ckptkit.layout.box import Box, row_major_strides
 from ckptkit.layout.dtypes import DType
 from tests.strategies import cells
 
@@ -30,7 +30,7 @@ class Files:
         """Store a box of a tensor, its axes from slowest to fastest in `order`, with its CRC-32."""
         axes = list(range(numbers.ndim)) if order is None else order
         raw = np.ascontiguousarray(numbers[cells(box)].transpose(axes)).tobytes()
-        steps = row_major(tuple(box.size[axis] for axis in axes))
+        steps = row_major_strides(tuple(box.size[axis] for axis in axes))
         strides = None if order is None else tuple(steps[axes.index(axis)] for axis in range(numbers.ndim))
         offset = self.append(file, b"?" * (1 + len(raw) % 3) + raw) - len(raw)
         return Chunk(box, file, offset, len(raw), dtype, strides, zlib.crc32(raw))
@@ -71,6 +71,6 @@ def contents(layout: Layout, name: str = "t") -> bytes:
 def unpack(chunk: Chunk, raw: bytes) -> Numbers:
     """A chunk's elements in their order, whatever its strides."""
     itemsize = chunk.dtype.itemsize
-    strides = row_major(chunk.box.size) if chunk.strides is None else chunk.strides
+    strides = row_major_strides(chunk.box.size) if chunk.strides is None else chunk.strides
     elements = np.frombuffer(raw, f"V{itemsize}")
     return as_strided(elements, chunk.box.size, [step * itemsize for step in strides])

@@ -28,7 +28,11 @@ def stored(numbers: Numbers, cuts: list[int], order: list[int]) -> tuple[StoredT
         steps = [prod(permuted.shape[d + 1 :]) for d in range(part.ndim)]
         strides = tuple(steps[order.index(axis)] for axis in range(part.ndim))
         box = Box((a, *(0 for _ in size[1:])), size)
-        chunks.append(Chunk(box, "f", 4 * at, 4 * part.size, INT32, axes.are_plain(strides, size), crc32=len(chunks)))
+        chunks.append(
+            Chunk(
+                box, "f", 4 * at, 4 * part.size, INT32, axes.strides_unless_row_major(strides, size), crc32=len(chunks)
+            )
+        )
         parts.append(permuted.reshape(-1))
         at += part.size
     file = np.concatenate(parts) if parts else np.zeros(0, np.int32)
@@ -42,10 +46,10 @@ def contents(tensor: StoredTensor, file: Numbers) -> Numbers:
         index = tuple(slice(a, b) for a, b in zip(chunk.start, chunk.box.stop, strict=True))
         assert (found[index] == -1).all()
         assert chunk.offset % 4 == 0
-        steps = [4 * step for step in axes.steps_of(chunk)]
+        steps = [4 * step for step in axes.strides_of_chunk(chunk)]
         raw = file[chunk.offset // 4 : (chunk.offset + chunk.length) // 4]
         found[index] = np.ndarray(chunk.size, np.int32, raw.tobytes(), 0, steps) if chunk.box.numel else 0
-        run_start, run_length = chunk.bytes
+        run_start, run_length = chunk.checksummed_range
         assert run_start <= chunk.offset
         assert chunk.offset + chunk.length <= run_start + run_length
     return found.reshape(tensor.spec.shape)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, full_box
 
 Draw = st.DrawFn
 
@@ -28,7 +28,7 @@ def boxes_in(draw: Draw, shape: Shape, *, solid: bool = False) -> Box:
 @st.composite
 def tilings(draw: Draw, shape: Shape, *, cuts: int = 6) -> list[Box]:
     """Boxes, in any order, that cover a tensor of `shape` exactly once."""
-    boxes = [whole(shape)]
+    boxes = [full_box(shape)]
     for _ in range(draw(st.integers(0, cuts))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         boxes.extend(_cut_in_two(draw, box))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptkit
 from ckptkit import Checkpoint, CkptError, Run
-from ckptkit.errors import Usage, in_python
+from ckptkit.errors import Usage, with_python_arguments
 from ckptkit.storage import Reader, Writer, find_cause
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of one process
@@ -35,7 +35,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: ckptkit.convert("run", "out", to="dcp", world_size=True),
         r"`world_size`: expected int or None, found True",
     ),
-    (lambda: ckptkit.convert("run", "out"), "to: expected dcp, hf, .* or adapter, found none"),
+    (lambda: ckptkit.convert("run", "out"), "to: expected dcp, torch_checkpointing, hf, .* or adapter, found none"),
     (lambda: ckptkit.estimate("8b", world_size="8"), r"`world_size`: expected int, found '8' \(str\)"),  # type: ignore[arg-type]
     (lambda: ckptkit.estimate("8b", world_size=8, gpu_memory="80 potatoes"), "expected a size, found `80 potatoes`"),
     (lambda: ckptkit.push("out", None), "`repo_id`: expected str, found None"),  # type: ignore[arg-type]
@@ -49,7 +49,10 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Reader(None), "`path`: expected str or Path, found None"),  # type: ignore[arg-type]
     (lambda: Reader("run", cast=True), r"`cast`: expected str, found True \(bool\)"),  # type: ignore[arg-type]
     (lambda: Writer(5), r"`path`: expected str or Path, found 5 \(int\)"),  # type: ignore[arg-type]
-    (lambda: Writer("out", "safetensors"), "unknown format `safetensors` .hint: use one of dcp, hf, "),
+    (
+        lambda: Writer("out", "safetensors"),
+        "unknown format `safetensors` .hint: use one of dcp, torch_checkpointing, hf, ",
+    ),
 ]
 
 
@@ -145,4 +148,6 @@ def test_metrics_are_numbers(tmp_path: Path) -> None:
 
 def test_options_with_words_become_arguments() -> None:
     text = "pass --to hf, --names keep or --jobs, then run `ckptkit convert SRC OUT --to dcp`"
-    assert in_python(text) == "pass to='hf', names='keep' or jobs, then run `ckptkit convert SRC OUT --to dcp`"
+    assert (
+        with_python_arguments(text) == "pass to='hf', names='keep' or jobs, then run `ckptkit convert SRC OUT --to dcp`"
+    )

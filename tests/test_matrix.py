@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.conversion.convert import convert
 from ckptkit.errors import Unsupported
-from ckptkit.formats import FORMATS, FormatWriter, get_format, get_writer, locate, writable_formats
+from ckptkit.formats import FORMATS, FormatWriter, get_format, get_writer, locate_all_chunks, writable_formats
 from ckptkit.io.origin import Origin
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.pipeline import write
+from ckptkit.state.pipeline import write_output
 from tests import producers
 from tests.conftest import Produce, Produced
 from tests.formats.contract import raw_bytes
@@ -183,14 +183,14 @@ def write_as(form: str, wanted: Layout, root: Path, options: WriterOptions) -> L
     writer = get_writer(form)
     asked = ConvertOptions(to=form, max_shard_size=options.max_shard_size, sync=False, jobs=2)
     draft = Draft.of([wanted], asked, options.world_size)
-    write(Conversion(origins=[Origin.of(wanted.root)], output=root, options=asked, drafts=[draft]))
-    return locate(writer.read(root))
+    write_output(Conversion(origins=[Origin.of(wanted.root)], output=root, options=asked, drafts=[draft]))
+    return locate_all_chunks(writer.read(root))
 
 
 @pytest.mark.parametrize(("producer", "form"), pairs(SOURCES, WRITERS), ids=spell)
 def test_every_reader_with_every_writer(produce: Produce, tmp_path: Path, producer: Producer, form: str) -> None:
     made = produce(producer)
-    source = locate(open_layout(made.root))
+    source = locate_all_chunks(open_layout(made.root))
     if (what := UNHOLDABLE.get((producer, form))) is not None:
         with pytest.raises(Unsupported, match=what):
             write_as(form, source, tmp_path / "out", WriterOptions(1 << 40))
@@ -214,7 +214,9 @@ def test_what_convert_keeps(produce: Produce, tmp_path: Path, producer: Producer
 def test_what_was_written_is_read_again(produce: Produce, tmp_path: Path, producer: Producer, first: str) -> None:
     made = produce(producer)
     expected = as_held(state_of(made, producer), first)
-    once = write_as(first, locate(open_layout(made.root)), tmp_path / "once", WriterOptions(150, world_size=3))
+    once = write_as(
+        first, locate_all_chunks(open_layout(made.root)), tmp_path / "once", WriterOptions(150, world_size=3)
+    )
     for form, (i, options) in product(WRITERS, enumerate(OPTIONS)):
         out = tmp_path / f"{form}-{i}"
         write_as(form, once, out, options)

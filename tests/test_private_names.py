@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, S
 from torch.distributed.checkpoint import state_dict_saver as saver
 
 from ckptkit.storage import Reader
-from ckptkit.training.saving.run import quiet
+from ckptkit.training.saving.run import torch_warnings_ignored
 from tests.source import PACKAGE, PATHS, nodes
 
 PAGE = PACKAGE.parent / "CONTRIBUTING.md"
@@ -149,7 +149,7 @@ def test_the_installed_version_has_the_name(row: Row) -> None:
 
 
 def save(path: Path, state: dict[str, Any], **options: bool) -> None:
-    with quiet():
+    with torch_warnings_ignored():
         planner = DefaultSavePlanner(**options)
         saver.save(state, storage_writer=FileSystemWriter(path), planner=planner, no_dist=True)
 
@@ -157,7 +157,7 @@ def save(path: Path, state: dict[str, Any], **options: bool) -> None:
 def test_torch_plans_a_load_by_the_function_that_reader_knows(tmp_path: Path) -> None:
     save(tmp_path, {"there": torch.ones(2)})
     state = {"there": torch.zeros(2), "missing": torch.zeros(2)}
-    with quiet(), pytest.warns(UserWarning, match="not in the checkpoint, and unchanged: `missing`"):
+    with torch_warnings_ignored(), pytest.warns(UserWarning, match="not in the checkpoint, and unchanged: `missing`"):
         state_dict_loader.load(state, storage_reader=Reader(tmp_path, missing="keep"), no_dist=True)
     assert [tensor.tolist() for tensor in state.values()] == [[1, 1], [0, 0]]
 

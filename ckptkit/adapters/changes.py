@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.names import WRAPPER, Kind, expert_place, own_name
+from ckptkit.adapters.names import WRAPPER, Kind, find_expert_place, name_inside_wrapper
 from ckptkit.errors import CkptError, Mismatch
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES in peft/utils/other.py
@@ -35,15 +35,15 @@ class WeightUpdate:
     is_embedding: bool
     bias: str | None = None
     magnitude: str | None = None
-    attention: str | None = None  # see `Entry.attention`
+    attention: str | None = None  # see `Entry.attention_module`
 
     def lookup_names(self, config: AdapterConfig) -> tuple[str, ...]:
         """Return the names that PEFT may use to look up targets, ranks and alphas. The base decides between several."""
-        if parameters := config.parameters_of(self.module):
+        if parameters := config.target_parameters_of(self.module):
             return parameters
         if self.attention is None:
             return (self.module,)
-        return (self.attention, self.module) if config.parameters_of(self.attention) else (self.attention,)
+        return (self.attention, self.module) if config.target_parameters_of(self.attention) else (self.attention,)
 
 
 def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
@@ -64,7 +64,7 @@ def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
             first = next(iter(names.values()))
             raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.path, tensor=first)
         a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
-        attention = adapter.entries[a].attention
+        attention = adapter.entries[a].attention_module
         yield WeightUpdate(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"), attention)
 
 
@@ -85,7 +85,7 @@ def without_tied_duplicates(adapter: Adapter, config: AdapterConfig) -> Adapter:
     return replace(adapter, entries={name: entry for name, entry in adapter.entries.items() if name not in copies})
 
 
-def check_config(adapter: Adapter, config: AdapterConfig) -> None:
+def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if an adapter does not fit its config: wrong rank, module not a target, missing magnitudes.
 
     A parameter of fused experts has the rows of all experts in one matrix, so its rank must be a multiple of the
@@ -93,49 +93,51 @@ def check_config(adapter: Adapter, config: AdapterConfig) -> None:
     """
     targets, updates = config.values.get("target_modules"), list(weight_updates_of(adapter))
     # tied targets are not listed
-    has_tied = config.flag("ensure_weight_tying") and any(update.is_embedding for update in updates)
+    has_tied = config.bool_setting("ensure_weight_tying") and any(update.is_embedding for update in updates)
     for update in updates:
         if config.method != "LORA":
             message = f"expected matrices of {config.method} (`{config.path}`), found matrices of LoRA"
-            raise mismatch_with_config(adapter, update.a, message)
-        check_rank(adapter, config, update)
+            raise config_mismatch_error(adapter, update.a, message)
+        check_matrix_ranks(adapter, config, update)
         names = update.lookup_names(config)
         for name in names:
             config.scaling_of(name)
-        if config.flag("use_dora") != (update.magnitude is not None) and not config.parameters_of(update.module):
+        if config.bool_setting("use_dora") != (update.magnitude is not None) and not config.target_parameters_of(
+            update.module
+        ):
             has, says = ("no magnitudes", "DoRA") if update.magnitude is None else ("magnitudes", "no DoRA")
             message = f"`{update.module}` has {has}, but `{config.path}` says {says}"
-            raise mismatch_with_config(adapter, update.a, message)
+            raise config_mismatch_error(adapter, update.a, message)
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-        if is_listed and not has_tied and not any(is_target(name, config) for name in (update.module, *names)):
+        if is_listed and not has_tied and not any(is_targeted_module(name, config) for name in (update.module, *names)):
             listed = ", ".join(sorted(targets or []))
             message = f"`{update.module}`: expected a target of `{config.path}`, which are {listed}"
-            raise mismatch_with_config(adapter, update.a, message)
-        if not is_in_layers(update.module, config):
+            raise config_mismatch_error(adapter, update.a, message)
+        if not may_be_in_adapted_layer(update.module, config):
             layers = config.values["layers_to_transform"]
             message = f"`{update.module}`: expected one of the layers {layers} (`{config.path}`)"
-            raise mismatch_with_config(adapter, update.a, message)
-    check_complete(adapter, config)
+            raise config_mismatch_error(adapter, update.a, message)
+    require_saved_modules(adapter, config)
 
 
-def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
+def require_saved_modules(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if the tensors of modules or token rows that were trained in full are missing."""
-    whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
-    if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
+    whole, first = ", ".join(config.name_list_setting("modules_to_save")), next(iter(adapter.entries))
+    if whole and not any(is_saved_module(own, config) for own in adapter.replaced_parameters):
         message = f"expected the tensors of {whole} (`modules_to_save` of `{config.path}`), found none"
-        raise mismatch_with_config(adapter, first, message)
+        raise config_mismatch_error(adapter, first, message)
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:
         message = f"expected trained token rows (`trainable_token_indices` of `{config.path}`), found none"
-        raise mismatch_with_config(adapter, first, message)
+        raise config_mismatch_error(adapter, first, message)
 
 
-def is_saved_module(own: str, config: AdapterConfig) -> bool:
+def is_saved_module(parameter: str, config: AdapterConfig) -> bool:
     """Return whether `modules_to_save` lists a parameter's module. PEFT compares ends: `head` means `lm_head` too."""
-    return any(f"{module}." in own for module in config.names("modules_to_save"))
+    return any(f"{module}." in parameter for module in config.name_list_setting("modules_to_save"))
 
 
-def is_in_layers(module: str, config: AdapterConfig) -> bool:
+def may_be_in_adapted_layer(module: str, config: AdapterConfig) -> bool:
     """Return whether `layers_to_transform` lists the layer of a module; True if its name has no layer number."""
     asked = config.values.get("layers_to_transform")
     layers = [asked] if isinstance(asked, int) else asked
@@ -143,39 +145,39 @@ def is_in_layers(module: str, config: AdapterConfig) -> bool:
     return not isinstance(layers, list) or len(numbers) != 1 or numbers[0] in map(str, layers)
 
 
-def check_rank(adapter: Adapter, config: AdapterConfig, update: WeightUpdate) -> None:
+def check_matrix_ranks(adapter: Adapter, config: AdapterConfig, update: WeightUpdate) -> None:
     """Raise `Mismatch` if the matrices do not fit each other or have another rank than the config."""
     a, b = (adapter.specs[name].shape for name in (update.a, update.b))
-    location, parameters = expert_place(update.module), config.parameters_of(update.module)
+    location, parameters = find_expert_place(update.module), config.target_parameters_of(update.module)
     is_deep = location is not None and len(a) == 3  # a matrix for each expert
     columns = 2 if is_deep and location is not None and location.leaf else 1
     rank_of_a = a[1 if is_deep else 0] if len(a) > 1 else 0
     if len(b) < (3 if is_deep else 2) or rank_of_a != b[columns]:
         message = f"expected a shape that fits {list(a)} of `{update.a}`, found {list(b)}"
-        raise mismatch_with_config(adapter, update.b, message)
+        raise config_mismatch_error(adapter, update.b, message)
     ranks = {config.rank_of(name) for name in update.lookup_names(config)}
     is_stacked = bool(parameters) and not is_deep
     if not any(rank_of_a == rank or (is_stacked and rank_of_a % rank == 0) for rank in ranks):
-        raise wrong_rank(adapter, config, update, ranks, rank_of_a)
+        raise wrong_rank_error(adapter, config, update, ranks, rank_of_a)
 
 
-def wrong_rank(
+def wrong_rank_error(
     adapter: Adapter, config: AdapterConfig, update: WeightUpdate, ranks: Iterable[int], rank: int
 ) -> CkptError:
     wanted, shape = " or ".join(map(str, sorted(ranks))), list(adapter.specs[update.a].shape)
     message = f"expected rank {wanted} as in `{config.path}`, found rank {rank} (shape {shape})"
-    return mismatch_with_config(adapter, update.a, message)
+    return config_mismatch_error(adapter, update.a, message)
 
 
-def is_target(module: str, config: AdapterConfig) -> bool:
+def is_targeted_module(module: str, config: AdapterConfig) -> bool:
     """Return whether a module, or one of its parameters, is a target of the config."""
     targets = config.values.get("target_modules")
     if not isinstance(targets, list):
         return bool(targets)
-    return any(ends_with_name(module, str(target)) for target in targets) or bool(config.parameters_of(module))
+    return any(ends_with_name(module, str(target)) for target in targets) or bool(config.target_parameters_of(module))
 
 
-def mismatch_with_config(adapter: Adapter, name: str, message: str) -> CkptError:
+def config_mismatch_error(adapter: Adapter, name: str, message: str) -> CkptError:
     hint = "pass the adapter's own config with --adapter-config"
     return Mismatch(message, path=adapter.layout.path, tensor=name, hint=hint)
 
@@ -186,7 +188,7 @@ def trained_biases(adapter: Adapter, config: AdapterConfig, base: Mapping[str, s
         return {}
     modules = set(adapter.modules)
     return {
-        name: WRAPPER + own_name(name)
+        name: WRAPPER + name_inside_wrapper(name)
         for own, name in base.items()
         if "bias" in own and (config.bias == "all" or own.removesuffix(".bias") in modules)
     }
@@ -198,9 +200,9 @@ def embeddings_saved_in_full(adapter: Adapter, config: AdapterConfig, base: Mapp
     Source: `get_peft_model_state_dict`, `save_embedding_layers="auto"`.
     """
     targets, adapted = config.values.get("target_modules"), {name.rpartition(".")[2] for name in adapter.modules}
-    named = set(config.names("target_modules")) if isinstance(targets, list) else adapted
+    named = set(config.name_list_setting("target_modules")) if isinstance(targets, list) else adapted
     if named.isdisjoint(_EMBEDDINGS) or config.values.get("trainable_token_indices") is not None:
         return {}
     modules = {module for module in adapter.modules if module.rpartition(".")[2] in (*_EMBEDDINGS, *_INPUTS)}
     weights = {f"{module}.weight" for module in modules}
-    return {name: WRAPPER + own_name(name) for own, name in base.items() if own in weights}
+    return {name: WRAPPER + name_inside_wrapper(name) for own, name in base.items() if own in weights}

@@ -22,7 +22,7 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import read_small
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
-from ckptkit.models.companions import places_of
+from ckptkit.models.companions import directories_to_search
 
 NAME = ADAPTER_CONFIG
 _LIMIT = 1 << 24  # bytes: the file may be hostile, so its size is bounded
@@ -63,20 +63,20 @@ class AdapterConfig:
         base_name = self.values.get("base_model_name_or_path")
         return base_name if isinstance(base_name, str) and base_name else None
 
-    def flag(self, key: str) -> bool:
+    def bool_setting(self, key: str) -> bool:
         """Return a boolean setting; False if it is missing. Raises `Corrupt` for a value of another type."""
         value = self.values.get(key)
         if value not in (None, True, False):
             raise Corrupt(f"`{key}`: expected true or false, found {value!r}", path=self.path)
         return bool(value)
 
-    def names(self, key: str) -> tuple[str, ...]:
+    def name_list_setting(self, key: str) -> tuple[str, ...]:
         """Return a list of names; () if it is missing. Raises `Corrupt` for a value of another type."""
         value = self.values.get(key) or []
         if isinstance(value, str):
             return (value,)
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise Corrupt(f"`{key}`: expected a list of names, found {abridged(value)}", path=self.path)
+            raise Corrupt(f"`{key}`: expected a list of names, found {as_short_json(value)}", path=self.path)
         return tuple(value)
 
     @property
@@ -87,13 +87,13 @@ class AdapterConfig:
             raise Corrupt(f"`bias`: expected none, all or lora_only, found {value!r}", path=self.path)
         return str(value)
 
-    def parameters_of(self, module: str) -> tuple[str, ...]:
+    def target_parameters_of(self, module: str) -> tuple[str, ...]:
         """Return the parameters of a module that `target_parameters` may name; PEFT adapts these instead."""
-        targets = [target.rpartition(".") for target in self.names("target_parameters")]
+        targets = [target.rpartition(".") for target in self.name_list_setting("target_parameters")]
         return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or ends_with_name(module, above))
 
     @property
-    def may_add_once(self) -> bool:
+    def may_add_out_proj_once(self) -> bool:
         """Return whether a PEFT saved the adapter that ckptkit does not know, which may add the `out_proj` once.
 
         PEFT adds the product for the `out_proj` of an `nn.MultiheadAttention` twice, in training and in a merge. An
@@ -108,20 +108,20 @@ class AdapterConfig:
         Returns False if only a pattern that is too expensive to match could decide. Source:
         `check_target_module_exists` in peft/tuners/tuners_utils.py.
         """
-        if self.is_listed("exclude_modules", module):
+        if self.matches_setting("exclude_modules", module):
             return False
         if isinstance(self.values.get("target_modules"), str):
-            return self.is_listed("target_modules", module)
-        parents = (target.rpartition(".")[0] for target in self.names("target_parameters"))
-        named = [*self.names("target_modules"), *parents]
+            return self.matches_setting("target_modules", module)
+        parents = (target.rpartition(".")[0] for target in self.name_list_setting("target_parameters"))
+        named = [*self.name_list_setting("target_modules"), *parents]
         is_named = not named or any(ends_with_name(module, name) for name in named)
         return is_named and self.is_in_layers(module)
 
-    def is_listed(self, key: str, module: str) -> bool:
+    def matches_setting(self, key: str, module: str) -> bool:
         """Return whether the pattern or list under `key` matches a module; `all-linear` matches every module."""
         value = self.values.get(key)
         if not isinstance(value, str):
-            return any(ends_with_name(module, name) for name in self.names(key))
+            return any(ends_with_name(module, name) for name in self.name_list_setting(key))
         try:
             return value == _ALL or matches_module(value, module, self.path)
         except Unsupported:
@@ -133,36 +133,36 @@ class AdapterConfig:
         wanted = [layers] if isinstance(layers, int) else layers if isinstance(layers, list) else []
         if not wanted:
             return True
-        lists = "|".join(map(re.escape, self.names("layers_pattern"))) or r"[^.]*"
+        lists = "|".join(map(re.escape, self.name_list_setting("layers_pattern"))) or r"[^.]*"
         match = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
         return match is not None and int(match[1]) in wanted
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is not a positive number."""
-        rank = self.of_module("rank_pattern", "r", module, 8)
+        rank = self.setting_for_module("rank_pattern", "r", module, 8)
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= _MAX_RANK:
             raise Corrupt(f"rank of `{module}`: expected 1 to {_MAX_RANK}, found {rank!r}", path=self.path)
         return rank
 
     def scaling_of(self, module: str) -> float:
         """Return the factor of the product B A of a module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-        alpha, rank = self.of_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
+        alpha, rank = self.setting_for_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_usable_alpha(alpha):
             raise Corrupt(f"alpha of `{module}`: expected a finite number, found {alpha!r}", path=self.path)
-        return alpha / math.sqrt(rank) if self.flag("use_rslora") else alpha / rank
+        return alpha / math.sqrt(rank) if self.bool_setting("use_rslora") else alpha / rank
 
-    def of_module(self, patterns: str, key: str, module: str, default: int) -> Any:
+    def setting_for_module(self, patterns: str, key: str, module: str, default: int) -> Any:
         """Return the value of the first pattern that matches a module's name, or else the value for all modules."""
         values_by_pattern = self.values.get(patterns) or {}
         if not isinstance(values_by_pattern, dict):
-            message = f"`{patterns}`: expected a mapping of names, found {abridged(values_by_pattern)}"
+            message = f"`{patterns}`: expected a mapping of names, found {as_short_json(values_by_pattern)}"
             raise Corrupt(message, path=self.path)
         for pattern, value in values_by_pattern.items():
             if matches_module(pattern, module, self.path):
                 return value
         return values_by_pattern.get(module, self.values.get(key, default))
 
-    def token_rows(self, module: str) -> tuple[int, ...]:
+    def trained_token_indices(self, module: str) -> tuple[int, ...]:
         """Return the indices of an embedding's trained rows. Raises `Corrupt` if any is repeated, or none listed."""
         indices = self.values.get("trainable_token_indices")
         if isinstance(indices, dict):
@@ -174,18 +174,18 @@ class AdapterConfig:
             raise Corrupt(f"`trainable_token_indices` lists a row of `{module}` twice", path=self.path)
         return tuple(indices)
 
-    def check_known(self) -> None:
+    def require_supported_settings(self) -> None:
         """Raise `Unsupported` for a method or a setting whose arithmetic ckptkit does not implement."""
         if self.method != "LORA":
             raise Unsupported(f"expected a LoRA adapter, found {self.method}: ckptkit merges only LoRA", path=self.path)
         for key, value in self.values.items():
             if key not in _SUPPORTED_KEYS and value not in (None, False, [], {}):
-                what = f"`{key}` is {abridged(value)}"
+                what = f"`{key}` is {as_short_json(value)}"
                 message = f"{what}: ckptkit cannot merge adapters that were trained with this setting"
                 raise Unsupported(message, path=self.path)
 
 
-def read_config(path: Path) -> AdapterConfig:
+def parse_adapter_config(path: Path) -> AdapterConfig:
     """Return the adapter config in a file. Raises `Corrupt` if the file has no `peft_type`."""
     content = read_small(path, _LIMIT)
     values = parse_json(content, path)
@@ -194,26 +194,28 @@ def read_config(path: Path) -> AdapterConfig:
     return AdapterConfig(path, content, values)
 
 
-def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | None = None) -> AdapterConfig | None:
-    """Return the config of an adapter: in the file or directory `given`, else beside the checkpoint or in its run.
+def find_adapter_config(
+    checkpoint: Path, adapter: str = DEFAULT, config_path: str | None = None
+) -> AdapterConfig | None:
+    """Return the config of an adapter: in file or directory `config_path`, else beside the checkpoint or in its run.
 
     PEFT saves the config of adapter `default` at the top, and any other config in a directory named after the adapter.
-    Raises `NotACheckpoint` if `given` has no config.
+    Raises `NotACheckpoint` if `config_path` has no config.
     """
-    if given is not None:
-        path = Path(given)
+    if config_path is not None:
+        path = Path(config_path)
         path = path / NAME if path.is_dir() else path
         if not path.is_file():
             raise NotACheckpoint("no adapter config", path=path)
-        return read_config(path)
-    for directory in places_of(checkpoint.absolute()):
+        return parse_adapter_config(path)
+    for directory in directories_to_search(checkpoint.absolute()):
         path = directory / NAME if adapter == DEFAULT else directory / adapter / NAME
         if path.is_file():
-            return read_config(path)
+            return parse_adapter_config(path)
     return None
 
 
-def for_inference(config: AdapterConfig) -> bytes:
+def config_bytes_for_inference(config: AdapterConfig) -> bytes:
     """Return the config as PEFT saves it after training, with `inference_mode` on."""
     if config.values.get("inference_mode") is True:
         return config.content
@@ -241,6 +243,6 @@ def ends_with_name(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def abridged(value: object) -> str:
+def as_short_json(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) < 60 else f"{text[:57]}..."

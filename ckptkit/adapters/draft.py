@@ -7,25 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.adapters.changes import check_config, embeddings_saved_in_full, trained_biases, without_tied_duplicates
+from ckptkit.adapters.changes import (
+    check_adapter_fits_config,
+    embeddings_saved_in_full,
+    trained_biases,
+    without_tied_duplicates,
+)
 from ckptkit.adapters.config import NAME as CONFIG
-from ckptkit.adapters.config import AdapterConfig, find_adapter_config, for_inference
-from ckptkit.adapters.empty import find_empty
-from ckptkit.adapters.experts import describe_layouts
+from ckptkit.adapters.config import AdapterConfig, config_bytes_for_inference, find_adapter_config
+from ckptkit.adapters.empty import find_empty_adapter_error
+from ckptkit.adapters.experts import remarks_on_lora_b_layout
 from ckptkit.adapters.find import HINT_KEEP_TENSORS, Adapted, Adapter, find_adapters
-from ckptkit.adapters.names import DEFAULT, WRAPPER, own_name
-from ckptkit.adapters.trainer_names import TrainerNames, trainer_names_in
+from ckptkit.adapters.names import DEFAULT, WRAPPER, name_inside_wrapper
+from ckptkit.adapters.trainer_names import TrainerNames, find_trainer_names
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.io.origin import Origin
 from ckptkit.layout import edits
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.models.adapter_facts import changes_base
+from ckptkit.models.adapter_facts import is_base_changed
 from ckptkit.models.companions import CONFIG as MODEL_CONFIG
-from ckptkit.models.companions import read_config, tokenizer_beside
+from ckptkit.models.companions import read_config_json, tokenizer_paths_in
 from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.models.names.weights import Weights, find_weights
-from ckptkit.models.vocabulary import vocabulary_of
+from ckptkit.models.vocabulary import find_vocabulary_size
 from ckptkit.state.draft import Conversion, Draft, Entries
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.selection import DtypeRule, apply_dtypes
@@ -55,22 +60,24 @@ class AdapterComponent:
     adapted: Adapted
     trainer_names: TrainerNames | None = None
 
-    def fitted(self, adapter: Adapter, given: str | None) -> CheckedAdapter:
+    def with_checked_config(self, adapter: Adapter, config_path: str | None) -> CheckedAdapter:
         """Return an adapter with its config, after checking that they fit. Raises `NotACheckpoint` without a config."""
-        if given is not None and len(self.adapted.adapters) > 1:
+        if config_path is not None and len(self.adapted.adapters) > 1:
             wanted = f"expected a config for each of {len(self.adapted.adapters)} adapters"
             names = ", ".join(own.name for own in self.adapted.adapters)
             hint = f"put each beside the checkpoint, as NAME/{CONFIG}, or take one adapter with --include '*.NAME.*'"
             raise Usage(f"{wanted}, found one: {names}", hint=hint)
-        config = find_adapter_config(self.part.path, adapter.name, given)
+        config = find_adapter_config(self.part.path, adapter.name, config_path)
         if self.trainer_names is not None:
-            config = self.trainer_names.hub_config(config, self.part.layout, adapter.modules, adapter.replaced)
+            config = self.trainer_names.config_for_hub_modules(
+                config, self.part.layout, adapter.modules, adapter.replaced_parameters
+            )
         if config is None:
             message = f"found no {CONFIG} of adapter `{adapter.name}` here or in the run"
             shows = f"the tensors show {describe_adapter(adapter)}, but not alpha"
             hint = "pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it"
             raise NotACheckpoint(f"{message}; {shows}", path=self.part.path, hint=hint)
-        check_config(adapter, config)
+        check_adapter_fits_config(adapter, config)
         return CheckedAdapter(self, without_tied_duplicates(adapter, config), config)
 
 
@@ -82,20 +89,20 @@ def open_adapters(component: Component, options: ConvertOptions) -> AdapterCompo
     chosen = replace(options.edits, include=()) if options.merge else options.edits
     if not options.merge:
         chosen.check_globs([component.layout], component.path)
-    weights = find_weights(edits.select(component.layout, chosen.admit))
-    trainer_names = trainer_names_in(weights.layout.tensors)
+    weights = find_weights(edits.select_entries(component.layout, chosen.is_selected))
+    trainer_names = find_trainer_names(weights.layout.tensors)
     if trainer_names is not None:
         weights = trainer_names.with_hub_names(weights, component.path, options.base)
     adapted = find_adapters(weights.layout)
     if adapted is not None:
-        if component.is_adapter and (error := find_empty(weights.layout)):
+        if component.is_adapter and (error := find_empty_adapter_error(weights.layout)):
             raise error
         return AdapterComponent(component, weights, adapted, trainer_names)
-    refuse_wrapped(component, [options.edits.renaming()(name) for name in weights.layout.tensors])
+    refuse_unknown_peft_model(component, [options.edits.make_renaming()(name) for name in weights.layout.tensors])
     return None
 
 
-def refuse_wrapped(component: Component, names: Sequence[str]) -> None:
+def refuse_unknown_peft_model(component: Component, names: Sequence[str]) -> None:
     """Raise `Unsupported` for a model in PEFT's wrapper without a known adapter: nothing would load its names."""
     wrapped = next((name for name in names if f".{WRAPPER}" in f".{name}"), None)
     config = find_adapter_config(component.path) if may_be_adapted(names) else None
@@ -132,12 +139,12 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
     saved_names: list[str] = []
     dtype_rules = options.edits.dtype_rules(first.part.layout.tensors)
     for adapter in first.adapted.adapters:
-        fitted = first.fitted(adapter, options.adapter_config)
+        fitted = first.with_checked_config(adapter, options.adapter_config)
         if options.experts:
-            from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
+            from ckptkit.adapters.expert_forms import convert_expert_matrices  # deferred: rarely needed
 
             made_of = fitted.adapter, fitted.config, fitted.path
-            changed, fitting, remark = convert_experts(*made_of, options.experts, options)
+            changed, fitting, remark = convert_expert_matrices(*made_of, options.experts, options)
             fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name
@@ -145,13 +152,15 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         known = fitted.adapter, config, first.adapted.base
         names = {name: entry.saved for name, entry in fitted.adapter.entries.items()}
         names |= trained_biases(*known) | embeddings_saved_in_full(*known)
-        names |= resized_embeddings(fitted, options.base or config.base)
+        names |= embeddings_unlike_base_vocab(fitted, options.base or config.base)
         saved_names += names.values()
         drafts.append(draft_adapter(fitted, names, options, dtype_rules, subdirectory))
-        new_files[str(Path(subdirectory, CONFIG))] = config.content if first.adapted.is_saved else for_inference(config)
+        new_files[str(Path(subdirectory, CONFIG))] = (
+            config.content if first.adapted.is_saved else config_bytes_for_inference(config)
+        )
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe_adapter(fitted.adapter)}")
-        notes += describe_layouts(config)
-        if changes_base(config.values):
+        notes += remarks_on_lora_b_layout(config)
+        if is_base_changed(config.values):
             said = config.values["init_lora_weights"]
             notes.append(f"training modified the base before the first step ({said}): no other base fits the adapter")
     options.edits.check_renames(saved_names, first.part.path)
@@ -167,9 +176,9 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         options=options,
         drafts=drafts,
         made=new_files,
-        copied_files={} if options.adapter_config else tokenizer_beside(first.part.path),
-        entries=[entries_beside(first, drafts, options)],
-        wrapper=first.weights.wrapper,
+        copied_files={} if options.adapter_config else tokenizer_paths_in(first.part.path),
+        entries=[entries_beside_adapters(first, drafts, options)],
+        wrapper=first.weights.dotted_prefix,
         notes=notes,
     )
 
@@ -179,44 +188,54 @@ def draft_adapter(
     names: Mapping[str, str],
     options: ConvertOptions,
     dtype_rules: Sequence[DtypeRule],
-    place: str,
+    directory: str,
 ) -> Draft:
     """Plan the output of one adapter: all tensors under PEFT's `names`, in the one file that PEFT looks for."""
-    new_name = options.edits.renaming()
+    new_name = options.edits.make_renaming()
     new_names = {name: new_name(names[name]) for name in fitted.adapter.layout.tensors if name in names}
-    layout = edits.rename(edits.select(fitted.adapter.layout, names.__contains__), new_names.__getitem__)
+    layout = edits.rename_tensors(
+        edits.select_entries(fitted.adapter.layout, names.__contains__), new_names.__getitem__
+    )
     came_from = fitted.opened.weights.came_from
     made_of = {new: fitted.opened.weights.origins_of([name]) for name, new in new_names.items()}
     layout, casts = apply_dtypes(layout, dtype_rules, made_of, lambda _: True)
     # tensors without a single origin combine several tensors of the source
     known = {came_from[name]: saved for name, saved in names.items() if name in came_from}
     renamed = {old: saved for old, saved in known.items() if old != saved}
-    return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
+    return Draft.of([layout], options, 1, file=WEIGHTS, place=directory, renamed=renamed, cast=casts)
 
 
-def resized_embeddings(fitted: CheckedAdapter, base: str | None) -> dict[str, str]:
+def embeddings_unlike_base_vocab(fitted: CheckedAdapter, base: str | None) -> dict[str, str]:
     """Return the embeddings whose row count differs from the `vocab_size` in the base's config.json.
 
     PEFT saves these in full. A base on the Hub is not looked up. Source: `get_peft_model_state_dict`.
     """
     config_path = os.path.join(base or "", MODEL_CONFIG)  # from an untrusted config: only tested, never fetched
-    rows = vocabulary_of(read_config(Path(config_path)) or {}) if base and os.path.isfile(config_path) else None
+    rows = (
+        find_vocabulary_size(read_config_json(Path(config_path)) or {})
+        if base and os.path.isfile(config_path)
+        else None
+    )
     base_tensors, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
-    sought = {HEAD, find_embedding(base_tensors)} - set(fitted.adapter.replaced)
+    sought = {HEAD, find_embedding(base_tensors)} - set(fitted.adapter.replaced_parameters)
     names = [name for own, name in base_tensors.items() if own in sought]
-    return {name: WRAPPER + own_name(name) for name in names if rows is not None and specs[name].shape[:1] != (rows,)}
+    return {
+        name: WRAPPER + name_inside_wrapper(name)
+        for name in names
+        if rows is not None and specs[name].shape[:1] != (rows,)
+    }
 
 
 def describe_adapter(adapter: Adapter) -> str:
     """Return the method, the ranks and the targets of an adapter as text."""
-    rows = sorted(adapter.rows)
+    rows = sorted(adapter.matrix_count_by_rank)
     rank = f" of rank {rows[0]}" if len(rows) == 1 else f" of ranks {rows[0]} to {rows[-1]}" if rows else ""
-    targets = list(adapter.targets)
+    targets = list(adapter.target_suffixes)
     named = ", ".join(targets[:8]) + (", ..." if targets[8:] else "")
     return f"{adapter.method}{rank} on {named}"
 
 
-def entries_beside(opened: AdapterComponent, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
+def entries_beside_adapters(opened: AdapterComponent, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
     """Return how each entry beside the adapters is handled: PEFT's copies, the base and others are not written."""
     adapted, read, weights = opened.adapted, opened.part.layout, opened.weights
     dropped = options.edits.reasons_to_drop(read.names) | dict(weights.left_out)

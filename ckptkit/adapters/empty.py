@@ -12,7 +12,7 @@ EMPTY = "empty_adapter"  # the code of the error
 _WHY = "ZeRO 3 saved it without gathering the parameters"
 
 
-def find_empty(layout: Layout) -> Corrupt | None:
+def find_empty_adapter_error(layout: Layout) -> Corrupt | None:
     """Return the error for an adapter file without tensors, or with tensors of size 0; None for any other."""
     empty = sorted(name for name, tensor in layout.tensors.items() if not tensor.spec.numel)
     if layout.tensors and not empty:

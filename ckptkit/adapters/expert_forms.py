@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.changes import check_config
+from ckptkit.adapters.changes import check_adapter_fits_config
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.expert_pairs import (
     DOWN,
@@ -20,18 +20,18 @@ from ckptkit.adapters.expert_pairs import (
     UP,
     ExpertFacts,
     ExpertPair,
-    find_form,
-    read_pairs,
+    find_expert_form,
+    read_expert_pairs,
 )
-from ckptkit.adapters.experts import find_layout
+from ckptkit.adapters.experts import find_lora_b_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.formats import locate, unpack
+from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.layout.box import Box
-from ckptkit.models.companions import CONFIG, find_companions, read_config
-from ckptkit.models.names.sizes import SEPARATE, ExpertNames, experts_of
+from ckptkit.models.companions import CONFIG, find_companions, read_config_json
+from ckptkit.models.names.sizes import SEPARATE, ExpertNames, expert_names_of_type
 from ckptkit.state.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
 from ckptkit.words import count
 
@@ -41,41 +41,41 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of co
 _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
 
 
-def convert_experts(
+def convert_expert_matrices(
     adapter: Adapter, config: AdapterConfig, path: Path, form: str, options: ConvertOptions
 ) -> tuple[Adapter, AdapterConfig, str]:
     """Return an adapter with its expert matrices in a form, a config that fits it, and a remark for the summary.
 
     Raises `Usage` for an adapter without such matrices, or if the form depends on a base that was not found.
     """
-    adapter = replace(adapter, layout=locate(unpack(adapter.layout)))
-    current_form = find_form(adapter)
+    adapter = replace(adapter, layout=locate_all_chunks(decompress_entries(adapter.layout)))
+    current_form = find_expert_form(adapter)
     if current_form is None:
         message = "the adapter has no matrices of experts"
         raise Usage(message, path=path, hint="drop --experts and --experts-layout")
     if options.experts_layout is not None and current_form != FLAT:
         message = f"--experts-layout is for experts in one matrix; this adapter stores them as {current_form}"
         raise Usage(message, path=path, hint="drop --experts-layout")
-    base = base_config(config, path, options)
+    base = base_text_config(config, path, options)
     asked = ExpertFacts(options.experts_layout, first_integer(base, "hidden_size"), first_integer(base, *_COUNTS))
-    names = names_of(base, path) if form == PER_EXPERT else None
-    pairs = list(arrange_pairs(read_pairs(adapter, config, asked), form, names))
-    new_tensors = list(tensors_of(pairs, form, names))
+    names = expert_names_of_base(base, path) if form == PER_EXPERT else None
+    pairs = list(convert_pairs_to_form(read_expert_pairs(adapter, config, asked), form, names))
+    new_tensors = list(tensors_in_form(pairs, form, names))
     result = with_expert_matrices(adapter, new_tensors)
     fitting = config_for_form(config, pairs, result, adapter, names, form)
-    check_config(result, fitting)
-    stored = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}"
+    check_adapter_fits_config(result, fitting)
+    stored = f"stored the matrices of {count(pairs[0].expert_count, 'expert')} as {form}"
     unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
     remark = f"{stored}, in {count(len(new_tensors), 'tensor')}; they were {current_form}{unread}"
     return result, fitting, remark
 
 
-def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
+def base_text_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
     """Return the text model's section of the base's config.json; {} if there is no config.json."""
     config_found: Mapping[str, Any] | None = find_companions(path, options.base).config
     named_config = Path(config.base or "", CONFIG)
     if config_found is None and options.base is None and config.base and named_config.is_file():
-        config_found = read_config(named_config)
+        config_found = read_config_json(named_config)
     described: Mapping[str, Any] = config_found or {}
     text = described.get("text_config")
     return text if isinstance(text, dict) else described
@@ -86,7 +86,7 @@ def first_integer(config: Mapping[str, Any], *keys: str) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
-def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
+def expert_names_of_base(base: Mapping[str, Any], path: Path) -> ExpertNames:
     """Return the experts' names in the base's files. Raises `Usage` for an unknown base, or `Unsupported`."""
     model_type = base.get("model_type")
     if model_type is None:
@@ -95,13 +95,13 @@ def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
     if model_type not in SEPARATE:
         message = f"ckptkit does not know a model of type `{model_type}` with a tensor for each expert"
         raise Unsupported(message, path=path, hint="pass --experts flat or 3d")
-    return experts_of(str(model_type))
+    return expert_names_of_type(str(model_type))
 
 
-def arrange_pairs(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
+def convert_pairs_to_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
     """Yield the pairs in a form, under its module names: gate and up fused, separate (by `names`), or as they are."""
     if form == FLAT:
-        yield from fuse(pairs)
+        yield from fuse_gate_and_up(pairs)
     elif form == PER_EXPERT:
         assert names is not None
         middle = names.down.partition(".experts.")[0]
@@ -116,11 +116,11 @@ def arrange_pairs(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | N
 def split_gate_up(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
     """Split a fused pair into gate and up: each gets half of the rows of B; both share A."""
     rows = pair.b.spec.shape[1]
-    gate, up = (axes.cut(pair.b, 1, at, at + rows // 2) for at in (0, rows // 2))
+    gate, up = (axes.cut_axis(pair.b, 1, at, at + rows // 2) for at in (0, rows // 2))
     return pair._replace(leaf=GATE, b=gate), pair._replace(leaf=UP, b=up)
 
 
-def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
+def fuse_gate_and_up(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
     """Yield gate and up as one pair: A stacked, B padded with zeros. Raises `Unsupported` if one of them is missing."""
     by_module: dict[str, dict[str, ExpertPair]] = defaultdict(dict)
     for pair in pairs:
@@ -148,11 +148,11 @@ def padded_with_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
     width = before + rank + after
     zeros = [(at, size) for at, size in ((0, before), (before + rank, after)) if size]
     chunks = [Chunk.of_zeros(Box((0, 0, at), (count, rows, size)), b.spec.dtype) for at, size in zeros]
-    moved = [chunk._replace(box=axes.shift(chunk.box, 2, before)) for chunk in axes.unsplit(b).chunks]
+    moved = [chunk._replace(box=axes.shift_box(chunk.box, 2, before)) for chunk in axes.with_unsplit_chunks(b).chunks]
     return StoredTensor(Spec(b.spec.dtype, (count, rows, width)), (*moved, *chunks))
 
 
-def tensors_of(
+def tensors_in_form(
     pairs: Sequence[ExpertPair], form: str, names: ExpertNames | None
 ) -> Iterator[tuple[Entry, StoredTensor]]:
     """Yield the tensors of a form, each with its entry (role and name in the adapter's file)."""
@@ -160,21 +160,21 @@ def tensors_of(
     for pair in pairs:
         if form == FLAT:
             is_inner = pair.leaf == GATE_UP and pair.module in has_both
-            yield from expert_entries(pair.module, _INNER if is_inner else "", *flattened(pair))
+            yield from expert_entries(pair.module, _INNER if is_inner else "", *flat_matrices_of(pair))
         elif form == PER_EXPERT:
             both = zip(axes.unstack(pair.a), axes.unstack(pair.b), strict=True)
             for number, (a, b) in enumerate(both):
-                yield from expert_entries(f"{pair.module}.{number}.{leaf_name(pair, names)}", "", a, b)
+                yield from expert_entries(f"{pair.module}.{number}.{parameter_leaf_name(pair, names)}", "", a, b)
         else:
             yield from expert_entries(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
 
 
-def flattened(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
+def flat_matrices_of(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
     """Return A `[E*r, in]` and B `[out, r*E]`."""
-    return axes.merge(pair.a, 0, 2), axes.merge(axes.permute(pair.b, (1, 2, 0)), 1, 2)
+    return axes.merge_axes(pair.a, 0, 2), axes.merge_axes(axes.permute_axes(pair.b, (1, 2, 0)), 1, 2)
 
 
-def leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
+def parameter_leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
     if names is None:
         return pair.leaf
     return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
@@ -185,12 +185,12 @@ def expert_entries(module: str, inner: str, a: StoredTensor, b: StoredTensor) ->
     yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
 
 
-def with_expert_matrices(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
-    """Return an adapter whose expert matrices are replaced by `made`, under their names in the adapter's file."""
+def with_expert_matrices(adapter: Adapter, expert_tensors: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
+    """Return an adapter with `expert_tensors` in place of its expert matrices, under their names in its file."""
     entries = {name: entry for name, entry in adapter.entries.items() if not entry.of_experts}
     removed = adapter.entries.keys() - entries
     tensors = {name: one for name, one in adapter.layout.tensors.items() if name not in removed}
-    for entry, tensor in made:
+    for entry, tensor in expert_tensors:
         entries[entry.saved], tensors[entry.saved] = entry, tensor
     layout = replace(adapter.layout, tensors=tensors, blobs={}, keys={}, twins={})
     return replace(adapter, layout=layout, entries=entries)
@@ -208,41 +208,43 @@ def config_for_form(
     values = dict(config.values)
     experts = {entry.module for entry in before.entries.values() if entry.of_experts}
     others = {entry.module for entry in made.entries.values() if not entry.of_experts}
-    leaves = sorted({leaf_name(pair, names) for pair in pairs})
+    leaves = sorted({parameter_leaf_name(pair, names) for pair in pairs})
     targets = values.get("target_modules")
     if isinstance(targets, list):
-        kept = [target for target in targets if is_kept(str(target), experts, others)]
+        kept = [target for target in targets if stays_in_target_modules(str(target), experts, others)]
         values["target_modules"] = kept if form == FLAT else list(dict.fromkeys([*kept, *leaves]))
     parameters = {f"{'.'.join(pair.module.split('.')[-2:])}.{pair.leaf}" for pair in pairs}
     values["target_parameters"] = sorted(parameters) if form == FLAT else None
     for key in (_RECORD, _DETAIL):
         values.pop(key, None)
-    values |= patterns_of(config, pairs, names)
-    fitting = with_values(config, values)
-    if form == FLAT and any(find_layout(fitting, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
-        fitting = with_values(config, {**values, _RECORD: _RANK_MAJOR})
+    values |= rank_and_alpha_patterns(config, pairs, names)
+    fitting = with_config_values(config, values)
+    if form == FLAT and any(find_lora_b_layout(fitting, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
+        fitting = with_config_values(config, {**values, _RECORD: _RANK_MAJOR})
     return fitting
 
 
-def with_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConfig:
+def with_config_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConfig:
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     return replace(config, content=content, values=values)
 
 
-def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
+def stays_in_target_modules(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
     """Return whether a target stays in `target_modules`: it matches a module outside the experts, or no expert."""
     is_of_others = any(ends_with_name(module, target) for module in others)
     return is_of_others or not any(ends_with_name(module, target) for module in experts)
 
 
-def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: ExpertNames | None) -> dict[str, Any]:
+def rank_and_alpha_patterns(
+    config: AdapterConfig, pairs: Sequence[ExpertPair], names: ExpertNames | None
+) -> dict[str, Any]:
     """Return the `rank_pattern` and `alpha_pattern` that keep the scaling of each pair, without the defaults."""
     modules_by_leaf: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:
         scaling = config.scaling_of(pair.source)
-        alpha = scaling * (math.sqrt(pair.rank) if config.flag("use_rslora") else pair.rank)
+        alpha = scaling * (math.sqrt(pair.rank) if config.bool_setting("use_rslora") else pair.rank)
         number = "" if names is None else r"\.\d+"
-        leaf = f"{number}\\.{leaf_name(pair, names)}"
+        leaf = f"{number}\\.{parameter_leaf_name(pair, names)}"
         modules_by_leaf[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}

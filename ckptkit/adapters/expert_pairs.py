@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.adapters.experts import choose_layout
+from ckptkit.adapters.experts import choose_lora_b_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import ExpertPlace
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
@@ -45,7 +45,7 @@ class ExpertPair(NamedTuple):
     source: str
 
     @property
-    def experts(self) -> int:
+    def expert_count(self) -> int:
         return self.a.spec.shape[0]
 
     @property
@@ -62,20 +62,20 @@ class ExpertFacts:
     count: int | None = None
 
 
-def find_form(adapter: Adapter) -> str | None:
+def find_expert_form(adapter: Adapter) -> str | None:
     """Return the form of an adapter's expert matrices; None if it has none. Raises `Mismatch` for several forms."""
     specs = adapter.layout.specs
     name_by_form = {}
     for name, entry in adapter.entries.items():
         if location := entry.of_experts:
-            name_by_form[expert_form(location, len(specs[name].shape))] = name
+            name_by_form[form_of_expert_place(location, len(specs[name].shape))] = name
     if len(name_by_form) > 1:
         message = f"the adapter stores experts as {' and '.join(sorted(name_by_form))}"
         raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(name_by_form.values())))
     return next(iter(name_by_form), None)
 
 
-def expert_form(place: ExpertPlace, ndim: int) -> str:
+def form_of_expert_place(place: ExpertPlace, ndim: int) -> str:
     if place.expert is not None:
         return PER_EXPERT
     if place.leaf:
@@ -83,7 +83,7 @@ def expert_form(place: ExpertPlace, ndim: int) -> str:
     return STACKED if ndim == 3 else FLAT
 
 
-def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> list[ExpertPair]:
+def read_expert_pairs(adapter: Adapter, config: AdapterConfig, facts: ExpertFacts) -> list[ExpertPair]:
     """Return an adapter's expert matrices, in any form. Raises `Mismatch` for contradictions, or `Unsupported`."""
     by_depth: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     by_place: dict[str, dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
@@ -91,22 +91,25 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> l
         if location := entry.of_experts:
             by_depth[location.module][entry.depth][entry.kind] = name
             by_place[location.module][location][entry.kind] = name
-    reading = ExpertReader(adapter, config, asked)
-    if find_form(adapter) in (FLAT, STACKED):  # the depths of PEFT's wrappers tell the parameters of a layer apart
+    reading = ExpertReader(adapter, config, facts)
+    if find_expert_form(adapter) in (
+        FLAT,
+        STACKED,
+    ):  # the depths of PEFT's wrappers tell the parameters of a layer apart
         pairs = [pair for module, names in by_depth.items() for pair in reading.read_nested_pairs(module, names)]
     else:
         pairs = [pair for module, places in by_place.items() for pair in reading.read_named_pairs(module, places)]
-    check_counts(adapter, pairs, asked)
+    check_expert_counts(adapter, pairs, facts)
     return pairs
 
 
-def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFacts) -> None:
+def check_expert_counts(adapter: Adapter, pairs: Sequence[ExpertPair], facts: ExpertFacts) -> None:
     """Raise `Mismatch` unless all parameters of a layer have the same number of experts, equal to the base's."""
     counts: dict[str, int] = {}
     for pair in pairs:
-        wanted = asked.count or counts.setdefault(pair.module, pair.experts)
-        if pair.experts != wanted:
-            message = f"expected {wanted} experts, found {pair.experts} of `{pair.module}.{pair.leaf}`"
+        wanted = facts.count or counts.setdefault(pair.module, pair.expert_count)
+        if pair.expert_count != wanted:
+            message = f"expected {wanted} experts, found {pair.expert_count} of `{pair.module}.{pair.leaf}`"
             raise Mismatch(message, path=adapter.layout.path, hint="check that no shard is missing")
 
 
@@ -121,7 +124,7 @@ class ExpertReader:
     def tensor(self, name: str) -> StoredTensor:
         return self.adapter.layout.tensors[name]
 
-    def unfit(self, name: str, expected: str) -> Mismatch:
+    def misfit_error(self, name: str, expected: str) -> Mismatch:
         spec = self.tensor(name).spec
         return Mismatch(f"expected {expected}, found {spec}", path=self.adapter.layout.path, tensor=name)
 
@@ -143,30 +146,30 @@ class ExpertReader:
                 message = f"expected experts 0 to {numbers[-1]} of `{own}`, found {len(numbers)} of them"
                 raise Mismatch(message, path=self.adapter.layout.path, tensor=first["A"])
             in_order = [experts[number] for number in numbers]
-            a, b = (self.stack([names[kind] for names in in_order]) for kind in "AB")
+            a, b = (self.stack_experts([names[kind] for names in in_order]) for kind in "AB")
             yield ExpertPair(module, leaf, a, b, f"{module}.0.{own}")
 
-    def stack(self, names: Sequence[str]) -> StoredTensor:
+    def stack_experts(self, names: Sequence[str]) -> StoredTensor:
         """Stack the matrices of all experts along a new first axis. Raises `Mismatch` if their shapes differ."""
         first = self.tensor(names[0]).spec
         for name in names:
             if self.tensor(name).spec != first:
-                raise self.unfit(name, f"{first}, as the other experts have")
-        return axes.stack([self.tensor(name) for name in names])
+                raise self.misfit_error(name, f"{first}, as the other experts have")
+        return axes.stack_tensors([self.tensor(name) for name in names])
 
     def stacked_matrices(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
         """Return A `[E, r, in]` and B `[E, out, r]`; a matrix that all experts share is repeated."""
         a, b = self.tensor(names["A"]), self.tensor(names["B"])
         if len(a.spec.shape) != 3:
-            raise self.unfit(names["A"], "lora_A of shape [experts, rank, inputs]")
+            raise self.misfit_error(names["A"], "lora_A of shape [experts, rank, inputs]")
         if len(b.spec.shape) != 3 or b.spec.shape[2] != a.spec.shape[1]:
-            raise self.unfit(names["B"], f"lora_B of shape [experts, outputs, {a.spec.shape[1]}]")
+            raise self.misfit_error(names["B"], f"lora_B of shape [experts, outputs, {a.spec.shape[1]}]")
         count = max(a.spec.shape[0], b.spec.shape[0])
         if {a.spec.shape[0], b.spec.shape[0]} - {1, count}:
-            raise self.unfit(names["B"], f"matrices of {a.spec.shape[0]} experts, or one for all")
+            raise self.misfit_error(names["B"], f"matrices of {a.spec.shape[0]} experts, or one for all")
         if count == 1 and self.asked.count:
             count = self.asked.count
-        return repeat(a, count), repeat(b, count)
+        return repeat_shared_expert(a, count), repeat_shared_expert(b, count)
 
     def read_nested_pairs(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices of PEFT's nested wrappers, by their depth. Shapes tell to which parameter they belong."""
@@ -177,25 +180,27 @@ class ExpertReader:
         leaves, is_turned = self.identify_parameters(module, sides, next(iter(names.values()))["A"])
         for depth, matrices in names.items():
             parameter = f"{module}.{leaves[depth]}"
-            a, b = self.apart(matrices, parameter)
+            a, b = self.unpack_wrapper_matrices(matrices, parameter)
             if is_turned:  # PEFT 0.18 and older treat a weight [out, in] as [in, out]
-                a, b = axes.permute(b, (0, 2, 1)), axes.permute(a, (0, 2, 1))
+                a, b = axes.permute_axes(b, (0, 2, 1)), axes.permute_axes(a, (0, 2, 1))
             yield ExpertPair(module, leaves[depth], a, b, parameter)
 
-    def apart(self, names: Mapping[str, str], parameter: str) -> tuple[StoredTensor, StoredTensor]:
+    def unpack_wrapper_matrices(self, names: Mapping[str, str], parameter: str) -> tuple[StoredTensor, StoredTensor]:
         """Unpack a wrapper's matrices into A `[E, r, in]` and B `[E, out, r]`."""
         a, b = self.tensor(names["A"]), self.tensor(names["B"])
         if len(a.spec.shape) == 3:
             if len(b.spec.shape) != 3 or b.spec.shape[1:] != a.spec.shape[1::-1]:
-                raise self.unfit(names["B"], f"lora_B of shape [outputs, {a.spec.shape[1]}, {a.spec.shape[0]}]")
-            return a, axes.permute(b, (2, 0, 1))
+                raise self.misfit_error(names["B"], f"lora_B of shape [outputs, {a.spec.shape[1]}, {a.spec.shape[0]}]")
+            return a, axes.permute_axes(b, (2, 0, 1))
         rank, rows = self.config.rank_of(parameter), a.spec.shape[0]
         if rows % rank or b.spec.shape[1] != rows:
-            raise self.unfit(names["B"], f"lora_B with {rows} columns, {rank} for each expert")
+            raise self.misfit_error(names["B"], f"lora_B with {rows} columns, {rank} for each expert")
         count = rows // rank
-        layout = choose_layout(self.config, parameter, count, rank, self.asked.layout, names["B"])
-        whole = axes.split(b, 1, (count, rank) if layout == BLOCKS else (rank, count))
-        return axes.split(a, 0, (count, rank)), axes.permute(whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1))
+        layout = choose_lora_b_layout(self.config, parameter, count, rank, self.asked.layout, names["B"])
+        whole = axes.split_axis(b, 1, (count, rank) if layout == BLOCKS else (rank, count))
+        return axes.split_axis(a, 0, (count, rank)), axes.permute_axes(
+            whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1)
+        )
 
     def identify_parameters(
         self, module: str, sides: Mapping[int, tuple[int, int]], name: str
@@ -205,10 +210,10 @@ class ExpertReader:
         A gate-and-up projection has twice as many rows as the down projection has columns, so two pairs fit in only one
         way. For a single pair, the base's hidden size decides.
         """
-        targets = {target.rpartition(".")[2] for target in self.config.names("target_parameters")}
+        targets = {target.rpartition(".")[2] for target in self.config.name_list_setting("target_parameters")}
         if not targets <= set(_FUSED):
             message = f"expected experts with {' and '.join(_FUSED)}, found {', '.join(sorted(targets))}"
-            raise self.unknown(message, name)
+            raise self.unsupported_error(message, name)
         if len(sides) == 2:
             inner, outer = max(sides), min(sides)
             for leaves in ({inner: GATE_UP, outer: DOWN}, {inner: DOWN, outer: GATE_UP}):
@@ -220,10 +225,10 @@ class ExpertReader:
                     # gate_up maps hidden to 2 * intermediate, down maps intermediate to hidden
                     if (inputs, rows) == (outputs, 2 * columns):
                         return leaves, is_turned
-            raise self.unknown(f"`{module}`: the shapes do not fit {' and '.join(_FUSED)}", name)
+            raise self.unsupported_error(f"`{module}`: the shapes do not fit {' and '.join(_FUSED)}", name)
         if len(targets) != 1 or len(sides) != 1:
             message = f"expected matrices for each of {', '.join(sorted(targets)) or 'its parameters'} of `{module}`"
-            raise self.unknown(f"{message}, found {len(sides)}", name)
+            raise self.unsupported_error(f"{message}, found {len(sides)}", name)
         ((depth, (inputs, outputs)),), (leaf,) = sides.items(), targets
         of_hidden, other = (inputs, outputs) if leaf == GATE_UP else (outputs, inputs)
         if (of_hidden == self.asked.hidden) == (other == self.asked.hidden):
@@ -231,11 +236,11 @@ class ExpertReader:
             raise Usage(message, path=self.adapter.layout.path, hint="pass --base MODEL")
         return {depth: leaf}, other == self.asked.hidden
 
-    def unknown(self, message: str, name: str) -> CkptError:
+    def unsupported_error(self, message: str, name: str) -> CkptError:
         hint = "drop --experts to keep the matrices as they are"
         return Unsupported(message, path=self.adapter.layout.path, tensor=name, hint=hint)
 
 
-def repeat(tensor: StoredTensor, count: int) -> StoredTensor:
+def repeat_shared_expert(tensor: StoredTensor, count: int) -> StoredTensor:
     """Return a tensor of one expert repeated for `count` experts; any other tensor unchanged."""
     return axes.concatenate([tensor] * count, 0) if tensor.spec.shape[0] == 1 < count else tensor

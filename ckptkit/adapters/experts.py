@@ -26,7 +26,7 @@ _CARD, _TAG = "README.md", "- unsloth"  # the model card of an adapter that unsl
 _LIMIT = 1 << 24  # bytes of a model card
 
 
-def find_layout(config: AdapterConfig, parameter: str) -> str | None:
+def find_lora_b_layout(config: AdapterConfig, parameter: str) -> str | None:
     """Return the layout of lora_B of a fused-experts parameter: `peft` or `blocks`; None if no file says.
 
     unsloth's record takes precedence. Without a record, an adapter of unsloth may have either layout. For any other
@@ -37,7 +37,7 @@ def find_layout(config: AdapterConfig, parameter: str) -> str | None:
     leaf = parameter.rpartition(".")[2]
     for record in (config.values, mapping):
         if _FLAT in record or _DETAIL in record:
-            return _RECORDED.get(recorded_layout(record, leaf))
+            return _RECORDED.get(unsloth_layout_of(record, leaf))
     if "peft_version" not in config.values or "unsloth" in json.dumps(mapping):
         return None
     card = config.path.parent / _CARD
@@ -45,23 +45,27 @@ def find_layout(config: AdapterConfig, parameter: str) -> str | None:
     return None if is_tagged else PEFT
 
 
-def choose_layout(config: AdapterConfig, parameter: str, count: int, rank: int, given: str | None, tensor: str) -> str:
-    """Return the layout of lora_B of fused experts: `given`, or else the layout that the files record.
+def choose_lora_b_layout(
+    config: AdapterConfig, parameter: str, count: int, rank: int, option: str | None, tensor: str
+) -> str:
+    """Return the layout of lora_B of fused experts: `option`, or else the layout that the files record.
 
     For one expert or rank 1 both layouts are the same. Raises `Unsupported` if the layout is unknown.
     """
     if 1 in (count, rank):
         return PEFT
-    layout = given or find_layout(config, parameter)
+    layout = option or find_lora_b_layout(config, parameter)
     if layout is None:
         message = f"no file records the layout of lora_B for {count} experts of rank {rank}: peft or blocks"
         raise Unsupported(message, path=config.path, tensor=tensor, hint=HINT)
     return layout
 
 
-def describe_layouts(config: AdapterConfig) -> list[str]:
+def remarks_on_lora_b_layout(config: AdapterConfig) -> list[str]:
     """Return a remark if an adapter of fused experts has a layout other than PEFT's, or an unknown one."""
-    layouts = {name: find_layout(config, name) or "unknown" for name in config.names("target_parameters")}
+    layouts = {
+        name: find_lora_b_layout(config, name) or "unknown" for name in config.name_list_setting("target_parameters")
+    }
     unlike = ", ".join(f"{name} ({layout})" for name, layout in layouts.items() if layout != PEFT)
     if not unlike:
         return []
@@ -70,7 +74,7 @@ def describe_layouts(config: AdapterConfig) -> list[str]:
     return [f"loaders of adapters expect lora_B of experts in PEFT's layout, found {unlike}; {hint}"]
 
 
-def recorded_layout(record: Mapping[str, Any], leaf: str) -> str:
+def unsloth_layout_of(record: Mapping[str, Any], leaf: str) -> str:
     """Return the layout that unsloth recorded for a parameter; "" without a record."""
     detail = record.get(_DETAIL)
     parameters = detail.get("parameters") if isinstance(detail, dict) else None

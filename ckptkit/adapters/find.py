@@ -16,14 +16,14 @@ from ckptkit.adapters.names import (
     UNUSED,
     WRAPPER,
     Entry,
-    base_name,
-    expert_place,
-    find_unknown_name,
-    own_name,
-    read_entry,
-    unsupported_method,
+    base_model_name,
+    find_expert_place,
+    find_foreign_matrix_name,
+    find_unsupported_method,
+    name_inside_wrapper,
+    parse_tensor_name,
 )
-from ckptkit.adapters.trainer_names import trainer_names_in
+from ckptkit.adapters.trainer_names import find_trainer_names
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported
 from ckptkit.layout import Layout, Spec
@@ -67,18 +67,18 @@ def summarize_adapter(adapter: Adapter, adapted: Adapted, component: Component) 
     with suppress(Corrupt):
         config = find_adapter_config(component.path, adapter.name)
     with suppress(Corrupt, NotACheckpoint, Unsupported):
-        if config is None and (names := trainer_names_in(component.layout.tensors)):
-            _, values = names.trainer_values(component.layout)
+        if config is None and (names := find_trainer_names(component.layout.tensors)):
+            _, values = names.read_trainer_settings(component.layout)
     alpha = (config.values if config else values).get("lora_alpha")
     is_number = isinstance(alpha, int | float) and is_usable_alpha(alpha)
     return InspectedAdapter(
         adapter.name,
         adapter.method,
-        tuple(sorted(adapter.rows)),
+        tuple(sorted(adapter.matrix_count_by_rank)),
         alpha if is_number else None,
-        adapter.targets,
+        adapter.target_suffixes,
         len(adapter.modules),
-        adapter.replaced,
+        adapter.replaced_parameters,
         sum(spec.numel for spec in adapter.specs.values()),
         sum(spec.nbytes for spec in adapter.specs.values()),
         config.base if config else None,
@@ -107,12 +107,12 @@ class Adapter:
         return "trained tokens" if kinds == {"tokens"} else "DoRA" if "magnitude" in kinds else "LoRA"
 
     @property
-    def rows(self) -> Counter[int]:
+    def matrix_count_by_rank(self) -> Counter[int]:
         """Return how many A matrices have each number of rows: of all experts if they share one matrix."""
         ranked = {name: entry.module for name, entry in self.entries.items() if entry.kind in _RANKED}
         shapes = [(module, self.layout.tensors[name].spec.shape) for name, module in ranked.items()]
         return Counter(
-            shape[-2] if len(shape) == 3 and (expert_place(module) or _STACKED.fullmatch(module)) else shape[0]
+            shape[-2] if len(shape) == 3 and (find_expert_place(module) or _STACKED.fullmatch(module)) else shape[0]
             for module, shape in shapes
             if shape
         )
@@ -123,12 +123,12 @@ class Adapter:
         return tuple(dict.fromkeys(entry.module for entry in self.entries.values() if entry.kind != "module"))
 
     @property
-    def targets(self) -> tuple[str, ...]:
+    def target_suffixes(self) -> tuple[str, ...]:
         """Return the last components of the module names, without duplicates."""
         return tuple(dict.fromkeys(module.rpartition(".")[2] for module in self.modules))
 
     @property
-    def replaced(self) -> tuple[str, ...]:
+    def replaced_parameters(self) -> tuple[str, ...]:
         """Return the base model's parameters that the adapter replaces with a full trained copy."""
         return tuple(entry.module for entry in self.entries.values() if entry.kind == "module")
 
@@ -156,15 +156,15 @@ def find_adapters(layout: Layout) -> Adapted | None:
 
     Raises `Unsupported` for tensors of methods that ckptkit does not know, `Corrupt` for contradictory names.
     """
-    method = unsupported_method(layout.tensors)
+    method = find_unsupported_method(layout.tensors)
     if method is not None:
         message = f"expected LoRA or DoRA, found an adapter of {method}"
         raise Unsupported(message, path=layout.path, hint=HINT_KEEP_TENSORS)
-    unknown_name = find_unknown_name(layout.tensors)
+    unknown_name = find_foreign_matrix_name(layout.tensors)
     if unknown_name is not None:
         message = "PEFT does not give this name to an adapter's matrix"
         raise Unsupported(message, path=layout.path, tensor=unknown_name, hint=HINT_KEEP_TENSORS)
-    entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
+    entries = {name: entry for name in layout.tensors if (entry := parse_tensor_name(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
         return None
     rest = [name for name in layout.tensors if name not in entries and not UNUSED.fullmatch(name)]
@@ -174,17 +174,17 @@ def find_adapters(layout: Layout) -> Adapted | None:
         message = "expected the name of an adapter in this tensor name, as in the others, found none"
         raise Corrupt(message, path=layout.path, tensor=first)
     if nameless == {True}:
-        whole, copies = full_parameters(rest)
-        return Adapted((Adapter(DEFAULT, layout, with_wrapper(entries | whole)),), {}, is_saved=True, copies=copies)
+        whole, copies = find_full_parameters(rest)
+        return Adapted((Adapter(DEFAULT, layout, with_peft_prefix(entries | whole)),), {}, is_saved=True, copies=copies)
     by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():
         by_name[entry.adapter or DEFAULT][name] = entry
     in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
-    adapters = tuple(Adapter(name, layout, with_wrapper(own_entries)) for name, own_entries in in_order)
-    return Adapted(adapters, dict(names_in_base(layout, rest)), is_saved=False)
+    adapters = tuple(Adapter(name, layout, with_peft_prefix(own_entries)) for name, own_entries in in_order)
+    return Adapted(adapters, dict(base_and_saved_names(layout, rest)), is_saved=False)
 
 
-def full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
+def find_full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
     """Return the full parameters in an adapter's own file, and the names of copies that PEFT does not load.
 
     PEFT saves a resized embedding that was trained in full three times: under its own name, which it loads, in
@@ -193,20 +193,22 @@ def full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]
     own = {name: name.replace(".modules_to_save.", ".") for name in names if ".original_module." not in name}
     saved_names = {name for name, new in own.items() if name == new}
     loaded = {name: new for name, new in own.items() if name == new or new not in saved_names}
-    whole = {name: Entry("module", None, base_name(new), 0, own_name(new)) for name, new in loaded.items()}
+    whole = {
+        name: Entry("module", None, base_model_name(new), 0, name_inside_wrapper(new)) for name, new in loaded.items()
+    }
     return whole, tuple(name for name in names if name not in loaded)
 
 
-def with_wrapper(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def with_peft_prefix(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the entries with the names that PEFT gives them in a file, without any prefix of the trainer."""
     return {name: entry._replace(saved=WRAPPER + entry.saved) for name, entry in entries.items()}
 
 
-def names_in_base(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
+def base_and_saved_names(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (name in the base, name in the checkpoint) of each tensor. Raises `Corrupt` for a repeated name."""
     seen: dict[str, str] = {}
     for name in names:
-        own = base_name(name)
+        own = base_model_name(name)
         if own in seen:
             message = f"this tensor and `{seen[own]}` are both `{own}` of the base model"
             raise Corrupt(message, path=layout.path, tensor=name)

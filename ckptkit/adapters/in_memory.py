@@ -18,7 +18,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.weights import Weights
-from ckptkit.state.names import ask_names
+from ckptkit.state.names import collect_name_arguments
 
 
 class InMemoryLocation(NamedTuple):
@@ -28,15 +28,15 @@ class InMemoryLocation(NamedTuple):
     start: Shape
 
 
-def layout_in_memory(component: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
+def with_in_memory_names(component: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
     """Return a component's weights under transformers' in-memory names; None if the conversion is unknown."""
     try:
-        return name_weights(weights, ask_names(component, TRANSFORMERS.name, config))[0].layout
+        return name_weights(weights, collect_name_arguments(component, TRANSFORMERS.name, config))[0].layout
     except (Mismatch, Unsupported):  # keep the base as in its files; the merge reports what does not fit
         return None
 
 
-def find_places(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
+def find_in_memory_locations(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
     """Return where each tensor of the files is in memory, matched by the byte ranges that both share."""
     owners = {
         (chunk.path, chunk.offset): (name, chunk) for name, tensor in memory.tensors.items() for chunk in tensor.chunks
@@ -45,12 +45,12 @@ def find_places(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
     for name, tensor in files.tensors.items():
         if name in memory.tensors and memory.tensors[name].spec == tensor.spec:
             locations[name] = InMemoryLocation(name, (0,) * len(tensor.spec.shape))
-        elif (location := location_in_memory(tensor, owners)) is not None:
+        elif (location := find_location_in_memory(tensor, owners)) is not None:
             locations[name] = location
     return locations
 
 
-def location_in_memory(
+def find_location_in_memory(
     tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]
 ) -> InMemoryLocation | None:
     """Return where a tensor is in memory if it is contiguous there; None if it is scattered or transposed."""
@@ -69,15 +69,15 @@ def location_in_memory(
     return places.pop() if len(places) == 1 else None
 
 
-def updates_in_files(merging: Merging, files: Layout) -> Merging:
+def translate_updates_to_files(merging: Merging, files: Layout) -> Merging:
     """Move the updates of the model in memory to the tensors in its files. Raises `Unsupported` for a scattered one."""
     in_files, memory, reached = Merging(files), merging.base, set()
     in_files.notes = merging.notes
-    for name, location in find_places(files, memory).items():
+    for name, location in find_in_memory_locations(files, memory).items():
         reached.add(location.name)
         is_whole = memory.tensors[location.name].spec.shape == files.tensors[name].spec.shape
         move_updates(merging, location.name, in_files, name, None if is_whole else location.start)
-    for name in merging.changed:
+    for name in merging.changed_tensors:
         if name not in memory.tensors:
             move_updates(merging, name, in_files, name, None)
         elif name not in reached:
@@ -89,7 +89,7 @@ def updates_in_files(merging: Merging, files: Layout) -> Merging:
 
 def move_updates(merging: Merging, name: str, target: Merging, new: str, start: Shape | None) -> None:
     """Move the updates of tensor `name` to `new`: the same tensor, or the box of `name` that begins at `start`."""
-    if name not in merging.changed:
+    if name not in merging.changed_tensors:
         return
     begin, steps = merging.begins.get(name), merging.steps.get(name, [])
     if start is None:

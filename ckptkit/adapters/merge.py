@@ -10,39 +10,39 @@ from typing import Any
 
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
-from ckptkit.adapters.expert_pairs import find_form
+from ckptkit.adapters.expert_pairs import find_expert_form
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.in_memory import layout_in_memory, updates_in_files
+from ckptkit.adapters.in_memory import translate_updates_to_files, with_in_memory_names
 from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.manifest import source_record_of
 from ckptkit.errors import Caution, Mismatch, Unsupported, Usage, and_more
 from ckptkit.io.file import read_small
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
-from ckptkit.layout.renames import fold
+from ckptkit.layout.renames import fold_numbers
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.models.adapter_facts import changes_base
-from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenizer_beside
-from ckptkit.models.expected import form_or_reason
-from ckptkit.models.fit import check_equal, restore_tied, ties_of
+from ckptkit.models.adapter_facts import is_base_changed
+from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenizer_paths_in
+from ckptkit.models.expected import closest_form_or_error
+from ckptkit.models.fit import require_equal_tied, restore_tied, ties_to_drop
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB
-from ckptkit.models.predictors import predictors_in
+from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.transformers_model import NotBuilt
-from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
+from ckptkit.models.vocabulary import NewVocabulary, find_vocabulary_size
 from ckptkit.state.model import Model
 from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
-from ckptkit.state.quantized.plain import make_all_plain
-from ckptkit.state.steps import fit_config, translate_names, unwrap
-from ckptkit.words import count, natural
+from ckptkit.state.quantized.plain import dequantize_all
+from ckptkit.state.steps import fit_config, translate_names, without_trainer_prefix
+from ckptkit.words import count, natural_sort_key
 
 _TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
 _SHOWN = 2  # modules in a message
 
 
-def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
+def merge_adapters(components: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the model in the first component with the adapters of the others merged into it.
 
     With one component, that component has the adapter and may have the base; otherwise `--base` gives the base.
@@ -52,42 +52,42 @@ def merge(components: Sequence[Component], options: ConvertOptions) -> Model:
     *before, last = components
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
     adapters = [open_only_adapter(component, named_by, before[:1]) for component in (*before[1:], last)]
-    base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
-    adapters = [with_fused_experts(adapter, base.layout, options) for adapter in adapters]
-    merged = merge_all(base, adapters, options)
-    check_globs(merged, adapters, options)
+    base = Model.of(before[0], options.base) if before else open_base_model(adapters[0], options)
+    adapters = [with_fused_expert_matrices(adapter, base.layout, options) for adapter in adapters]
+    merged = merge_under_fitting_names(base, adapters, options)
+    require_globs_match(merged, adapters, options)
     paths = dict.fromkeys((base.part.path, *(adapter.path for adapter in adapters)))
-    return replace(with_tokenizer_of(adapters, select(merged, options)), origins=tuple(paths))
+    return replace(with_adapter_tokenizer(adapters, select_merged_tensors(merged, options)), origins=tuple(paths))
 
 
-def with_fused_experts(adapter: CheckedAdapter, base: Layout, options: ConvertOptions) -> CheckedAdapter:
+def with_fused_expert_matrices(adapter: CheckedAdapter, base: Layout, options: ConvertOptions) -> CheckedAdapter:
     """Convert an adapter's expert matrices to fused experts, unless the base has a tensor for each expert, too."""
-    form = find_form(adapter.adapter)
+    form = find_expert_form(adapter.adapter)
     is_fused = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
     if form in (None, FLAT) or (form == PER_EXPERT and not is_fused):
         return adapter
-    from ckptkit.adapters.expert_forms import convert_experts  # deferred: rarely needed
+    from ckptkit.adapters.expert_forms import convert_expert_matrices  # deferred: rarely needed
 
-    fused, config, _ = convert_experts(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    fused, config, _ = convert_expert_matrices(adapter.adapter, adapter.config, adapter.path, FLAT, options)
     return replace(adapter, adapter=fused, config=config)
 
 
-def check_globs(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
+def require_globs_match(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
     """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
     asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
-    asked.check_matched("--include", asked.include, names, path)
-    asked.check_left(names, path)
+    asked.require_matches("--include", asked.include, names, path)
+    asked.require_some_left(names, path)
     names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
-    asked.check_matched("--exclude", asked.exclude, names, path)
+    asked.require_matches("--exclude", asked.exclude, names, path)
 
 
-def select(model: Model, options: ConvertOptions) -> Model:
+def select_merged_tensors(model: Model, options: ConvertOptions) -> Model:
     """Return the merged model with the tensors that `options` select, under the names that they ask for."""
     asked = options.edits
-    model = model.note_dropped(asked.reasons_to_drop(model.layout.tensors))
-    model = model.select(set(filter(asked.admit, model.layout.tensors)))
+    model = model.with_dropped(asked.reasons_to_drop(model.layout.tensors))
+    model = model.with_only(set(filter(asked.is_selected, model.layout.tensors)))
     asked.check_renames(model.layout.tensors, model.part.path)
-    return model.rename(asked.renaming())
+    return model.with_new_names(asked.make_renaming())
 
 
 def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> CheckedAdapter:
@@ -106,15 +106,17 @@ def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[C
         names = ", ".join(adapter.name for adapter in adapters)
         hint = "write each adapter to a directory of its own with `ckptkit consolidate`, then merge"
         raise Usage(f"expected one adapter, found several: {names}", path=part.path, hint=hint)
-    return opened.fitted(adapters[0], options.adapter_config)
+    return opened.with_checked_config(adapters[0], options.adapter_config)
 
 
-def base_of(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
+def open_base_model(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
     """Return the base in the adapter's checkpoint, or else the one that `--base` names. Raises `Usage` without any."""
     opened, config = adapter.opened, adapter.config
     if opened.adapted.base:
         names = {name: own for own, name in opened.adapted.base.items()}
-        layout = edits.rename(edits.select(opened.weights.layout, names.__contains__), names.__getitem__)
+        layout = edits.rename_tensors(
+            edits.select_entries(opened.weights.layout, names.__contains__), names.__getitem__
+        )
         came_from = {own: opened.weights.came_from[name] for name, own in names.items()}
         weights = replace(opened.weights, layout=layout, came_from=came_from)
         companions = find_companions(opened.part.path, options.base)
@@ -128,55 +130,61 @@ def base_of(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
     return replace(Model.of(checkpoint.model_component, companions_from), base=checkpoint)
 
 
-def merge_all(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
+def merge_under_fitting_names(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
     """Merge adapters into a base under the Hub's names; under the base's own names if only those fit."""
-    own = unwrap(make_all_plain(base) if base.may_be_quantized else base)
+    own = without_trainer_prefix(dequantize_all(base) if base.may_be_quantized else base)
     try:
         named = translate_names(own, HUB, options)
     except NotBuilt:  # keep the base's own tensor names; fit_config reports that
-        return merge_into(own, adapters, options)
+        return merge_into_plain_base(own, adapters, options)
     try:
-        return merge_into(named, adapters, options)
+        return merge_into_plain_base(named, adapters, options)
     except (Mismatch, Unsupported):
-        if named.weights.came_from == own.weights.came_from or not has_modules(own.layout, adapters):
+        if named.weights.came_from == own.weights.came_from or not has_all_adapted_modules(own.layout, adapters):
             raise
-    return merge_into(own, adapters, options)
+    return merge_into_plain_base(own, adapters, options)
 
 
-def merge_into(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
+def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> Model:
     """Merge adapters into a base of plain weights whose names and shapes fit the adapters."""
     whole = restore_tied(base.layout, base.config)
     # an adapter may use transformers' in-memory names instead of the names in the base's files
-    memory = None if has_modules(whole, adapters) else layout_in_memory(base.part, base.weights, base.config)
-    is_moved = memory is not None and has_modules(memory, adapters)
+    memory = (
+        None if has_all_adapted_modules(whole, adapters) else with_in_memory_names(base.part, base.weights, base.config)
+    )
+    is_moved = memory is not None and has_all_adapted_modules(memory, adapters)
     specs = base.layout.specs
     named = (memory if memory is not None and is_moved else whole).tensors
-    names = named.keys() - predictors_in(named, base.config)
+    names = named.keys() - mtp_tensor_names(named, base.config)
     plain = {name: recipe(name, specs[name].dtype) for name, recipe in base.recipes.items()}
     merging = Merging(restore_tied(memory, base.config) if memory is not None and is_moved else whole, plain)
     model = base
     for number, fitted in enumerate(adapters, 1 + len(base.others)):
         weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
         base_beside = fitted.opened.adapted.base
-        merging.add(AdapterSource(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout))
+        merging.add_adapter(
+            AdapterSource(number, fitted.adapter, fitted.config, base_beside, weight, options.experts_layout)
+        )
         which = f"{f'{weight:g} times ' if options.scales else ''}the adapter of {fitted.path}"
         merged = f"merged {which}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
-        gaps = find_gaps(fitted.adapter, fitted.config, names)
-        model = model.say(*check_base(fitted, base.part), merged, *gaps)
+        gaps = find_skipped_modules(fitted.adapter, fitted.config, names)
+        model = model.with_remarks(*remarks_on_modified_base(fitted, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
-        merging = updates_in_files(merging, whole)
+        merging = translate_updates_to_files(merging, whole)
         keeps = "the output has those of the base's files"
-        model = model.say(f"the adapter has the tensor names of the model in memory; {keeps}")
+        model = model.with_remarks(f"the adapter has the tensor names of the model in memory; {keeps}")
     model = replace(
         model.with_layout(replace(whole, tensors=merging.tensors)),
         others=(*base.others, *(fitted.adapter.layout for fitted in adapters)),
-        recipes={name: partial(merging.recipe, name) for name in merging.computed},
-        made_of=source_of(base.part.layout) | {"adapters": ", ".join(fitted.path.name for fitted in adapters)},
+        recipes={name: partial(merging.make_recipe, name) for name in merging.computed_tensors},
+        made_of=source_record_of(base.part.layout) | {"adapters": ", ".join(fitted.path.name for fitted in adapters)},
     )
-    model = choose_ties(with_vocabulary(model, whole), merging, base.layout, adapters).say(*merging.notes)
+    model = keep_or_break_ties(with_enlarged_vocab_size(model, whole), merging, base.layout, adapters).with_remarks(
+        *merging.notes
+    )
     model = fit_config(model, options)
-    return model.select(model.layout.tensors.keys())
+    return model.with_only(model.layout.tensors.keys())
 
 
 def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
@@ -191,16 +199,16 @@ def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], o
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
-def check_base(one: CheckedAdapter, base: Component) -> list[str]:
+def remarks_on_modified_base(adapter: CheckedAdapter, base: Component) -> list[str]:
     """Raise `Unsupported` if the adapter's training modified its base and `base` is another checkpoint.
 
     Returns a remark if the base's path does not contain the name in the adapter's config: another model may have the
     same shapes.
     """
-    config = one.config
-    if one.path == base.path:
+    config = adapter.config
+    if adapter.path == base.path:
         return []
-    if changes_base(config.values):
+    if is_base_changed(config.values):
         said = config.values["init_lora_weights"]
         message = f"training modified the base before the first step (`init_lora_weights` is {said})"
         converted = "save the adapter with PEFT's `path_initial_model_for_weight_conversion`"
@@ -211,24 +219,25 @@ def check_base(one: CheckedAdapter, base: Component) -> list[str]:
     return []
 
 
-def find_gaps(adapter: Adapter, config: AdapterConfig, base: Collection[str]) -> list[Caution]:
+def find_skipped_modules(adapter: Adapter, config: AdapterConfig, base: Collection[str]) -> list[Caution]:
     """Return a warning if modules are missing in an adapter; [] if it has every module that PEFT would adapt.
 
     `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
     module of this name in another layer, and the adapter's config does not exclude it.
     """
     adapted = set(adapter.modules)
-    folded = {fold(module) for module in adapted}
-    inside = {fold(entry.module) for entry in adapter.entries.values() if entry.attention is not None}
+    folded = {fold_numbers(module) for module in adapted}
+    inside = {fold_numbers(entry.module) for entry in adapter.entries.values() if entry.attention_module is not None}
 
     def target_of(module: str) -> str:
         """Return the module that has to be a target: the `nn.MultiheadAttention` of an `out_proj`, else the module."""
         above = module.rpartition(".")[0]
-        return above if fold(module) in inside and f"{above}.in_proj_weight" in base else module
+        return above if fold_numbers(module) in inside and f"{above}.in_proj_weight" in base else module
 
     in_base = {name.rpartition(".")[0] for name in base}
     missing = sorted(
-        (own for own in in_base - adapted if fold(own) in folded and config.is_target(target_of(own))), key=natural
+        (own for own in in_base - adapted if fold_numbers(own) in folded and config.is_target(target_of(own))),
+        key=natural_sort_key,
     )
     if not missing:
         return []
@@ -237,21 +246,21 @@ def find_gaps(adapter: Adapter, config: AdapterConfig, base: Collection[str]) ->
     return [Caution(f"{config.path.parent}: {what}: {names}; these modules keep the weights of the base")]
 
 
-def has_modules(layout: Layout, adapters: Sequence[CheckedAdapter]) -> bool:
+def has_all_adapted_modules(layout: Layout, adapters: Sequence[CheckedAdapter]) -> bool:
     base_modules = {name.rpartition(".")[0] for name in layout.tensors}
     return all(module in base_modules for adapter in adapters for module in adapter.adapter.modules)
 
 
-def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[CheckedAdapter]) -> Model:
+def keep_or_break_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[CheckedAdapter]) -> Model:
     """Drop the tensors that stay tied to another, or untie them in config.json if the adapters made them differ.
 
     A tie breaks if an adapter changed only one of the two tensors, or each differently. The tie remains if both have
     the same trained rows, or if the adapters set `ensure_weight_tying`. It always remains if the model's class ties
     them regardless of config.json. Raises `Unsupported` for an updated tensor that the model's class ties to another.
     """
-    layout, config, changed = model.layout, model.config, set(merging.changed)
+    layout, config, changed = model.layout, model.config, set(merging.changed_tensors)
     tied = ties_in(layout, config)
-    is_kept = all(one.config.flag("ensure_weight_tying") for one in adapters)
+    is_kept = all(one.config.bool_setting("ensure_weight_tying") for one in adapters)
     untied = {
         target
         for target, source in tied.items()
@@ -269,7 +278,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
     still_tied = tied_by_class if untied_by_config else tied.keys()
     left_out = {target for target in still_tied if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
-        check_equal(base, target, tied[target])
+        require_equal_tied(base, target, tied[target])
     notes = []
     for one in sorted(untied_by_config):
         both = " and ".join(sorted({one, tied[one]} & changed))
@@ -278,7 +287,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         f"{one} changes with {tied[one]}, because this model type stores both as one tensor"
         for one in sorted(untied & tied_by_class)
     ]
-    model = model.note_merged(left_out).select(layout.tensors.keys() - left_out).say(*notes)
+    model = model.with_merged(left_out).with_only(layout.tensors.keys() - left_out).with_remarks(*notes)
     return model.with_config(unbound) if untied_by_config else model
 
 
@@ -286,11 +295,11 @@ def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the tensors of a layout that config.json ties to another tensor of it, mapped to that tensor."""
     if not config:
         return {}
-    tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
+    tied = ties_to_drop(layout, config, closest_form_or_error(layout.tensors.keys(), config))
     return {target: source for target, source in tied.items() if {target, source} <= layout.tensors.keys()}
 
 
-def with_vocabulary(model: Model, before: Layout) -> Model:
+def with_enlarged_vocab_size(model: Model, before: Layout) -> Model:
     """Return a model whose config.json has the token count of an embedding that an adapter enlarged.
 
     In a training state the base's embedding is enlarged too, and every tensor along the vocabulary has that many rows.
@@ -300,7 +309,7 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     if embedding is None or config is None or embedding not in before.tensors:
         return model
     rows, old = layout.tensors[embedding].spec.shape[0], before.tensors[embedding].spec.shape[0]
-    said = vocabulary_of(config)
+    said = find_vocabulary_size(config)
     if rows == old and said is not None and rows != said:
         NewVocabulary.of(config, rows).require_one_size(layout.tensors)
         old = said
@@ -312,15 +321,15 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
         hint = f"set `{_VOCABULARY}` to the number of rows of the base"
         raise Mismatch(message, path=model.companions.found_in, tensor=embedding, hint=hint)
     note = f"{_VOCABULARY} in config.json is {rows} instead of {old}"
-    return model.with_config({**config, _VOCABULARY: rows}).say(note)
+    return model.with_config({**config, _VOCABULARY: rows}).with_remarks(note)
 
 
-def with_tokenizer_of(adapters: Sequence[CheckedAdapter], model: Model) -> Model:
+def with_adapter_tokenizer(adapters: Sequence[CheckedAdapter], model: Model) -> Model:
     """Return the model with the tokenizer that was saved with an adapter, because training may have added tokens."""
-    beside = [tokenizer_beside(adapter.path) for adapter in adapters if adapter.path != model.part.path]
+    beside = [tokenizer_paths_in(adapter.path) for adapter in adapters if adapter.path != model.part.path]
     tokenizer = next(filter(None, beside), {})
     if not tokenizer:
         return model
     files = {name: read_small(path, TOKENIZER_LIMIT) for name, path in tokenizer.items()}
     companions = replace(model.companions, files=model.companions.files | files, elsewhere=tokenizer)
-    return replace(model, companions=companions).say(f"the tokenizer is the adapter's: {', '.join(tokenizer)}")
+    return replace(model, companions=companions).with_remarks(f"the tokenizer is the adapter's: {', '.join(tokenizer)}")

@@ -13,12 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ckptkit.engine.recipes import FLOAT32, FLOAT64, Array, Taken, as_stored, working_dtype
+from ckptkit.engine.recipes import FLOAT32, FLOAT64, Array, Taken, round_to_bytes, working_dtype
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Operand, Recipe, Region, same
+from ckptkit.layout.plan import Operand, Recipe, Region, unchanged_box
 
 
 # Low-rank updates: scaling * B A, for each way in which layers store their weights.
@@ -111,7 +111,7 @@ class ExpertsProduct(Product):
         """Return all of B: the columns of an expert are scattered, and B is read only once."""
         return Box((0, 0), self.shape_of_b)
 
-    def columns_of(self, expert: int) -> slice:
+    def columns_of_expert(self, expert: int) -> slice:
         """Return the columns of B that belong to an expert."""
         if self.is_in_blocks:
             return slice(expert * self.rank, (expert + 1) * self.rank)
@@ -122,7 +122,7 @@ class ExpertsProduct(Product):
         rows = slice(box.start[axis], box.stop[axis])
         result = np.empty(box.size, a.dtype)
         for i in range(box.size[0]):
-            columns = self.columns_of(box.start[0] + i)
+            columns = self.columns_of_expert(box.start[0] + i)
             update = scaled_product(
                 np.ascontiguousarray(b[rows, columns]), a[i * self.rank :][: self.rank], self.scaling
             )
@@ -168,7 +168,7 @@ class Merge:
     steps need to update a box.
     """
 
-    def __init__(self, base: Operand | Recipe, steps: Sequence[ChangeStep], reach: Region = same) -> None:
+    def __init__(self, base: Operand | Recipe, steps: Sequence[ChangeStep], reach: Region = unchanged_box) -> None:
         self._steps, self._reach = steps, reach
         self._base: Recipe = Taken(base) if isinstance(base, Operand) else base
         self._stored = base.dtype if isinstance(base, Operand) else FLOAT32
@@ -191,7 +191,7 @@ class Merge:
             taken += count
         part = box.relative_to(outer)
         index = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
-        return as_stored(values[index], working_dtype(self._stored), dtype), False
+        return round_to_bytes(values[index], working_dtype(self._stored), dtype), False
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ class DoraRescale:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        return *self.product.operands, self.magnitude._replace(region=self._of_magnitude)
+        return *self.product.operands, self.magnitude._replace(region=self._box_of_magnitude)
 
-    def _of_magnitude(self, box: Box) -> Box:
+    def _box_of_magnitude(self, box: Box) -> Box:
         outputs = max(range(len(self.shape_of_magnitude)), key=self.shape_of_magnitude.__getitem__)
         span = {outputs: (box.start[self.axis], box.size[self.axis])}
         pairs = [span.get(axis, (0, 1)) for axis in range(len(self.shape_of_magnitude))]
@@ -256,9 +256,9 @@ class Rows:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        return (self.operand._replace(region=self._columns),)
+        return (self.operand._replace(region=self._box_of_new_rows),)
 
-    def _columns(self, box: Box) -> Box:
+    def _box_of_new_rows(self, box: Box) -> Box:
         return Box((0, *box.start[1:]), (len(self.indices), *box.size[1:]))
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
@@ -287,20 +287,20 @@ class SubBoxStep:
     @property
     def operands(self) -> Sequence[Operand]:
         """Return the step's operands, with regions relative to the larger tensor."""
-        return [with_expanded_region(operand, self._there) for operand in self.step.operands]
+        return [with_expanded_region(operand, self._box_in_larger_tensor) for operand in self.step.operands]
 
-    def _there(self, box: Box) -> Box:
+    def _box_in_larger_tensor(self, box: Box) -> Box:
         more = (len(self.start) - len(box.start)) * (0,)
         return Box(tuple(map(add, self.start, more + box.start)), tuple(1 for _ in more) + box.size)
 
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
-        outer = self._there(box)
+        outer = self._box_in_larger_tensor(box)
         return self.step.apply(values.reshape(outer.size), base.reshape(outer.size), outer, inputs).reshape(box.size)
 
 
-def with_expanded_region(operand: Operand, reach: Region) -> Operand:
+def with_expanded_region(operand: Operand, expand: Region) -> Operand:
     """Return an operand whose region for a box is the region for the expanded box `reach(box)`."""
-    if reach is same:
+    if expand is unchanged_box:
         return operand
     region = operand.region
-    return operand._replace(region=lambda box: region(reach(box)))
+    return operand._replace(region=lambda box: region(expand(box)))

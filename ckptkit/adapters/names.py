@@ -89,17 +89,17 @@ class Entry(NamedTuple):
     @property
     def of_experts(self) -> ExpertPlace | None:
         """Return the location of a matrix of experts; None for any other tensor."""
-        return expert_place(self.module) if self.kind in ("A", "B") else None
+        return find_expert_place(self.module) if self.kind in ("A", "B") else None
 
     @property
-    def attention(self) -> str | None:
+    def attention_module(self) -> str | None:
         """Return the `nn.MultiheadAttention` of an `out_proj` that PEFT adapted with it; None for any other module.
 
         The name may also mean an `out_proj` that PEFT adapted alone, in a module with a target parameter: an attention
         has an `in_proj_weight` in the base. Source: `MultiheadAttention` in peft/tuners/lora/layer.py.
         """
         match = _INSIDE_ATTENTION.fullmatch(self.saved)
-        return base_name(match["attention"]) if match else None
+        return base_model_name(match["attention"]) if match else None
 
 
 class ExpertPlace(NamedTuple):
@@ -110,7 +110,7 @@ class ExpertPlace(NamedTuple):
     expert: int | None
 
 
-def expert_place(module: str) -> ExpertPlace | None:
+def find_expert_place(module: str) -> ExpertPlace | None:
     """Return the location of the expert matrices that a module name means; None for any other module."""
     above, separator, below = f".{module}.".rpartition(".experts.")
     if not separator:
@@ -121,31 +121,33 @@ def expert_place(module: str) -> ExpertPlace | None:
     return ExpertPlace(f"{above}.experts".lstrip("."), leaf, int(number) if number else None)
 
 
-def read_entry(name: str) -> Entry | None:
+def parse_tensor_name(name: str) -> Entry | None:
     """Return the role of an adapter's tensor, parsed from its name; None if the tensor is not an adapter's."""
-    own = own_name(name)
+    own = name_inside_wrapper(name)
     for kind, pattern in _KINDS.items():
         match = pattern.fullmatch(own)
         if match is None:
             continue
         module = match["module"]
         if kind == "module":
-            return Entry(kind, match["adapter"], f"{base_name(module)}.{match['leaf']}", 0, f"{module}.{match['leaf']}")
+            return Entry(
+                kind, match["adapter"], f"{base_model_name(module)}.{match['leaf']}", 0, f"{module}.{match['leaf']}"
+            )
         depth = module.count(".base_layer") if kind in ("A", "B") else 0
-        return Entry(kind, match["adapter"], base_name(module), depth, f"{module}.{_SAVED_NAMES[kind]}")
+        return Entry(kind, match["adapter"], base_model_name(module), depth, f"{module}.{_SAVED_NAMES[kind]}")
     return None
 
 
-def own_name(name: str) -> str:
+def name_inside_wrapper(name: str) -> str:
     return name.rpartition(WRAPPER)[2]
 
 
-def base_name(name: str) -> str:
+def base_model_name(name: str) -> str:
     """Return the base model's name of a parameter or module inside PEFT's wrappers."""
-    return ".".join(part for part in own_name(name).split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name_inside_wrapper(name).split(".") if part not in _WRAPPERS)
 
 
-def unsupported_method(names: Collection[str]) -> str | None:
+def find_unsupported_method(names: Collection[str]) -> str | None:
     """Return the adapter method that these tensor names belong to, if ckptkit does not know it; else None."""
     if not any("base_model." in name or ".base_layer." in name for name in names) and PROMPT not in names:
         return None
@@ -153,15 +155,15 @@ def unsupported_method(names: Collection[str]) -> str | None:
         parts = name.split(".")
         known_method = next((method for part, method in _OTHER_METHODS.items() if part in parts), None)
         unknown = next((part for part in parts if part.startswith("lora_") and part not in _KNOWN_PARTS), None)
-        if known_method or (unknown and read_entry(name) is None):
+        if known_method or (unknown and parse_tensor_name(name) is None):
             return known_method or unknown
     return None
 
 
-def find_unknown_name(names: Collection[str]) -> str | None:
+def find_foreign_matrix_name(names: Collection[str]) -> str | None:
     """Return a matrix that has a partner and a name of another library's adapters; None without any."""
     for name in names:
         match = _OTHER_LIBRARY.fullmatch(name)
-        if match and read_entry(name) is None and f"{match[1]}{_PARTNER[match[2]]}{match[3]}" in names:
+        if match and parse_tensor_name(name) is None and f"{match[1]}{_PARTNER[match[2]]}{match[3]}" in names:
             return name
     return None

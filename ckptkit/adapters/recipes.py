@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of, wrong_rank
+from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of, wrong_rank_error
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.adapters.experts import choose_layout, find_layout
+from ckptkit.adapters.experts import choose_lora_b_layout, find_lora_b_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.merged_blocks import (
     ChangeStep,
@@ -27,7 +27,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Operand, Recipe, Region, same
+from ckptkit.layout.plan import Operand, Recipe, Region, unchanged_box
 from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.state.options import BLOCKS
 
@@ -56,10 +56,10 @@ class AdapterSource:
     weight: float = 1.0
     experts_layout: str | None = None  # the value of --experts-layout
 
-    def shape(self, name: str) -> Shape:
+    def shape_of_tensor(self, name: str) -> Shape:
         return self.adapter.layout.tensors[name].spec.shape
 
-    def blame(self, message: str, name: str, hint: str | None = None) -> Mismatch:
+    def mismatch_error(self, message: str, name: str, hint: str | None = None) -> Mismatch:
         return Mismatch(message, path=self.adapter.layout.path, tensor=name, hint=hint)
 
 
@@ -81,15 +81,17 @@ class Merging:
     def __post_init__(self) -> None:
         self.tensors = dict(self.base.tensors)
 
-    def add(self, source: AdapterSource) -> None:
+    def add_adapter(self, source: AdapterSource) -> None:
         """Add an adapter. Raises `Mismatch` if it does not fit, `Unsupported` if it cannot be merged."""
-        source.config.check_known()
+        source.config.require_supported_settings()
         self.replace_parameters(source)
         updates = list(weight_updates_of(source.adapter))
-        inside = {update.module for update in updates if self.attention_around(source, update)}
+        inside = {update.module for update in updates if self.find_attention_around(source, update)}
         for update in updates:
             if update.module in inside and update.attention is None:
-                self.note_once("ignored `out_proj` matrices of nn.MultiheadAttention that PEFT saves but does not use")
+                self.add_note_once(
+                    "ignored `out_proj` matrices of nn.MultiheadAttention that PEFT saves but does not use"
+                )
             else:
                 self.add_update(source, update)
         for name, entry in source.adapter.entries.items():
@@ -105,20 +107,24 @@ class Merging:
         for own, name in replaced.items():
             require_weight_one(source, name, f"`{own}`, which was trained in full")
             if self.begins.get(own) is not None:
-                raise source.blame(f"two adapters contain `{own}`, trained in full", name)
+                raise source.mismatch_error(f"two adapters contain `{own}`, trained in full", name)
             trained = source.adapter.layout.tensors[name]
             in_base = self.tensors.get(own)
             if in_base is None and not is_saved_module(own, source.config):
-                raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
+                raise source.mismatch_error(
+                    f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base)
+                )
             if in_base is None:
                 self.notes.append(f"`{own}` comes from the adapter: the base does not have this tensor")
             elif in_base.spec.shape != trained.spec.shape:
                 ours, theirs = list(trained.spec.shape), list(in_base.spec.shape)
                 self.notes.append(f"`{own}` has the adapter's shape {ours}, not the base's {theirs}")
             dtype = trained.spec.dtype if in_base is None else in_base.spec.dtype
-            is_castable = trained.spec.dtype == dtype or trained.spec.dtype.can_become(dtype)
+            is_castable = trained.spec.dtype == dtype or trained.spec.dtype.is_castable_to(dtype)
             if not is_castable:
-                raise source.blame(f"expected {in_base and in_base.spec} as in the base, found {trained.spec}", name)
+                raise source.mismatch_error(
+                    f"expected {in_base and in_base.spec} as in the base, found {trained.spec}", name
+                )
             self.tensors[own] = StoredTensor(Spec(dtype, trained.spec.shape), ())
             self.begins[own] = Operand(source.number, name, dtype)
 
@@ -126,87 +132,89 @@ class Merging:
         """Return the embedding and head that training resized: they belong to the adapter, as in PEFT's own files."""
         ends = (HEAD, find_embedding(source.base))
         sought = [own for own in source.base if own in ends and own in self.tensors]
-        shapes = {own: (self.tensors[own].spec.shape, source.shape(source.base[own])) for own in sought}
+        shapes = {own: (self.tensors[own].spec.shape, source.shape_of_tensor(source.base[own])) for own in sought}
         return {own: source.base[own] for own, (old, new) in shapes.items() if old != new and old[1:] == new[1:]}
 
     def add_update(self, source: AdapterSource, update: WeightUpdate) -> None:
         """Add a low-rank update of a weight, and of the bias beside it."""
-        own, product = self.product_of(source, update)
-        self.require_float(own, source, update.a)
+        own, product = self.changed_name_and_product(source, update)
+        self.require_float_base(own, source, update.a)
         if update.magnitude is None:
-            self.steps[own] += [product] * self.times_added(source, update)
+            self.steps[own] += [product] * self.count_additions(source, update)
         else:
             self.steps[own].append(self.dora_step(source, update, own, product))
         if update.bias is not None:
             bias = f"{update.module}.bias"
-            if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape(update.bias):
-                raise source.blame(f"the base does not have a `{bias}` of this shape to add to", update.bias)
-            self.require_float(bias, source, update.bias)
+            if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape_of_tensor(update.bias):
+                raise source.mismatch_error(f"the base does not have a `{bias}` of this shape to add to", update.bias)
+            self.require_float_base(bias, source, update.bias)
             dtype = working_dtype(self.tensors[bias].spec.dtype)
             self.steps[bias].append(ScaledAddition(Operand(source.number, update.bias, dtype), product.scaling))
 
-    def product_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Product]:
+    def changed_name_and_product(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Product]:
         """Return the name of the parameter that an update changes, and the product to add."""
         own = f"{update.module}.weight"
-        if own in self.tensors and own not in source.config.parameters_of(update.module):
-            kind = self.kind_of(source, update, own)
+        if own in self.tensors and own not in source.config.target_parameters_of(update.module):
+            kind = self.orientation_of_weight(source, update, own)
         else:
-            own, kind = self.parameter_of(source, update)
+            own, kind = self.changed_parameter_and_kind(source, update)
         dtype = working_dtype(self.tensors[own].spec.dtype)
         a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
         scaling = source.config.scaling_of(self.lookup_name(source, update, own)) * source.weight
-        return own, kind(a, b, source.shape(update.a), source.shape(update.b), scaling)
+        return own, kind(a, b, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b), scaling)
 
     def lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
         """Return the name by which PEFT looks up rank and alpha: `own` if it is a target itself, else the module's."""
-        if own in source.config.parameters_of(update.module):
+        if own in source.config.target_parameters_of(update.module):
             return own
-        return self.attention_around(source, update) or update.module
+        return self.find_attention_around(source, update) or update.module
 
-    def attention_around(self, source: AdapterSource, update: WeightUpdate) -> str | None:
+    def find_attention_around(self, source: AdapterSource, update: WeightUpdate) -> str | None:
         """Return the `nn.MultiheadAttention` of an `out_proj` that PEFT adapted with it; None for any other module."""
         weight = f"{update.attention}.in_proj_weight"
         if update.attention is None or weight not in self.tensors:
             return None
-        return None if weight in source.config.parameters_of(update.attention) else update.attention
+        return None if weight in source.config.target_parameters_of(update.attention) else update.attention
 
-    def times_added(self, source: AdapterSource, update: WeightUpdate) -> int:
+    def count_additions(self, source: AdapterSource, update: WeightUpdate) -> int:
         """Return how often PEFT adds a product to a weight. Raises `Unsupported` for an unknown version of PEFT."""
-        if self.attention_around(source, update) is None:
+        if self.find_attention_around(source, update) is None:
             return 1
-        if source.config.may_add_once:
+        if source.config.may_add_out_proj_once:
             version = source.config.values["peft_version"]
             message = (
                 f"saved by PEFT {version}: ckptkit does not know whether this version adds the `out_proj` product once "
                 "or twice"
             )
             raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a, hint=MERGE_WITH_PEFT)
-        self.note_once("added the product for `out_proj` of nn.MultiheadAttention twice, as PEFT does in training")
+        self.add_note_once("added the product for `out_proj` of nn.MultiheadAttention twice, as PEFT does in training")
         return 2
 
-    def note_once(self, note: str) -> None:
+    def add_note_once(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
-    def kind_of(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
+    def orientation_of_weight(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation in which a layer stores its weight: by shapes, or by its type if it is square."""
-        shape, a, b = self.tensors[own].spec.shape, source.shape(update.a), source.shape(update.b)
+        shape, a, b = self.tensors[own].spec.shape, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b)
         if len(shape) < 2:
-            raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", update.a)
+            raise source.mismatch_error(
+                f"expected a matrix as `{own}` of the base, found shape {list(shape)}", update.a
+            )
         rank = source.config.rank_of(self.lookup_name(source, update, own))
         if a[0] != rank:
-            raise wrong_rank(source.adapter, source.config, update, [rank], a[0])
+            raise wrong_rank_error(source.adapter, source.config, update, [rank], a[0])
         is_plain = (b[0], *a[1:]) == shape and not update.is_embedding
         is_turned = len(shape) == 2 and (a[1], b[0]) == shape
         if not (is_plain or is_turned):
             product = [b[0], *a[1:]]
             message = f"expected a weight update of shape {list(shape)} (`{own}` of the base), found {product}"
-            raise source.blame(message, update.a, hint="check that the adapter was trained on this base")
+            raise source.mismatch_error(message, update.a, hint="check that the adapter was trained on this base")
         if is_plain and is_turned:
-            return self.kind_by_config(source, update, own)
+            return self.orientation_by_config(source, update, own)
         return LinearProduct if is_plain else TransposedProduct
 
-    def kind_by_config(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
+    def orientation_by_config(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation of a square weight. Raises `Unsupported` if nothing decides it.
 
         `fan_in_fan_out` is one switch for all layers, set for the last layer type that PEFT visited. If other layers of
@@ -214,11 +222,11 @@ class Merging:
         """
         if not may_be_conv1d(own):
             return LinearProduct
-        is_turned = source.config.flag("fan_in_fan_out")
+        is_turned = source.config.bool_setting("fan_in_fan_out")
         # a layer that is not square and contradicts the switch shows that the switch is not valid for every layer
         for other in weight_updates_of(source.adapter):
             tensor = self.tensors.get(f"{other.module}.weight")
-            product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
+            product = (source.shape_of_tensor(other.b)[0], *source.shape_of_tensor(other.a)[1:])
             shape = tensor.spec.shape if tensor else ()
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
                 message = (
@@ -226,9 +234,9 @@ class Merging:
                     "weight is transposed"
                 )
                 raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
-        return TransposedProduct if self.is_conv1d(otherwise=is_turned) else LinearProduct
+        return TransposedProduct if self.is_conv1d_model(otherwise=is_turned) else LinearProduct
 
-    def is_conv1d(self, *, otherwise: bool) -> bool:
+    def is_conv1d_model(self, *, otherwise: bool) -> bool:
         """Return whether such modules of the base are a `Conv1D`.
 
         Compares a matrix that is not square with the length of its bias; returns `otherwise` if no matrix has a bias.
@@ -241,23 +249,23 @@ class Merging:
                 return bias.spec.shape == shape[1:]
         return otherwise
 
-    def parameter_of(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
+    def changed_parameter_and_kind(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
         """Return the parameter of a module that an update changes: the only one with a fitting shape."""
-        fitting_parameters = list(self.fitting(source, update))
+        fitting_parameters = list(self.fitting_parameters(source, update))
         if len(fitting_parameters) == 1:
             return fitting_parameters[0]
         if not fitting_parameters:
-            a, b = source.shape(update.a), source.shape(update.b)
+            a, b = source.shape_of_tensor(update.a), source.shape_of_tensor(update.b)
             message = f"the base does not have a `{update.module}` that fits matrices {list(b)} and {list(a)}"
-            raise source.blame(message, update.a, hint=hint_similar_name(update.module, self.base))
+            raise source.mismatch_error(message, update.a, hint=hint_similar_name(update.module, self.base))
         names = ", ".join(sorted({name for name, _ in fitting_parameters}))
         message = f"the matrices fit several parameters of the base ({names}), and no file says which one"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
 
-    def fitting(self, source: AdapterSource, update: WeightUpdate) -> Iterator[tuple[str, Kind]]:
+    def fitting_parameters(self, source: AdapterSource, update: WeightUpdate) -> Iterator[tuple[str, Kind]]:
         """Yield the parameters of a module whose shape fits an update, with the kind of product."""
-        a, b = source.shape(update.a), source.shape(update.b)
-        wanted = source.config.parameters_of(update.module)
+        a, b = source.shape_of_tensor(update.a), source.shape_of_tensor(update.b)
+        wanted = source.config.target_parameters_of(update.module)
         for own, tensor in self.tensors.items():
             shape = tensor.spec.shape
             if own.rpartition(".")[0] != update.module or (wanted and own not in wanted):
@@ -269,59 +277,62 @@ class Merging:
                 for is_transposed, sides in ((False, (b[0], a[1])), (True, (a[1], b[0]))):
                     if sides == shape[1:]:
                         kind = partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
-                        yield own, partial(kind, is_in_blocks=self.layout_of(source, update, own, rank) == BLOCKS)
+                        yield (
+                            own,
+                            partial(kind, is_in_blocks=self.lora_b_layout_of(source, update, own, rank) == BLOCKS),
+                        )
 
-    def layout_of(self, source: AdapterSource, update: WeightUpdate, own: str, rank: int) -> str:
+    def lora_b_layout_of(self, source: AdapterSource, update: WeightUpdate, own: str, rank: int) -> str:
         """Return the layout of lora_B of fused experts; notes if `--experts-layout` contradicts the files."""
         count, given = self.tensors[own].spec.shape[0], source.experts_layout
-        recorded = find_layout(source.config, own) if given and 1 not in (count, rank) else None
+        recorded = find_lora_b_layout(source.config, own) if given and 1 not in (count, rank) else None
         if recorded and recorded != given:
             reads = f"ckptkit reads lora_B of experts as {given} (--experts-layout)"
-            self.note_once(f"{reads}, but {source.config.path} says {recorded}")
-        return choose_layout(source.config, own, count, rank, given, update.b)
+            self.add_note_once(f"{reads}, but {source.config.path} says {recorded}")
+        return choose_lora_b_layout(source.config, own, count, rank, given, update.b)
 
     def dora_step(self, source: AdapterSource, update: WeightUpdate, own: str, product: Product) -> DoraRescale:
         """Return DoRA's step. It needs all weights of each output in memory at once."""
         assert update.magnitude is not None
         shape, is_turned = self.tensors[own].spec.shape, isinstance(product, TransposedProduct)
-        magnitude = source.shape(update.magnitude)
+        magnitude = source.shape_of_tensor(update.magnitude)
         outputs = shape[1 if is_turned else 0]
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
             message = f"expected {outputs} magnitudes, one for each output, found shape {list(magnitude)}"
-            raise source.blame(message, update.magnitude)
+            raise source.mismatch_error(message, update.magnitude)
         require_weight_one(source, update.magnitude, "a DoRA adapter")
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_IN_MEMORY:
             message = f"DoRA needs full columns of this weight ({spec}), more than fits in memory"
             raise Unsupported(message, path=source.adapter.layout.path, tensor=update.magnitude)
-        self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
+        self.reach[own] = region_of_full_tensor(shape) if is_turned else region_of_same_rows(shape)
         operand = Operand(source.number, update.magnitude, product.a.dtype)
         return DoraRescale(product, operand, magnitude, int(is_turned))
 
     def replace_rows(self, source: AdapterSource, own: str, name: str, module: str) -> None:
         """Replace the rows of an embedding that were trained."""
         if own not in self.tensors:
-            raise source.blame(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
-        self.require_float(own, source, name)
+            raise source.mismatch_error(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
+        self.require_float_base(own, source, name)
         require_weight_one(source, name, f"rows of `{own}`, which were trained in full")
-        shape, row_shape = self.tensors[own].spec.shape, source.shape(name)
-        indices = source.config.token_rows(module)
+        shape, row_shape = self.tensors[own].spec.shape, source.shape_of_tensor(name)
+        indices = source.config.trained_token_indices(module)
         if row_shape != (len(indices), *shape[1:]):
             message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(row_shape)}"
-            raise source.blame(message, name)
+            raise source.mismatch_error(message, name)
         if (last := max(indices, default=0)) >= shape[0]:
             message = f"expected row indices below {shape[0]} (rows of `{own}` in the base), found {last}"
-            raise source.blame(message, name)
+            raise source.mismatch_error(message, name)
         taken = {row for step in self.steps[own] if isinstance(step, Rows) for row in step.indices}
         if both := taken & set(indices):
-            raise source.blame(f"two adapters contain row {min(both)} of `{own}`, trained in full", name)
+            raise source.mismatch_error(f"two adapters contain row {min(both)} of `{own}`, trained in full", name)
         self.steps[own].append(Rows(Operand(source.number, name, working_dtype(self.tensors[own].spec.dtype)), indices))
 
-    def require_float(self, own: str, source: AdapterSource, name: str) -> None:
+    def require_float_base(self, base_name: str, source: AdapterSource, name: str) -> None:
         """Raise `Unsupported` for a tensor of the base that is not a float of 16 bits or more."""
-        dtype = self.tensors[own].spec.dtype
-        if not dtype.can_become(dtype):
-            message = f"expected floats in `{own}` of the base, found {dtype}"
+        dtype = self.tensors[base_name].spec.dtype
+        if not dtype.is_castable_to(dtype):
+            message = f"expected floats in `{base_name}` of the base, found {dtype}"
             hint = "convert the base to floats first: ckptkit consolidate BASE OUT --dtype bf16"
             raise Unsupported(message, path=source.adapter.layout.path, tensor=name, hint=hint)
 
@@ -331,14 +342,14 @@ class Merging:
         return any(isinstance(step, ExpertsProduct) for steps in self.steps.values() for step in steps)
 
     @property
-    def changed(self) -> tuple[str, ...]:
+    def changed_tensors(self) -> tuple[str, ...]:
         """Return the names of the tensors that differ from the base's."""
         return tuple(dict.fromkeys((*self.begins, *(name for name, steps in self.steps.items() if steps))))
 
     @property
-    def computed(self) -> tuple[str, ...]:
+    def computed_tensors(self) -> tuple[str, ...]:
         """Return the names of the tensors that have a recipe."""
-        return tuple(dict.fromkeys((*self.changed, *self.plain)))
+        return tuple(dict.fromkeys((*self.changed_tensors, *self.plain)))
 
     def have_same_rows(self, name: str, source: str) -> bool:
         """Return whether `source` was changed only by rows, and `name` by the same rows or not at all."""
@@ -346,16 +357,16 @@ class Merging:
         is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
         return is_by_rows and others in ([], rows)
 
-    def recipe(self, name: str, source: str, dtype: DType) -> Recipe:
+    def make_recipe(self, name: str, source: str, dtype: DType) -> Recipe:
         """Return the recipe that computes a tensor as `dtype`; `source` is its name in the base."""
         steps = self.steps.get(name)
         if name in self.plain and name not in self.begins:
             plain = self.plain[name]
-            return Merge(plain, steps, self.reach.get(name, same)) if steps else plain
+            return Merge(plain, steps, self.reach.get(name, unchanged_box)) if steps else plain
         initial = self.begins.get(name, Operand(0, source, dtype))
         if not steps:
             return Taken(initial._replace(dtype=dtype))
-        return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
+        return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, unchanged_box))
 
 
 def require_weight_one(source: AdapterSource, name: str, what: str) -> None:
@@ -365,11 +376,11 @@ def require_weight_one(source: AdapterSource, name: str, what: str) -> None:
         raise Unsupported(message, path=source.adapter.layout.path, tensor=name, hint="pass 1 for this adapter")
 
 
-def rows_of(shape: Shape) -> Region:
+def region_of_same_rows(shape: Shape) -> Region:
     return lambda box: Box((box.start[0], *(0 for _ in shape[1:])), (box.size[0], *shape[1:]))
 
 
-def columns_of(shape: Shape) -> Region:
+def region_of_full_tensor(shape: Shape) -> Region:
     """Return the region of all elements: an output is a column here, so every box needs full columns."""
     return lambda _: Box((0,) * len(shape), shape)
 

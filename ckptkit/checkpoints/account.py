@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import is_there, read_small
+from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout.box import Box
 from ckptkit.words import count, format_bytes
 
@@ -39,18 +39,18 @@ class Lost:
         """Return its name, followed by the lost box in brackets unless all of it is lost."""
         if not (self.boxes and self.shape):
             return self.name
-        parts = [", ".join(map(span, box.start, box.size, self.shape)) for box in self.boxes]
+        parts = [", ".join(map(format_slice, box.start, box.size, self.shape)) for box in self.boxes]
         while all(part.endswith(", :") for part in parts):
             parts = [part.removesuffix(", :") for part in parts]
         return f"{self.name}[{parts[0]}]{and_more(len(parts) - 1)}"
 
-    def describe(self, source: Path) -> str:
-        """Return the reason, and the file of the checkpoint at `source` that contained it."""
+    def describe_loss(self, checkpoint_path: Path) -> str:
+        """Return the reason, and the file of the checkpoint at `checkpoint_path` that contained it."""
         why = _DAMAGED if "CRC-32" in self.why else self.why
         if self.path is None:
             return why
-        is_inside = self.path != source and self.path.is_relative_to(source)
-        return f"{self.path.relative_to(source) if is_inside else self.path.name}: {why}"
+        is_inside = self.path != checkpoint_path and self.path.is_relative_to(checkpoint_path)
+        return f"{self.path.relative_to(checkpoint_path) if is_inside else self.path.name}: {why}"
 
     def to_json(self) -> dict[str, Any]:
         boxes = [{"start": list(box.start), "size": list(box.size)} for box in self.boxes]
@@ -83,12 +83,12 @@ class SalvagedWeights:
         """Return whether the checkpoint has weights, and all of them are lost."""
         return bool(self.lost) and not (self.own or self.filled)
 
-    def share(self, part: Mapping[str, int]) -> str:
+    def describe_fraction(self, nbytes_by_name: Mapping[str, int]) -> str:
         """Return the size of a part of the weights as text: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
         every = [*self.own.values(), *self.filled.values(), *self.lost.values()]
-        size = sum(part.values())
-        of_bytes = f"{format_bytes(size)}, {percent(size, sum(every))} of the bytes"
-        return f"{len(part):,} of {count(len(every), 'weight')} ({of_bytes})"
+        size = sum(nbytes_by_name.values())
+        of_bytes = f"{format_bytes(size)}, {percent_rounded_down(size, sum(every))} of the bytes"
+        return f"{len(nbytes_by_name):,} of {count(len(every), 'weight')} ({of_bytes})"
 
     def to_json(self) -> dict[str, int]:
         parts = {"own": self.own, "filled": self.filled, "lost": self.lost}
@@ -114,7 +114,7 @@ class Account:
     weights: SalvagedWeights = SalvagedWeights()
 
     @property
-    def is_whole(self) -> bool:
+    def is_fully_from_source(self) -> bool:
         """Return whether nothing is lost and every tensor comes from the checkpoint itself."""
         return not (self.lost or self.filled or self.described_by)
 
@@ -129,9 +129,9 @@ class Account:
         """Yield what is missing from `output`, and what has other values there than in the damaged checkpoint."""
         weights = self.weights
         if weights.filled:
-            yield f"{weights.share(weights.filled)} come from {self.other}, not from {self.source}"
+            yield f"{weights.describe_fraction(weights.filled)} come from {self.other}, not from {self.source}"
         if weights.lost:
-            yield f"{weights.share(weights.lost)} are lost and missing from {output}"
+            yield f"{weights.describe_fraction(weights.lost)} are lost and missing from {output}"
         others = [one for one in self.lost if one.name and one.name not in weights.lost]
         if others:
             yield f"{count(len(others), 'entry')} of the training state or other files: lost and missing from {output}"
@@ -148,41 +148,41 @@ class Account:
         return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def percent(part: int, total: int) -> str:
+def percent_rounded_down(nbytes: int, total: int) -> str:
     """Return a share of the bytes in percent, rounded down, so that 100% means all bytes."""
-    tenths = part * 1000 // total if total else 1000
+    tenths = nbytes * 1000 // total if total else 1000
     return f"{tenths // 10}%" if tenths % 10 == 0 else f"{tenths / 10}%"
 
 
-def span(start: int, size: int, extent: int) -> str:
+def format_slice(start: int, size: int, extent: int) -> str:
     return ":" if size == extent else f"{start}:{start + size}"
 
 
 def read_account(root: Path) -> Mapping[str, Any] | None:
     """Return the account in a directory; None if it is missing or unreadable."""
     try:
-        account = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
+        account = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_existing_path(root / NAME) else None
     except (Corrupt, IOFailure, Unsafe):
         return None
     return account if isinstance(account, dict) else None
 
 
-def list_lost_names(found: Mapping[str, Any]) -> str:
+def describe_lost_names(account: Mapping[str, Any]) -> str:
     """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
-    entries = [entry for entry in found.get("lost") or () if isinstance(entry, dict)]
+    entries = [entry for entry in account.get("lost") or () if isinstance(entry, dict)]
     names = [f"`{entry.get('name') or entry.get('path')}`" for entry in entries]
     return f"{', '.join(names[:_NAMES_SHOWN])}{and_more(len(names) - _NAMES_SHOWN)}"
 
 
-def describe_account(found: Mapping[str, Any]) -> str:
+def describe_account(account: Mapping[str, Any]) -> str:
     """Return a summary of an account: how many tensors were lost and filled."""
     words = []
     for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere")):
-        if isinstance(entries := found.get(kind), list) and entries:
+        if isinstance(entries := account.get(kind), list) and entries:
             words.append(f"{len(entries):,} {what}")
-    if found.get("described_by"):
-        words.append(f"names and shapes from {found['described_by']}")
-    numbers = found.get("weights")
+    if account.get("described_by"):
+        words.append(f"names and shapes from {account['described_by']}")
+    numbers = account.get("weights")
     if isinstance(numbers, dict) and (total := sum(numbers.get(part, 0) for part in ("own", "filled", "lost"))):
         words.append(f"{numbers.get('own', 0):,} of {count(total, 'weight')} are from the checkpoint itself")
     return f"salvaged from a damaged checkpoint: {', '.join(words)}"

@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ckptkit import trainers
-from ckptkit.argument_types import checked
+from ckptkit.argument_types import with_checked_arguments
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join_layouts
-from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_number
+from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_value_at_key
 from ckptkit.checkpoints.find_components import (
     COMPANION,
     EXPORTED,
     TRAINING_SUFFIXES,
     LeftBehind,
-    files_of_ranks,
     find_components,
+    find_only_step_directory,
+    find_rank_files_error,
     find_unsupported_files,
-    inner_folders,
-    models_of,
-    only_step_directory,
+    inner_directories,
+    model_candidates_among,
     ranks_at,
     unused_files,
 )
-from ckptkit.checkpoints.several_disks import Others, join_places
+from ckptkit.checkpoints.several_disks import Others, join_directories
 from ckptkit.errors import (
     CheckpointWarning,
     CkptError,
@@ -45,20 +45,33 @@ from ckptkit.errors import (
     translate_os_errors,
     warn,
 )
-from ckptkit.formats import describe_formats, detect_format, is_stray, of_no_format, one_of_dcp
-from ckptkit.formats.archives.flatten import pairs_of
-from ckptkit.formats.archives.state_files import unlike_torch
+from ckptkit.formats import (
+    describe_formats,
+    detect_format,
+    find_single_dcp_file_error,
+    is_claimed_by_stray_files,
+    no_format_error,
+)
+from ckptkit.formats.archives.flatten import find_dict_items
+from ckptkit.formats.archives.state_files import find_foreign_file_error
 from ckptkit.formats.archives.values import load_value
-from ckptkit.formats.rank_names import find_set, not_joined
-from ckptkit.io.file import children, entry_of, missing_path_error, names_in
-from ckptkit.io.joined import JoinedPath, joined, roots_of
-from ckptkit.io.path import list_ahead, to_local, to_path
+from ckptkit.formats.rank_names import names_of_set, not_joined_error
+from ckptkit.io.file import find_linked_entry, list_children, missing_path_error, names_in
+from ckptkit.io.joined import JoinedPath, join_paths, local_paths_of
+from ckptkit.io.path import prefetch_listings, to_local_path, to_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
-from ckptkit.models.names import family_of
+from ckptkit.models.names import find_family_of
 from ckptkit.models.names.copies import find_copies_in
 from ckptkit.models.names.weights import COPY, TRAINING, Weights, find_weights
-from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, stem_of, step_of
+from ckptkit.trainers import (
+    NUMBER,
+    ONE_FILE,
+    find_step_of_path,
+    has_epoch_only,
+    is_like_checkpoint,
+    name_without_suffixes,
+)
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
 if TYPE_CHECKING:
@@ -82,7 +95,7 @@ class Checkpoint:
         return f"<{' and '.join(formats) or 'no'} checkpoint: {self.path}>"
 
     @classmethod
-    @checked
+    @with_checked_arguments
     def open(cls, source: Source, also: Others = ()) -> Checkpoint:
         """Open the checkpoint at a path or URL, or the latest complete checkpoint of the run there.
 
@@ -92,16 +105,16 @@ class Checkpoint:
         """
         if isinstance(source, Checkpoint) and not also:
             return source
-        path = join_places(path_of(source), also)
+        path = join_directories(path_of_source(source), also)
         checkpoint = cls.at(path)
-        if checkpoint.is_direct:
-            return run_around(checkpoint) or checkpoint
-        latest = latest_in(path)
+        if checkpoint.is_at_own_path:
+            return find_run_around_stray(checkpoint) or checkpoint
+        latest = find_latest_checkpoint(path)
         if latest is not None:
             return latest
         if checkpoint.components:
             return checkpoint
-        raise checkpoint.unreadable or no_checkpoint(path)
+        raise checkpoint.unsupported_files_error or no_checkpoint_error(path)
 
     @classmethod
     def at(cls, path: Path) -> Self:
@@ -112,7 +125,7 @@ class Checkpoint:
         return cls(path, *find_components(path))
 
     @property
-    def is_direct(self) -> bool:
+    def is_at_own_path(self) -> bool:
         """Return whether the checkpoint is at the path itself, or in one directory there that contains all of it.
 
         Other directories at a path are components of a checkpoint, or checkpoints of their own.
@@ -122,29 +135,29 @@ class Checkpoint:
     @cached_property
     def is_run_with_strays(self) -> bool:
         """Return whether the path is a run, which looks like a checkpoint because of a stray file in it."""
-        if not self.is_direct or not self.path.is_dir() or step_of(self.path) is not None:
+        if not self.is_at_own_path or not self.path.is_dir() or find_step_of_path(self.path) is not None:
             return False
         first = self.components[0]
-        is_odd = first.path == self.path and is_stray(self.path, first.reader)
-        return is_odd and any(checkpoint.components for checkpoint in named_in(self.path))
+        is_odd = first.path == self.path and is_claimed_by_stray_files(self.path, first.reader)
+        return is_odd and any(checkpoint.components for checkpoint in checkpoints_named_in_run(self.path))
 
     @property
-    def places(self) -> list[Path]:
+    def component_paths(self) -> list[Path]:
         """Return the paths of the components, including those in no known format."""
         return [*(component.path for component in self.components), *self.strange]
 
     @property
     def name(self) -> str:
-        return name_of(self.path)
+        return resolved_name_of(self.path)
 
     @cached_property
-    def own_step(self) -> int | None:
+    def step_in_name(self) -> int | None:
         """Return the step in its name, or the epoch if the name has no step; None without either.
 
         A bare number is the step of a directory that contains a checkpoint.
         """
-        name = self.name if self.path.is_dir() else stem_of(self.name)
-        step = step_of(Path(name))
+        name = self.name if self.path.is_dir() else name_without_suffixes(self.name)
+        step = find_step_of_path(Path(name))
         return int(name) if step is None and self.components and NUMBER.fullmatch(name) else step
 
     @cached_property
@@ -153,17 +166,20 @@ class Checkpoint:
 
         The name takes precedence over the trainer's own record. An epoch counts only if there is no step.
         """
-        own = self.own_step
+        own = self.step_in_name
         if own is None:
-            own = step_of(self.path.absolute().parent)
-        noted = self.noted_step if own is None or is_epoch(self.path) else None
+            own = find_step_of_path(self.path.absolute().parent)
+        noted = self.recorded_step if own is None or has_epoch_only(self.path) else None
         return own if noted is None else noted
 
     @property
-    def noted_step(self) -> int | None:
+    def recorded_step(self) -> int | None:
         """Return the step that its trainer recorded in a small file or an entry; None without a readable record."""
         folder = self.path if self.path.is_dir() else self.path.parent
-        notes = (read_number(folder / file, key) if file else self.value(key) for file, key in trainers.step_keys())
+        notes = (
+            read_value_at_key(folder / file, key) if file else self.read_plain_value(key)
+            for file, key in trainers.step_keys()
+        )
         step = next((note for note in notes if type(note) is int and note >= 0), None)
         return self.salvaged_step if step is None else step
 
@@ -171,9 +187,9 @@ class Checkpoint:
     def salvaged_step(self) -> int | None:
         """Return the step in the name of the damaged checkpoint that it was salvaged from; None for any other."""
         source = (read_account(self.path) or {}).get("source") if self.path.is_dir() else None
-        return step_of(Path(source)) if isinstance(source, str) else None
+        return find_step_of_path(Path(source)) if isinstance(source, str) else None
 
-    def value(self, key: KeyPath) -> object:
+    def read_plain_value(self, key: KeyPath) -> object:
         """Return the number or text in a non-tensor entry; None if no entry at the key path can be read.
 
         The last keys of the path may lead into an entry that is a dict or a list.
@@ -182,7 +198,7 @@ class Checkpoint:
             for length in range(len(key), 0, -1):
                 name = ".".join(map(str, key[:length]))
                 if name in component.layout.blobs and component.layout.key(name) == key[:length]:
-                    return value_in(component.layout, name, key[length:])
+                    return find_value_in_entry(component.layout, name, key[length:])
         return None
 
     @cached_property
@@ -193,22 +209,24 @@ class Checkpoint:
         return trainers.who_wrote(gather_evidence(model.path, (model.layout, *others)))
 
     @cached_property
-    def named_trainer(self) -> str | None:
+    def trainer_by_file_names(self) -> str | None:
         """Return the trainer by file names and small files alone, without reading metadata; None if unclear."""
-        places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
+        places = [component.path for component in self.components] or [self.path, *inner_directories(self.path)]
         names = (trainers.who_wrote(gather_name_evidence(path)) for path in places)
         return next(filter(None, names), None)
 
     @cached_property
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own, by file names; None if no rank has."""
-        places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
+        places = [component.path for component in self.components] or [self.path, *inner_directories(self.path)]
         return len({rank for path in places for rank in ranks_at(path)}) or None
 
     @cached_property
     def models(self) -> list[Component]:
         """Return the components that may be the model. A component at the path itself is the model under any name."""
-        return [component for component in self.components if not component.place] or models_of(self.components)
+        return [component for component in self.components if not component.place] or model_candidates_among(
+            self.components
+        )
 
     @cached_property
     def model_component(self) -> Component:
@@ -220,18 +238,18 @@ class Checkpoint:
         if len(models) == 1 or (models and not models[0].place):
             return models[0]
         if not models:
-            raise self.unreadable or no_checkpoint(self.path)
+            raise self.unsupported_files_error or no_checkpoint_error(self.path)
         places = [component.place for component in models]
-        if find_set(places[0], places):
-            raise not_joined(places, self.path)
+        if names_of_set(places[0], places):
+            raise not_joined_error(places, self.path)
         trackers = trackers_in(self.path)
-        named = ((model, tracker) for model in models for tracker in trackers if tracker.means(model.path))
+        named = ((model, tracker) for model in models for tracker in trackers if tracker.is_naming(model.path))
         tracked = next(named, None)
         hint = f"pass `{tracked[0].path}`, which `{tracked[1].name}` names" if tracked else "pass one of them"
         raise Unsupported(f"several checkpoints are in this directory: {', '.join(places)}", path=self.path, hint=hint)
 
     @property
-    def exported(self) -> Component | None:
+    def exported_weights(self) -> Component | None:
         """Return the exported weights, such as an adapter, beside the directory with the full training state.
 
         Returns None if there are none.
@@ -253,7 +271,7 @@ class Checkpoint:
             return model.layout
         root = self.path if self.path.is_dir() else self.path.parent
         components = [model, *(component for component in self.components if component is not model)]
-        return join_layouts(root, components, [component.in_whole for component in components])
+        return join_layouts(root, components, [component.layout_in_checkpoint for component in components])
 
     @cached_property
     def weights(self) -> Weights:
@@ -264,7 +282,7 @@ class Checkpoint:
     def family(self) -> Family | None:
         """Return the model family that the tensor names belong to; None for the Hub's names, and for unknown names."""
         try:
-            return family_of(self.weights.layout.shapes, self.trainer)
+            return find_family_of(self.weights.layout.shapes, self.trainer)
         except (Mismatch, Unsupported):  # no model, or several
             return None
 
@@ -273,7 +291,7 @@ class Checkpoint:
         """Return the model files (config.json, tokenizer) from the checkpoint or its run."""
         return find_companions(self.model_component.path, None)
 
-    def readable(self) -> tuple[Checkpoint, tuple[str, ...]]:
+    def with_readable_components(self) -> tuple[Checkpoint, tuple[str, ...]]:
         """Return the checkpoint with its readable components only, and a remark on each unreadable one.
 
         Raises the error of the model component if that is unreadable.
@@ -291,7 +309,7 @@ class Checkpoint:
                 unread.append(f"{component.path.name}: {error.message}")
         return replace(self, components=tuple(kept)), tuple(unread)
 
-    def with_twins(self) -> Checkpoint:
+    def with_low_precision_copies(self) -> Checkpoint:
         """Return the checkpoint with the low-precision copies in place of the tensors that have one.
 
         Raises `Mismatch` if there are none.
@@ -310,7 +328,7 @@ class Checkpoint:
     def problems(self) -> list[CkptError]:
         """Return the reasons why it cannot be read, by names and sizes alone; [] for a complete checkpoint."""
         if not self.components:
-            return [self.unreadable or unknown_format_error(self.path)]
+            return [self.unsupported_files_error or unknown_format_error(self.path)]
         strange = [Corrupt("no known format", path=path) for path in self.strange]
         return [*(problem for component in self.components if (problem := component.problem)), *strange]
 
@@ -327,11 +345,11 @@ class Checkpoint:
     @property
     def is_weights_only(self) -> bool:
         """Return whether, by file names, it is a model without any training state such as an optimizer."""
-        if not (self.path.is_dir() and self.is_direct and self.components[0].reader.is_model_only):
+        if not (self.path.is_dir() and self.is_at_own_path and self.components[0].reader.is_model_only):
             return False
         return not any(
             child.suffix in TRAINING_SUFFIXES or (child.is_dir() and not Checkpoint.at(child).is_weights_only)
-            for child in children(self.path)
+            for child in list_children(self.path)
         )
 
     def require_resumable(self) -> None:
@@ -341,22 +359,22 @@ class Checkpoint:
             message = "the directory contains only weights: training cannot continue from them"
             raise NotACheckpoint(message, path=self.path, hint=hint)
 
-    def left_behind(self, used: Iterable[Path]) -> list[LeftBehind]:
-        """Return the files of its directory that are not in `used`, each with the reason."""
+    def list_not_copied_files(self, copied: Iterable[Path]) -> list[LeftBehind]:
+        """Return the files of its directory that are not in `copied`, each with the reason."""
         if not self.path.is_dir():
             return []
         components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
-            files = list(unused_files(self.path, frozenset(used), components))
-        exported = self.exported
+            files = list(unused_files(self.path, frozenset(copied), components))
+        exported = self.exported_weights
         for i, left in enumerate(files):
             if exported and left.path == exported.path:
                 files[i] = left._replace(why=EXPORTED)
-            elif left.why == TRAINING and self.is_copied_in(left.path):
+            elif left.why == TRAINING and self.has_weights_copy_in(left.path):
                 files[i] = left._replace(why=COPY)
         return files
 
-    def is_copied_in(self, path: Path) -> bool:
+    def has_weights_copy_in(self, path: Path) -> bool:
         """Return whether a file or component of training state contains a copy of the model's weights.
 
         Returns False if it cannot be read, and for files of another training checkpoint, which has its own weights.
@@ -376,13 +394,13 @@ class Checkpoint:
         return bool(find_copies_in(layout, layout.tensors, shapes))
 
     @property
-    def files_beside(self) -> list[LeftBehind]:
+    def unread_files(self) -> list[LeftBehind]:
         """Return the files in its directory that no component reads, without config and tokenizer."""
         used = {component.layout.root / name for component in self.components for name in component.layout.files}
-        return [left for left in self.left_behind(used) if left.why != COMPANION]
+        return [left for left in self.list_not_copied_files(used) if left.why != COMPANION]
 
     @cached_property
-    def unreadable(self) -> Unsupported | None:
+    def unsupported_files_error(self) -> Unsupported | None:
         """Return the error for files of a trainer that ckptkit cannot read yet; None for any other checkpoint."""
         unread = None if self.components else find_unsupported_files(self.path)
         if unread is None:
@@ -390,14 +408,14 @@ class Checkpoint:
         return Unsupported(f"{unread.what}: ckptkit cannot read this yet", path=self.path, hint=unread.hint)
 
 
-def value_in(layout: Layout, name: str, steps: KeyPath) -> object:
+def find_value_in_entry(layout: Layout, name: str, inner_key: KeyPath) -> object:
     """Return the value at a key path inside a non-tensor entry; None if it cannot be read."""
     try:
         value = load_value(layout.root, layout.blobs[name])
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return None
-    for step in steps:
-        children = dict(enumerate(value)) if isinstance(value, list) else dict(pairs_of(value) or ())
+    for step in inner_key:
+        children = dict(enumerate(value)) if isinstance(value, list) else dict(find_dict_items(value) or ())
         value = children.get(step)
     return value
 
@@ -405,22 +423,22 @@ def value_in(layout: Layout, name: str, steps: KeyPath) -> object:
 Source = str | os.PathLike[str] | Checkpoint  # accepted wherever a function takes a checkpoint
 
 
-def path_of(source: Source) -> Path:
+def path_of_source(source: Source) -> Path:
     """Return the path or URL of a source, whether or not a checkpoint is there."""
     return source.path if isinstance(source, Checkpoint) else to_path(source)
 
 
-def name_of(path: Path) -> str:
+def resolved_name_of(path: Path) -> str:
     """Return the name of a directory or file, also if the path is `.` or `..`."""
     return path.name if path.name not in ("", "..") else path.resolve().name
 
 
-def local_path_of(source: Source) -> Path:
+def local_path_of_source(source: Source) -> Path:
     """Return the local path of a source, whether or not a checkpoint is there. Raises `Usage` for a remote path."""
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
-        return joined([to_local(root) for root in roots_of(path)])
-    return to_local(path)
+        return join_paths([to_local_path(root) for root in local_paths_of(path)])
+    return to_local_path(path)
 
 
 def open_layout(source: Source) -> Layout:
@@ -428,30 +446,30 @@ def open_layout(source: Source) -> Layout:
     return Checkpoint.open(source).layout
 
 
-def named_in(root: Path) -> list[Checkpoint]:
+def checkpoints_named_in_run(root: Path) -> list[Checkpoint]:
     """Return the directories and files named like checkpoints in the run at `root`, complete or not, oldest first."""
-    return oldest_first(map(Checkpoint.at, candidates_in(root)))
+    return oldest_first(map(Checkpoint.at, candidate_paths_in_run(root)))
 
 
-def candidates_in(root: Path) -> list[Path]:
+def candidate_paths_in_run(root: Path) -> list[Path]:
     """Return the paths in the run at `root` that may be checkpoints, by name alone."""
-    is_step = step_of(root) is not None
-    steps = [path for path in visible_children(root) if may_be_step(path)]
-    inner = only_step_directory(root, steps)
+    is_step = find_step_of_path(root) is not None
+    steps = [path for path in visible_children(root) if is_like_checkpoint(path)]
+    inner = find_only_step_directory(root, steps)
     candidates = [path for path in steps if path != inner and not (is_step and trainers.is_whole(path.name))]
-    list_ahead(candidates)
+    prefetch_listings(candidates)
     return candidates
 
 
-def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+def oldest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints whose name has a step, in the order of steps."""
-    named = [checkpoint for checkpoint in found if checkpoint.own_step is not None]
-    return sorted(named, key=lambda checkpoint: trainers.order_of(checkpoint.own_step or 0, checkpoint.name))
+    named = [checkpoint for checkpoint in checkpoints if checkpoint.step_in_name is not None]
+    return sorted(named, key=lambda checkpoint: trainers.run_sort_key(checkpoint.step_in_name or 0, checkpoint.name))
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
     """Return the checkpoints of the run at `root`: first by step, then the trainer's last one and others."""
-    named = named_in(root)
+    named = checkpoints_named_in_run(root)
     known = {checkpoint.path for checkpoint in named}
     others_in_run = [path for path in visible_children(root) if path not in known] if named else []
     others = [path for path in others_in_run if path.is_dir() or trainers.is_last(path.name)]
@@ -460,30 +478,30 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
 
 def runs_in(root: Path) -> list[Path]:
     """Return the subdirectories that are runs."""
-    return [folder for folder in inner_folders(root) if named_in(folder)]
+    return [folder for folder in inner_directories(root) if checkpoints_named_in_run(folder)]
 
 
 class RunAround(CheckpointWarning):
     """A directory is both a training run and a model: a warning that names the one that ckptkit uses."""
 
 
-def run_around(checkpoint: Checkpoint) -> Checkpoint | None:
+def find_run_around_stray(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return the latest checkpoint of a run that looked like a checkpoint because of a stray file in it; else None.
 
     Warns which of the two ckptkit uses. A model with description files, as a trainer exports at the end of a run, is
     used itself: this returns None. Raises the error for a run without a complete checkpoint.
     """
     path, reader = checkpoint.path, checkpoint.components[0].reader
-    if not path.is_dir() or step_of(path) is not None or checkpoint.components[0].path != path:
+    if not path.is_dir() or find_step_of_path(path) is not None or checkpoint.components[0].path != path:
         return None
     if checkpoint.is_run_with_strays:
-        latest = latest_in(path)  # warns if it is not the highest step
+        latest = find_latest_checkpoint(path)  # warns if it is not the highest step
         if latest is None:
-            raise no_checkpoint(path)
+            raise no_checkpoint_error(path)
         files = ", ".join(sorted(checkpoint.components[0].layout.files))
         warn(f"{path}: a run; using {latest.name}, and not {files} beside it", RunAround)
         return latest
-    if is_stray(path, reader):
+    if is_claimed_by_stray_files(path, reader):
         return None
     if reader.is_model_only and (left := find_latest(path).checkpoint):
         words = f"using the model in this directory, not {left.name}, the latest checkpoint of the run in it"
@@ -502,7 +520,7 @@ class LatestCheckpoint(NamedTuple):
     remarks: tuple[str, ...] = ()
 
 
-def latest_in(root: Path) -> Checkpoint | None:
+def find_latest_checkpoint(root: Path) -> Checkpoint | None:
     """Return the latest complete checkpoint of the run at `root`, None if it has none; see `find_latest`.
 
     Warns if it is not the one with the highest step, or if a latest-checkpoint file names an incomplete one.
@@ -519,13 +537,13 @@ def find_latest(root: Path) -> LatestCheckpoint:
     This is the checkpoint that a latest-checkpoint file, a link such as `last` or the newest `last.ckpt` points to, if
     it is complete; else the complete one with the highest step.
     """
-    named = named_in(root)
+    named = checkpoints_named_in_run(root)
     highest = next((one for one in reversed(named) if one.is_complete), None)
     candidates: list[tuple[str, Checkpoint]] = []
     remarks: list[str] = []
     trackers = trackers_in(root) if root.is_dir() else []
     for tracker in (one for one in trackers if one.is_latest):
-        tracked = tracked_checkpoint(tracker, root, named)
+        tracked = find_tracked_checkpoint(tracker, root, named)
         candidates += [(tracker.name, tracked)] if tracked else []
         if not tracker.target:
             remarks.append(f"`{tracker.name}` names no checkpoint")
@@ -555,11 +573,11 @@ def is_rolled_back(last: Checkpoint, highest: Checkpoint) -> bool:
         return last.path.stat().st_mtime > highest.path.stat().st_mtime and step_or_none(last) != step_or_none(highest)
 
 
-def tracked_checkpoint(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
+def find_tracked_checkpoint(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
     """Return the complete checkpoint that a latest-checkpoint file names; None if it is incomplete or missing."""
     if not tracker.target:
         return None
-    checkpoint = next((candidate for candidate in named if tracker.means(candidate.path)), None) or Checkpoint.at(
+    checkpoint = next((candidate for candidate in named if tracker.is_naming(candidate.path)), None) or Checkpoint.at(
         root / tracker.target
     )
     return checkpoint if checkpoint.components and checkpoint.is_complete else None
@@ -575,57 +593,59 @@ def step_or_none(checkpoint: Checkpoint) -> int | None:
 
 def visible_children(root: Path) -> Iterator[Path]:
     """Yield the paths in a directory, except hidden ones and links to other paths in it."""
-    for path in children(root) if root.is_dir() else []:
-        if not (path.name.startswith(".") or (path.is_symlink() and entry_of(root, str(path.readlink())))):
+    for path in list_children(root) if root.is_dir() else []:
+        if not (path.name.startswith(".") or (path.is_symlink() and find_linked_entry(root, str(path.readlink())))):
             yield path
 
 
 def unknown_format_error(path: Path) -> NotACheckpoint:
     """Return the error for a path where no format finds a checkpoint."""
     if path.is_dir():
-        return NotACheckpoint("no known format" if children(path) else "empty", path=path)
+        return NotACheckpoint("no known format" if list_children(path) else "empty", path=path)
     if not path.exists():
         return missing_path_error(path)
-    return one_of_dcp(path) or NotACheckpoint("no known format", path=path)
+    return find_single_dcp_file_error(path) or NotACheckpoint("no known format", path=path)
 
 
-def unfinished_in_store(path: Path) -> NotACheckpoint | None:
+def find_unfinished_in_store_error(path: Path) -> NotACheckpoint | None:
     """Return the error for a path in a store whose upload or deletion is unfinished; None for any other."""
-    from ckptkit.io.claims import read_claim, unfinished_upload  # deferred: only needed for this error
+    from ckptkit.io.claims import find_claim, find_unfinished_upload_error  # deferred: only needed for this error
 
-    claim = read_claim(path)
+    claim = find_claim(path)
     if claim is not None and claim.is_deletion:
         hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
         return NotACheckpoint(f"found no complete checkpoint: a {claim.describe()}", path=path, hint=hint)
-    upload = unfinished_upload(path, claim)
+    upload = find_unfinished_upload_error(path, claim)
     return None if upload is None else NotACheckpoint(upload.message, path=path, hint=upload.hint)
 
 
-def no_checkpoint(path: Path) -> CkptError:
+def no_checkpoint_error(path: Path) -> CkptError:
     """Return the error for a path that is neither a checkpoint nor a run with a readable one."""
-    if unfinished_work := unfinished_in_store(path):
+    if unfinished_work := find_unfinished_in_store_error(path):
         return unfinished_work
     if not path.exists():
         return missing_path_error(path)
     hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
     if not path.is_dir():
-        return one_of_dcp(path) or unlike_torch(path) or of_no_format(path, hint)
-    files = (file for file in children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
-    programs = filter(None, map(unlike_torch, files))  # files that could be checkpoints, and are something else
-    if error := files_of_ranks(path) or unfinished_run(path) or next(programs, None):
+        return find_single_dcp_file_error(path) or find_foreign_file_error(path) or no_format_error(path, hint)
+    files = (file for file in list_children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
+    programs = filter(
+        None, map(find_foreign_file_error, files)
+    )  # files that could be checkpoints, and are something else
+    if error := find_rank_files_error(path) or find_unfinished_run_error(path) or next(programs, None):
         return error
     runs, names = runs_in(path), names_in(path)
     if runs:
         hint = f"pass `{runs[0]}`, which contains checkpoints"
-    elif any(map(trainers.is_of_run, names)):
+    elif any(map(trainers.is_run_file_name, names)):
         hint = "pass another directory, or wait until the training saves a checkpoint"
         return NotACheckpoint(f"the run has no checkpoint yet, only {', '.join(names[:4])}", path=path, hint=hint)
     return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)
 
 
-def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
+def find_unfinished_run_error(path: Path) -> NotACheckpoint | Unsupported | None:
     """Return the error for a run without a complete, readable checkpoint; None for any other directory."""
-    unfinished = named_in(path)
+    unfinished = checkpoints_named_in_run(path)
     if not unfinished:
         return None
     problems = (problem for checkpoint in reversed(unfinished) for problem in checkpoint.problems())

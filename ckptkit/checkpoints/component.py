@@ -20,23 +20,23 @@ from ckptkit.errors import (
     Report,
     Unsafe,
     Unsupported,
-    refuse,
+    raise_problem,
     translate_os_errors,
 )
 from ckptkit.formats import FormatReader
-from ckptkit.io.crc32 import RESTORE, crc32, tell_damage
+from ckptkit.io.crc32 import RESTORE, crc32, damage_message
 from ckptkit.io.file import names_in, read_small
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, Layout, StoredTensor, edits
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.names.weights import may_have_weights
 from ckptkit.trainers import (
-    completion_marker_of,
+    find_completion_marker,
+    find_step_of_path,
+    find_step_of_path_or_parent,
     is_exported,
-    is_other_part,
-    step_of,
-    step_of_place,
+    is_other_component_name,
     unfinished_names,
     who_wrote,
 )
@@ -69,7 +69,7 @@ class Component:
 
     @property
     def is_model(self) -> bool:
-        return self.under is None and not is_other_part(self.place or self.path.name)
+        return self.under is None and not is_other_component_name(self.place or self.path.name)
 
     @property
     def may_have_weights(self) -> bool:
@@ -86,7 +86,7 @@ class Component:
             if problems := self.reader.problems(self.path):
                 other = next((problem for problem in problems if isinstance(problem, Unsupported)), None)
                 return other or Incomplete("unfinished", path=self.path)
-            return find_unfinished(self.path, is_part=bool(self.place))
+            return find_unfinished_error(self.path, is_component=bool(self.place))
 
     @cached_property
     def layout(self) -> Layout:
@@ -94,38 +94,38 @@ class Component:
 
         Raises `Corrupt` for a damaged manifest, and any error of reading the files.
         """
-        if unfinished := find_unfinished(self.path, is_part=bool(self.place)):
+        if unfinished := find_unfinished_error(self.path, is_component=bool(self.place)):
             raise unfinished
         if self.salvaged is not None:
-            layout = with_file(self.salvaged, self.path)
+            layout = with_file_name(self.salvaged, self.path)
         else:
             with translate_os_errors(self.path):
                 try:
-                    layout = with_file(self.reader.read(self.path), self.path)
+                    layout = with_file_name(self.reader.read(self.path), self.path)
                 except Incomplete as error:
                     raise explain_deleted_metadata(error, self.path) from None
                 if layout.spares:
                     from ckptkit.checkpoints.replicas import check_replicas  # deferred: rarely needed
 
-                    check_replicas(layout, refuse)
-                check_descriptions(layout, self.manifest)
-                layout = self.apply_context(layout)
-            layout = self.with_sums(layout, self.manifest)
+                    check_replicas(layout, raise_problem)
+                check_metadata_checksums(layout, self.manifest)
+                layout = self.nest_and_unflatten(layout)
+            layout = self.with_manifest_checksums(layout, self.manifest)
             check_headers(layout)
-        return edits.take_twins(layout) if self.takes_twins else layout
+        return edits.with_low_precision_copies(layout) if self.takes_twins else layout
 
-    def apply_context(self, layout: Layout) -> Layout:
+    def nest_and_unflatten(self, layout: Layout) -> Layout:
         """Return the layout with flat parameters split into the original ones, nested below the keys of `under`."""
         if any(is_flat_name(str(layout.key(name)[-1])) for name in layout.tensors):
             layout = unflatten_parameters(layout, self.path, self.base)
-        return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
+        return edits.nest_below_key(layout, tuple(self.under.split("."))) if self.under else layout
 
-    def with_sums(self, layout: Layout, manifest: Manifest | None) -> Layout:
+    def with_manifest_checksums(self, layout: Layout, manifest: Manifest | None) -> Layout:
         """Return the layout with the manifest's checksums of its files and chunks."""
         if manifest is None:
             return layout
         layout = with_range_checksums(layout, manifest)
-        if manifest.has_tensors_of(self.path, self.reader.owns):
+        if manifest.has_tensors_of(self.path, self.reader.owns_file):
             sums = manifest.tensors
             layout = replace(
                 layout, tensors={name: with_tensor_checksum(t, sums.get(name)) for name, t in layout.tensors.items()}
@@ -153,9 +153,9 @@ class Component:
         return self.path.is_dir() and (self.path / MANIFEST).exists()
 
     @cached_property
-    def in_whole(self) -> Layout:
+    def layout_in_checkpoint(self) -> Layout:
         """Return its layout with file names relative to the checkpoint's directory."""
-        return edits.in_folder(self.layout, self.folder)
+        return edits.with_paths_below(self.layout, self.folder)
 
     @property
     def folder(self) -> str:
@@ -163,21 +163,21 @@ class Component:
         return self.place if self.under is None else self.place.rpartition("/")[0]
 
 
-def with_file(layout: Layout, path: Path) -> Layout:
+def with_file_name(layout: Layout, path: Path) -> Layout:
     """Return the layout that was read at `path` with the name of the file, if `path` is a file."""
     return replace(layout, file=path.name) if layout.root == path.parent else layout
 
 
-def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
+def find_unfinished_error(path: Path, *, is_component: bool = False) -> Incomplete | None:
     """Return the error for a checkpoint or component that its trainer's own markers call unfinished; else None.
 
-    A component inside a checkpoint's directory obeys the markers of both directories. `is_part` says that `path` is
-    such a component if its parent's name has no step.
+    A component inside a checkpoint's directory obeys the markers of both directories. `is_component` says that `path`
+    is such a component if its parent's name has no step.
     """
-    if path.is_dir() and (marker := completion_marker_of(path)) and marker not in names_in(path):
+    if path.is_dir() and (marker := find_completion_marker(path)) and marker not in names_in(path):
         message = f"unfinished: expected the file `{marker}`, found none"
         return Incomplete(message, path=path, hint=_UNFINISHED)
-    is_inside = is_part or (step_of(path) is None and step_of_place(path) is not None)
+    is_inside = is_component or (find_step_of_path(path) is None and find_step_of_path_or_parent(path) is not None)
     for directory in (path, path.parent) if is_inside else (path,):
         if directory.is_dir() and (markers := set(unfinished_names()).intersection(names_in(directory))):
             message = f"unfinished: its trainer left the file `{min(markers)}`"
@@ -189,12 +189,14 @@ def check_headers(layout: Layout) -> None:
     """Raise `Corrupt` for a local file whose header does not match the CRC-32 in its manifest."""
     first = (chunk for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)  # they stand for all
     if layout.file_sums and not is_remote(layout.root) and any(chunk.crc32 is not None for chunk in first):
-        from ckptkit.engine.whole_files import compare_headers  # deferred: for formats without checksums of their own
+        from ckptkit.engine.whole_files import (
+            verify_nearly_covered_files,  # deferred: for formats without checksums of their own
+        )
 
-        compare_headers(layout)
+        verify_nearly_covered_files(layout)
 
 
-def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report = refuse) -> None:
+def check_metadata_checksums(layout: Layout, manifest: Manifest | None, report: Report = raise_problem) -> None:
     """Report `Corrupt` for metadata or an index whose CRC-32 differs from the manifest's."""
     recorded = {} if manifest is None else manifest.files
     for name in sorted(recorded.keys() & layout.descriptions):
@@ -203,7 +205,7 @@ def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report
             continue
         content = read_small(path, _MAX_VERIFIED)
         if crc32(content) != known.crc32:
-            report(Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=RESTORE))
+            report(Corrupt(damage_message(len(content), 0, crc32(content), known.crc32), path=path, hint=RESTORE))
 
 
 def with_range_checksums(layout: Layout, manifest: Manifest) -> Layout:
@@ -213,7 +215,7 @@ def with_range_checksums(layout: Layout, manifest: Manifest) -> Layout:
         return layout
 
     def with_sum(chunk: Chunk) -> Chunk:
-        crc = runs[chunk.path].get(chunk.bytes) if chunk.path in runs else None
+        crc = runs[chunk.path].get(chunk.checksummed_range) if chunk.path in runs else None
         return chunk if crc is None or chunk.crc32 is not None or chunk.where else chunk._replace(crc32=crc)
 
     tensors = {
@@ -228,7 +230,7 @@ def with_tensor_checksum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
         return tensor
     (chunk,) = tensor.chunks
     is_plain = chunk.where is None and chunk.strides is None and chunk.dtype == tensor.spec.dtype
-    if chunk.crc32 is not None or chunk.run is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
+    if chunk.crc32 is not None or chunk.run is not None or not is_plain or chunk.box != full_box(tensor.spec.shape):
         return tensor
     return replace(tensor, chunks=(chunk._replace(crc32=crc),))
 
@@ -244,6 +246,6 @@ def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[
         is_bare = component is components[0] and all(len(layout.key(name)) == 1 for name in layout.names)
         above = (MODEL,) if is_bare and any(other.under for other in components) else ()
         keys = {names[name]: (*above, *layout.key(name)) for name in layout.names}
-        named.append(edits.with_names(layout, names, keys))
+        named.append(edits.with_renamed_entries(layout, names, keys))
         used_names.update(names.values())
-    return edits.join(root, named)
+    return edits.merge_layouts(root, named)

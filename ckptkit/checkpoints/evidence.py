@@ -19,16 +19,16 @@ from ckptkit.trainers.trainer import Evidence
 _LIMIT = 1 << 24  # bytes: larger files are not small files of a trainer
 
 
-def gather_name_evidence(place: Path) -> Evidence:
-    """Return the evidence at `place`, a directory or file, without reading metadata."""
-    files = frozenset(names_in(place)) if place.is_dir() else frozenset({place.name})
+def gather_name_evidence(root: Path) -> Evidence:
+    """Return the evidence at `root`, a directory or file, without reading metadata."""
+    files = frozenset(names_in(root)) if root.is_dir() else frozenset({root.name})
 
     def read_json(name: str) -> Mapping[str, Any]:
-        path = place / name
-        return read_object(path) if name in files or (".." in path.parts and path.is_file()) else {}
+        path = root / name
+        return read_json_object(path) if name in files or (".." in path.parts and path.is_file()) else {}
 
     def read_class(name: str) -> str:
-        path = (place if name in files else place.parent) / name
+        path = (root if name in files else root.parent) / name
         try:
             with translate_os_errors(path):
                 is_small = path.is_file() and path.stat().st_size <= _LIMIT
@@ -37,11 +37,11 @@ def gather_name_evidence(place: Path) -> Evidence:
             return ""
         return str(value.of) if isinstance(value, Record) else ""
 
-    return Evidence(place, files, read_json=read_json, read_class=read_class)
+    return Evidence(root, files, read_json=read_json, read_class=read_class)
 
 
-def gather_evidence(place: Path, layouts: Iterable[Layout]) -> Evidence:
-    """Return the evidence at `place`, a directory or file. The first layout is the model's."""
+def gather_evidence(path: Path, layouts: Iterable[Layout]) -> Evidence:
+    """Return the evidence at `path`, a directory or file. The first layout is the model's."""
     model, *others = layouts
     below: dict[str, set[str]] = {}
     for layout in (model, *others):
@@ -49,25 +49,25 @@ def gather_evidence(place: Path, layouts: Iterable[Layout]) -> Evidence:
             key = layout.key(name)
             below.setdefault(str(key[0]), set()).update(map(str, key[1:2]))
     return replace(
-        gather_name_evidence(place),
+        gather_name_evidence(path),
         format=model.format,
         world_size=model.world_size,
         keys=frozenset(below),
         below={key: frozenset(names) for key, names in below.items()},
-        read_source=lambda: read_source(place),
+        read_source=lambda: read_source_record(path),
     )
 
 
-def read_source(place: Path) -> Mapping[str, str] | None:
+def read_source_record(path: Path) -> Mapping[str, str] | None:
     """Return the manifest's record of the source checkpoint; None without a valid manifest or record."""
     try:
-        manifest = read_manifest(place) if place.is_dir() else None
+        manifest = read_manifest(path) if path.is_dir() else None
     except (Corrupt, IOFailure, Unsafe):
         return None
     return manifest.source if manifest else None
 
 
-def read_object(path: Path) -> Mapping[str, Any]:
+def read_json_object(path: Path) -> Mapping[str, Any]:
     """Return the JSON object in a small file; {} if the file has no readable object."""
     try:
         value = parse_json(read_small(path, _LIMIT), path)
@@ -76,9 +76,9 @@ def read_object(path: Path) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_number(path: Path, key: KeyPath) -> object:
+def read_value_at_key(path: Path, key: KeyPath) -> object:
     """Return the value at a key path in a small JSON file; None if it is missing."""
-    value: object = read_object(path) if path.is_file() else {}
+    value: object = read_json_object(path) if path.is_file() else {}
     for step in key:
         value = value.get(step) if isinstance(value, dict) else None
     return value

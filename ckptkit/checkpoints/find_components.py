@@ -11,17 +11,23 @@ from typing import NamedTuple
 
 from ckptkit import trainers
 from ckptkit.checkpoints.component import MODEL, Component
-from ckptkit.checkpoints.evidence import read_object
+from ckptkit.checkpoints.evidence import read_json_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import Unsupported, and_more
-from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
+from ckptkit.formats import (
+    FormatReader,
+    detect_format,
+    has_known_file_name,
+    is_checkpoint_by_contents,
+    is_claimed_by_stray_files,
+)
 from ckptkit.formats.archives.state_files import is_torch_save
-from ckptkit.formats.rank_names import find_set, not_joined
-from ckptkit.io.file import children, folders, names_in
+from ckptkit.formats.rank_names import names_of_set, not_joined_error
+from ckptkit.io.file import list_children, list_directories, names_in
 from ckptkit.io.local import is_strange_link
 from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import COPY, TRAINING
-from ckptkit.trainers import ONE_FILE, may_be_step_name, stem_of, step_of
+from ckptkit.trainers import ONE_FILE, find_step_of_path, is_like_checkpoint_name, name_without_suffixes
 from ckptkit.trainers.trainer import Unread
 
 TRAINING_SUFFIXES = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
@@ -57,14 +63,14 @@ class LeftBehind(NamedTuple):
         return self.path.parents[len(Path(self.name).parts) - 1]
 
     @property
-    def is_known(self) -> bool:
+    def is_expected(self) -> bool:
         """Return whether a rule says that the output does not need the file."""
         return self.why not in (*LOST, NOT_KNOWN)
 
 
 def find_components(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ...]]:
     """Return the components of the checkpoint at `path`, the model first, and those in no known format."""
-    wholes = complete_folders(path)
+    wholes = find_complete_subdirectories(path)
     if wholes is not None:
         return wholes, ()
     reader = None if is_run(path) else detect_format(path)
@@ -84,79 +90,83 @@ def is_run(path: Path) -> bool:
     It is a run if (1) file names of checkpoints have steps, or (2) a latest-checkpoint file, a link or a last
     checkpoint is beside names that may be steps. It is a checkpoint if a format recognizes a file in it.
     """
-    if not path.is_dir() or step_of(path) is not None:
+    if not path.is_dir() or find_step_of_path(path) is not None:
         return False
-    names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
-    has_steps = any(name.endswith(ONE_FILE) and step_of(Path(stem_of(name))) is not None for name in names)
-    is_tracked = any(map(may_be_step_name, names)) and any(
+    names = [name for name in names_in(path) if not trainers.is_beside_file_with_step(name)]
+    has_steps = any(
+        name.endswith(ONE_FILE) and find_step_of_path(Path(name_without_suffixes(name))) is not None for name in names
+    )
+    is_tracked = any(map(is_like_checkpoint_name, names)) and any(
         trainers.is_tracker(name) or trainers.is_last(name) or (path / name).is_symlink() for name in names
     )
-    return (has_steps or is_tracked) and not (is_known_file(names) or is_known_inside(path))
+    return (has_steps or is_tracked) and not (has_known_file_name(names) or is_checkpoint_by_contents(path))
 
 
-def complete_folders(path: Path) -> tuple[Component, ...] | None:
+def find_complete_subdirectories(path: Path) -> tuple[Component, ...] | None:
     """Return the subdirectories that contain the full checkpoint, except files beside them; None without any.
 
     The checkpoint's directory has a step in its name; this distinguishes it from a run. A subdirectory only counts as
     complete if no other subdirectory has shards: otherwise each subdirectory is a component.
     """
-    if step_of(path) is None or not path.is_dir():
+    if find_step_of_path(path) is None or not path.is_dir():
         return None
-    subdirectories = folders(path)
+    subdirectories = list_directories(path)
     complete = [folder for folder in subdirectories if trainers.is_whole(folder.name)]
-    inner = only_step_directory(path, subdirectories)
+    inner = find_only_step_directory(path, subdirectories)
     if inner is not None and not complete and detect_format(path) is None:
         complete = [inner]
     readers = [(folder, reader) for folder in complete if (reader := detect_format(folder)) and reader.is_sharded]
-    others = (detect_format(folder) for folder in inner_folders(path) if folder not in complete)
+    others = (detect_format(folder) for folder in inner_directories(path) if folder not in complete)
     if not readers or any(reader is not None and reader.is_sharded for reader in others):
         return None
     return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in readers)
 
 
-def only_step_directory(path: Path, there: Iterable[Path]) -> Path | None:
-    """Return the only path in `there` whose name has a step, if it is the step of the checkpoint's directory.
+def find_only_step_directory(path: Path, paths: Iterable[Path]) -> Path | None:
+    """Return the only path in `paths` whose name has a step, if it is the step of the checkpoint's directory.
 
     Trainers that save through another library write `checkpoint-500/iter_0000500`, possibly with weights in the Hub's
     format beside it.
     """
-    step = step_of(path)
-    named = [candidate for candidate in there if step_of(candidate) is not None] if step is not None else []
-    return named[0] if len(named) == 1 and step_of(named[0]) == step else None
+    step = find_step_of_path(path)
+    named = [candidate for candidate in paths if find_step_of_path(candidate) is not None] if step is not None else []
+    return named[0] if len(named) == 1 and find_step_of_path(named[0]) == step else None
 
 
-def components_in(folder: Path) -> list[Component]:
+def components_in_subdirectory(subdirectory: Path) -> list[Component]:
     """Return the components in a subdirectory: itself, an optimizer's only file, or each of several state files."""
-    reader = detect_format(folder)
+    reader = detect_format(subdirectory)
     if reader is not None:
-        states = states_in(folder, reader)
-        return states if len(states) > 1 else [Component(folder.name, folder, reader)]
-    names = names_in(folder) if trainers.is_other_part(folder.name) else []
+        states = state_files_as_components(subdirectory, reader)
+        return states if len(states) > 1 else [Component(subdirectory.name, subdirectory, reader)]
+    names = names_in(subdirectory) if trainers.is_other_component_name(subdirectory.name) else []
     if len(names) != 1:
         return []
-    only = folder / names[0]
+    only = subdirectory / names[0]
     reader = detect_format(only) if only.suffix in TRAINING_SUFFIXES and only.is_file() else None
-    return [Component(folder.name, only, reader)] if reader else []
+    return [Component(subdirectory.name, only, reader)] if reader else []
 
 
-def states_in(folder: Path, reader: FormatReader) -> list[Component]:
+def state_files_as_components(directory: Path, reader: FormatReader) -> list[Component]:
     """Return each state file of a directory as a component under its own name; [] for a model."""
-    is_of_training = any(map(trainers.is_training_state, names_in(folder)))
-    if reader.is_sharded or not is_of_training or not is_stray(folder, reader):
+    is_of_training = any(map(trainers.is_training_state, names_in(directory)))
+    if reader.is_sharded or not is_of_training or not is_claimed_by_stray_files(directory, reader):
         return []
-    files = [path for path in children(folder) if path.suffix in ONE_FILE and path.is_file() and reader.detect(path)]
-    return [Component(f"{folder.name}/{file.name}", file, reader, under=file.stem) for file in files]
+    files = [
+        path for path in list_children(directory) if path.suffix in ONE_FILE and path.is_file() and reader.detect(path)
+    ]
+    return [Component(f"{directory.name}/{file.name}", file, reader, under=file.stem) for file in files]
 
 
 def components_inside(path: Path) -> tuple[Component, ...]:
     """Return the components in the subdirectories of a checkpoint, the model first."""
-    components = [component for folder in inner_folders(path) for component in components_in(folder)]
+    components = [component for folder in inner_directories(path) for component in components_in_subdirectory(folder)]
     if all(component.under is not None for component in components):
         return ()  # only training state, without the model that it belongs to
     return tuple(sorted(components, key=lambda component: not component.is_model))
 
 
-def models_of(components: Iterable[Component]) -> list[Component]:
+def model_candidates_among(components: Iterable[Component]) -> list[Component]:
     """Return the components that may be the model, by name; by tensors if several names qualify."""
     named = [component for component in components if component.is_model]
     if len(named) < 2:
@@ -166,10 +176,10 @@ def models_of(components: Iterable[Component]) -> list[Component]:
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
     """Return whether the files that a format recognizes are stray files beside subdirectories with the model."""
-    if not is_stray(path, reader):
+    if not is_claimed_by_stray_files(path, reader):
         return False
-    names = [folder.name for folder in folders(path)]
-    has_components = MODEL in names or any(map(trainers.is_other_part, names))
+    names = [folder.name for folder in list_directories(path)]
+    has_components = MODEL in names or any(map(trainers.is_other_component_name, names))
     return has_components and any(component.is_model for component in components_inside(path))
 
 
@@ -178,14 +188,14 @@ def components_beside(path: Path) -> dict[Path, Component | None]:
 
     They are in the model's directory, or, for a model file, have the same step in their names.
     """
-    step = None if path.is_dir() else step_of(Path(stem_of(path.name)))
+    step = None if path.is_dir() else find_step_of_path(Path(name_without_suffixes(path.name)))
     if not path.is_dir() and step is None:
         return {}
     folder = path if path.is_dir() else path.parent
     components: dict[Path, Component | None] = {}
     names = sorted(names_in(folder))
     for name in names:
-        path_beside, key = folder / name, trainers.key_beside(name, step, names)
+        path_beside, key = folder / name, trainers.find_key_of_file_beside(name, step, names)
         is_file = key is not None and path_beside.is_file()
         is_folder = key is None and step is None and trainers.is_beside_model(name) and path_beside.is_dir()
         if is_file or is_folder:
@@ -194,12 +204,16 @@ def components_beside(path: Path) -> dict[Path, Component | None]:
     return components
 
 
-def inner_folders(path: Path) -> list[Path]:
+def inner_directories(path: Path) -> list[Path]:
     """Return the subdirectories whose names do not mark them as checkpoints of their own; [] for a file."""
     if not path.is_dir():
         return []
     names = names_in(path)
-    return [folder for folder in folders(path) if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
+    return [
+        folder
+        for folder in list_directories(path)
+        if find_step_of_path(folder) is None and not trainers.is_copied_unchanged(folder.name, names)
+    ]
 
 
 def has_unsupported_files(path: Path, reader: FormatReader | None) -> bool:
@@ -209,52 +223,56 @@ def has_unsupported_files(path: Path, reader: FormatReader | None) -> bool:
     that name belongs to a trainer that ckptkit cannot read.
     """
     names = names_in(path) if path.is_dir() else [path.name]
-    owned = [name for name in names if reader is not None and reader.owns(name)]
+    owned = [name for name in names if reader is not None and reader.owns_file(name)]
     if not path.is_dir() and reader is not None and not owned:
         return False  # you passed the path of a torch.save file
-    if any(unsupported_files_at(path, [name]) is None for name in owned):
+    if any(find_unread_files_among(path, [name]) is None for name in owned):
         return False
-    return unsupported_files_at(path, names_near(path)) is not None
+    return find_unread_files_among(path, names_in_and_below(path)) is not None
 
 
-def unsupported_files_at(path: Path, names: Iterable[str]) -> Unread | None:
+def find_unread_files_among(path: Path, names: Iterable[str]) -> Unread | None:
     """Return the description of a trainer's files among these names that ckptkit cannot read; None without any."""
     unread = trainers.find_unread(names)
     if unread is None or unread.json is None:
         return unread
     name, key = unread.json
-    files = [place / name for place in ([path, *inner_folders(path)] if path.is_dir() else [path.parent])]
-    return unread if any(file.is_file() and key in read_object(file) for file in files) else None
+    files = [place / name for place in ([path, *inner_directories(path)] if path.is_dir() else [path.parent])]
+    return unread if any(file.is_file() and key in read_json_object(file) for file in files) else None
 
 
-def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
+def find_rank_files_error(path: Path, depth: int = 4) -> Unsupported | None:
     """Return the error for files or directories of several ranks anywhere in a directory; None without any.
 
     `depth` is the number of directory levels to search: fairseq2 has `model/pp_00/tp_00/sdp_00.pt`.
     """
-    below = inner_folders(path)
-    files = [file.name for file in children(path) if file.suffix in ONE_FILE and file not in below]
-    names = [name for name in files if trainers.owner_of_file(name) is None]
+    below = inner_directories(path)
+    files = [file.name for file in list_children(path) if file.suffix in ONE_FILE and file not in below]
+    names = [name for name in files if trainers.find_owner_rank_of_file(name) is None]
     for siblings in (sorted(names), [folder.name for folder in below]):
-        rank_names = next((rank_set for name in siblings if len(rank_set := find_set(name, siblings)) > 1), [])
+        rank_names = next((rank_set for name in siblings if len(rank_set := names_of_set(name, siblings)) > 1), [])
         if rank_names:
-            return not_joined(rank_names, path)
-    deeper = (files_of_ranks(folder, depth - 1) for folder in below) if depth else iter(())
+            return not_joined_error(rank_names, path)
+    deeper = (find_rank_files_error(folder, depth - 1) for folder in below) if depth else iter(())
     return next(filter(None, deeper), None)
 
 
 def find_unsupported_files(path: Path) -> Unread | None:
     """Return the description of files of a trainer or program that ckptkit cannot read; None without any."""
-    files = [file for file in (children(path) if path.is_dir() else [path]) if file.is_file()]
-    foreign = (unread for file in files if (unread := trainers.find_foreign(file.name)) and not is_torch_save(file))
-    return unsupported_files_at(path, names_near(path)) or next(foreign, None)
+    files = [file for file in (list_children(path) if path.is_dir() else [path]) if file.is_file()]
+    foreign = (
+        unread
+        for file in files
+        if (unread := trainers.find_foreign_program_file(file.name)) and not is_torch_save(file)
+    )
+    return find_unread_files_among(path, names_in_and_below(path)) or next(foreign, None)
 
 
-def names_near(path: Path) -> Iterator[str]:
+def names_in_and_below(path: Path) -> Iterator[str]:
     """Return the names in a directory and in its inner directories; the name of a file for a file."""
     if not path.is_dir():
         return iter([path.name])
-    return (name for place in (path, *inner_folders(path)) for name in names_in(place))
+    return (name for place in (path, *inner_directories(path)) for name in names_in(place))
 
 
 def ranks_at(place: Path) -> Iterator[Hashable]:
@@ -265,22 +283,26 @@ def ranks_at(place: Path) -> Iterator[Hashable]:
         yield from ranks
         return
     for name in names:
-        rank = trainers.number_in(name, "ranks")
-        rank = trainers.owner_of_file(name) if rank is None else rank
+        rank = trainers.find_number_in(name, "ranks")
+        rank = trainers.find_owner_rank_of_file(name) if rank is None else rank
         if rank is not None:
             yield rank
 
 
-def is_left(name: str, beside: Iterable[str]) -> bool:
+def is_hidden_file_not_copied(name: str, beside: Iterable[str]) -> bool:
     """Return whether a hidden file is not copied, because neither a format nor a trainer needs it."""
-    is_needed = trainers.is_kept(name, beside) or is_known_file([name]) or trainers.find_unread([name]) is not None
-    return name.startswith(".") and not (is_needed or name in trainers.companion_folders())
+    is_needed = (
+        trainers.is_copied_unchanged(name, beside)
+        or has_known_file_name([name])
+        or trainers.find_unread([name]) is not None
+    )
+    return name.startswith(".") and not (is_needed or name in trainers.companion_directories())
 
 
-def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
+def describe_not_copied(files: Iterable[LeftBehind], verb: str) -> list[str]:
     """Return one line for each reason: the verb, the first names, and the reason."""
     names: dict[str, dict[str, None]] = {}
-    for left in found:
+    for left in files:
         names.setdefault(left.why, {})[left.name] = None  # several sources may have the same file: list it once
     return [
         f"{verb}: {', '.join(list(names_left)[:6])}{and_more(len(names_left) - 6)} ({why})"
@@ -289,31 +311,36 @@ def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
 
 
 def unused_files(
-    root: Path, used: frozenset[Path], components: set[Path], folder: Path | None = None
+    root: Path, used: frozenset[Path], components: set[Path], directory: Path | None = None
 ) -> Iterator[LeftBehind]:
-    """Yield the unused files of directory `root`, or of `folder` in it; `components` have the training state."""
-    paths = children(folder or root)
+    """Yield the unused files of directory `root`, or of `directory` in it; `components` have the training state."""
+    paths = list_children(directory or root)
     names = {path.name for path in paths}
     for path in paths:
         if path in used or is_save_marker(path.name):
             continue
         name = str(path.relative_to(root))
-        step = step_of(path)
+        step = find_step_of_path(path)
         is_unused = not any(path in used_path.parents for used_path in used)
         is_folder = path.is_dir() and not path.is_symlink()
-        if trainers.is_change(path.name) and is_unused:
+        if trainers.is_module_change_directory(path.name) and is_unused:
             yield LeftBehind(path, CHANGES, name)
         elif path in components and path.is_dir() and is_unused:
-            yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
-        elif trainers.is_kept(path.name, names) and is_unused:
+            yield LeftBehind(path, TRAINING if trainers.is_other_component_name(path.name) else WEIGHTS, name)
+        elif trainers.is_copied_unchanged(path.name, names) and is_unused:
             yield LeftBehind(path, TRAINING, name)
-        elif is_unused and is_folder and step is None and any(step_of(inner) is not None for inner in folders(path)):
+        elif (
+            is_unused
+            and is_folder
+            and step is None
+            and any(find_step_of_path(inner) is not None for inner in list_directories(path))
+        ):
             yield LeftBehind(path, RUN, name)
-        elif is_folder and not is_left(path.name, names) and (step is None or path in components):
+        elif is_folder and not is_hidden_file_not_copied(path.name, names) and (step is None or path in components):
             yield from unused_files(root, used, components, path)
         else:
-            why = TRAINING if folder in components else reason_to_leave(path, names)
-            is_copy = folder is not None and folder.name in trainers.companion_folders()
+            why = TRAINING if directory in components else reason_not_copied(path, names)
+            is_copy = directory is not None and directory.name in trainers.companion_directories()
             yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, PERHAPS_WEIGHTS, NOT_KNOWN) else why, name)
 
 
@@ -322,17 +349,17 @@ def is_save_marker(name: str) -> bool:
     return name == MANIFEST or trainers.is_commit_marker(name)
 
 
-def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
+def reason_not_copied(path: Path, beside: Iterable[str]) -> str:
     """Return the description of an unused file or directory, by its name."""
     if is_strange_link(path) or not (path.is_file() or path.is_dir()):
         return LINK
-    if is_left(path.name, beside):
+    if is_hidden_file_not_copied(path.name, beside):
         return HIDDEN
     if path.is_dir():
         return CHECKPOINT
     for why, is_one in _REASON_BY_NAME.items():
         if is_one(path.name):
             return why
-    if is_known_file([path.name]):
+    if has_known_file_name([path.name]):
         return WEIGHTS
     return PERHAPS_WEIGHTS if path.suffix in ONE_FILE else NOT_KNOWN

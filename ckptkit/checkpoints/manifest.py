@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.problems import few_names
+from ckptkit.checkpoints.problems import join_first_names
 from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsupported, warn
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.file import check_name, is_there, read_small, stored_sum
-from ckptkit.io.joined import roots_of
-from ckptkit.io.path import at_once, is_remote
+from ckptkit.io.crc32 import combine_crc32, crc32
+from ckptkit.io.file import find_stored_sum, is_existing_path, read_small, require_plain_file_name
+from ckptkit.io.joined import local_paths_of
+from ckptkit.io.path import is_remote, map_in_parallel
 from ckptkit.io.stores import StoredSum
 from ckptkit.layout import Layout
 from ckptkit.version import __version__
@@ -38,7 +38,7 @@ class StoreSums:
         """Return whether the store returned no checksums, or the files are local."""
         return not (self.sums or self.others)
 
-    def describe(self, names: Iterable[str]) -> str:
+    def describe_checksums(self, names: Iterable[str]) -> str:
         """Return which checksums the store has of these files, as in `CRC32 of 2 files, no checksum of 1`."""
         sums = {name: ("CRC-32",) if name in self.sums else self.others[name].kinds for name in names}
         kinds = Counter(" and ".join(own) or "no checksum" for own in sums.values())
@@ -48,23 +48,23 @@ class StoreSums:
 
 def read_store_checksums(root: Path, names: Iterable[str]) -> StoreSums:
     """Return the store's checksums for files of directory `root`. Sends one or two requests per file, in parallel."""
-    if not any(map(is_remote, roots_of(root))):
+    if not any(map(is_remote, local_paths_of(root))):
         return StoreSums({}, {})
     wanted = list(names)
-    sum_by_name = dict(zip(wanted, at_once(lambda name: stored_sum(root / name), wanted), strict=True))
+    sum_by_name = dict(zip(wanted, map_in_parallel(lambda name: find_stored_sum(root / name), wanted), strict=True))
     by_name = {name: store_sum for name, store_sum in sum_by_name.items() if store_sum is not None}
-    sums = {name: whole for name, store_sum in by_name.items() if (whole := whole_sum(store_sum)) is not None}
+    sums = {name: whole for name, store_sum in by_name.items() if (whole := combined_file_sum(store_sum)) is not None}
     return StoreSums(sums, {name: store_sum for name, store_sum in by_name.items() if name not in sums})
 
 
-def whole_sum(told: StoredSum) -> FileSum | None:
+def combined_file_sum(stored_sum: StoredSum) -> FileSum | None:
     """Return the size and CRC-32 of a file, combined from its parts; None if the store has no CRC-32 of the parts."""
-    if not told.parts or sum(nbytes for _, nbytes in told.parts) != told.nbytes:
+    if not stored_sum.parts or sum(nbytes for _, nbytes in stored_sum.parts) != stored_sum.nbytes:
         return None
     crc = 0
-    for part, nbytes in told.parts:
-        crc = combine(crc, part, nbytes)
-    return FileSum(told.nbytes, crc)
+    for part, nbytes in stored_sum.parts:
+        crc = combine_crc32(crc, part, nbytes)
+    return FileSum(stored_sum.nbytes, crc)
 
 
 def remark_on_proved_files(sizes: Mapping[str, int], proved: Collection[str]) -> list[str]:
@@ -74,15 +74,15 @@ def remark_on_proved_files(sizes: Mapping[str, int], proved: Collection[str]) ->
 
 
 def unproved_files_problem(
-    path: Path, sizes: Mapping[str, int], names: Collection[str], told: StoreSums
+    path: Path, sizes: Mapping[str, int], names: Collection[str], store_sums: StoreSums
 ) -> Unsupported:
     """Return the problem that files have no CRC-32 in the store or are not in the manifest."""
     total = format_bytes(sum(sizes[name] for name in names))
-    no_crc = [name for name in names if name in told.others]
-    unlisted = [name for name in names if name in told.sums]
+    no_crc = [name for name in names if name in store_sums.others]
+    unlisted = [name for name in names if name in store_sums.sums]
     why = [
-        *([f"the store has {told.describe(no_crc)}"] if no_crc else []),
-        *([f"the manifest does not list {few_names(unlisted)}"] if unlisted else []),
+        *([f"the store has {store_sums.describe_checksums(no_crc)}"] if no_crc else []),
+        *([f"the manifest does not list {join_first_names(unlisted)}"] if unlisted else []),
     ]
     message = f"cannot verify {len(names):,} of {count(len(sizes), 'file')}, {total}: {'; '.join(why)}"
     return Unsupported(message, path=path, hint="run `ckptkit verify` without --fast: it reads every byte")
@@ -146,14 +146,14 @@ class Manifest:
             "files": {name: file_sum.to_json() for name, file_sum in sorted(self.files.items())},
             "tensors": {name: {"crc32": f"{crc:08x}"} for name, crc in sorted(self.tensors.items())},
         }
-        return dump({**value, "crc32": f"{crc32(dump(value)):08x}"})
+        return to_json_bytes({**value, "crc32": f"{crc32(to_json_bytes(value)):08x}"})
 
 
-def dump(value: Mapping[str, Any]) -> bytes:
+def to_json_bytes(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def source_of(layout: Layout) -> dict[str, str]:
+def source_record_of(layout: Layout) -> dict[str, str]:
     """Return a manifest's record of the checkpoint that another was made from."""
     return {"path": str(layout.root.absolute()), "format": layout.format}
 
@@ -164,12 +164,12 @@ def read_manifest(root: Path) -> Manifest | None:
     Warns about the manifest of an earlier save, and returns None.
     """
     path = root / NAME
-    if not is_there(path):
+    if not is_existing_path(path):
         return None
     value = parse_json(read_small(path, _LIMIT), path)
     try:
         recorded = int(value.pop("crc32"), 16)
-        if crc32(dump(value)) != recorded:
+        if crc32(to_json_bytes(value)) != recorded:
             hint = "delete the manifest, run `ckptkit verify`, then `ckptkit manifest`"
             raise Corrupt("the manifest itself is damaged or was edited", path=path, hint=hint)
         files = {name: FileSum.from_json(record) for name, record in value["files"].items()}
@@ -182,7 +182,7 @@ def read_manifest(root: Path) -> Manifest | None:
         raise Corrupt("another version of ckptkit wrote the manifest", path=path, hint=hint) from error
     for name in files:
         for step in name.split("/"):  # a file may be in a subdirectory, such as a rank's
-            check_name(step, root)
+            require_plain_file_name(step, root)
     if is_of_earlier_save(root, files):
         warn(f"{path}: ignoring the manifest of an earlier save: {_HINT_REPLACE}", StaleManifest)
         return None
@@ -192,7 +192,7 @@ def read_manifest(root: Path) -> Manifest | None:
 def has_stale_manifest(root: Path) -> bool:
     """Return whether the manifest in a directory belongs to an earlier save, so that `read_manifest` ignores it."""
     try:
-        return is_there(root / NAME) and read_manifest(root) is None
+        return is_existing_path(root / NAME) and read_manifest(root) is None
     except Corrupt:
         return False
 

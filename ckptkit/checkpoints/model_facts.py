@@ -17,12 +17,23 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.file import is_there
-from ckptkit.models.adapter_facts import ADAPTER_CONFIG, bases_of, find_adapter_differences, read_adapter_config
+from ckptkit.io.file import is_existing_path
+from ckptkit.models.adapter_facts import (
+    ADAPTER_CONFIG,
+    base_names_of,
+    find_adapter_config_values,
+    find_adapter_differences,
+)
 from ckptkit.models.companions import CONFIG, MODULES, Companions, find_companions, find_different_inputs
-from ckptkit.models.computation import ConfigDifference, compare, find_contradictions, find_differences, flatten_both
-from ckptkit.models.names import family_of
-from ckptkit.models.names.naming import reported_by
+from ckptkit.models.computation import (
+    ConfigDifference,
+    differing_keys,
+    find_config_differences,
+    find_contradictions,
+    flatten_both_configs,
+)
+from ckptkit.models.names import find_family_of
+from ckptkit.models.names.naming import reported_facts
 from ckptkit.models.names.weights import find_weights
 
 
@@ -37,7 +48,7 @@ class ComparedFacts(NamedTuple):
     described_in: str = CONFIG
 
     @property
-    def certain(self) -> tuple[ConfigDifference, ...]:
+    def certain_differences(self) -> tuple[ConfigDifference, ...]:
         return tuple(one for one in self.differences if one.is_certain)
 
 
@@ -64,16 +75,16 @@ class ModelFacts:
         component = source.model_component if isinstance(source, Checkpoint) else source
         facts = cls(source.path, find_companions(component.path, base))
         if component.is_adapter:
-            return replace(facts, adapter=read_adapter_config(component.path))
+            return replace(facts, adapter=find_adapter_config_values(component.path))
         try:
             weights = find_weights(component.layout)
         except (Mismatch, Unsupported):  # no model, or several
             return facts
         shapes, root = weights.layout.shapes, weights.layout.root
-        family = family_of(shapes, component.trainer, "", lambda name: is_there(root / name))
+        family = find_family_of(shapes, component.trainer, "", lambda name: is_existing_path(root / name))
         if family is None:
             return facts
-        reported = reported_by(family, weights.whole)
+        reported = reported_facts(family, weights.whole)
         return replace(facts, reported=reported, reported_in=family.sizes_file or f"files of {family.name}")
 
     @property
@@ -84,7 +95,7 @@ class ModelFacts:
     def library_config(self) -> Mapping[str, Any] | None:
         """Return the config.json of another library than transformers; None without one."""
         text = self.companions.files.get(CONFIG) if self.companions.library else None
-        return None if text is None else dict(parse_json(text, self.found_in / CONFIG))
+        return None if text is None else dict(parse_json(text, self.config_directory / CONFIG))
 
     @property
     def library(self) -> str:
@@ -93,7 +104,7 @@ class ModelFacts:
         return known.title if known else "" if self.config is None else "transformers"
 
     @property
-    def found_in(self) -> Path:
+    def config_directory(self) -> Path:
         """Return the directory of config.json, or else the checkpoint."""
         return self.companions.found_in or self.path
 
@@ -103,20 +114,22 @@ class ModelFacts:
         return CONFIG if self.library else self.reported_in if self.reported else ""
 
     @property
-    def are_known(self) -> bool:
+    def has_known_facts(self) -> bool:
         return bool(self.library or self.reported)
 
     @property
-    def files(self) -> frozenset[str]:
+    def fact_file_names(self) -> frozenset[str]:
         if self.adapter is not None:
             return frozenset((ADAPTER_CONFIG,))
-        more = (name for name in self.companions.files if is_module(name) or is_code(name))
+        more = (name for name in self.companions.files if is_module_config(name) or is_python_file(name))
         return frozenset((self.described_in, *more))
 
     @cached_property
-    def modules(self) -> dict[str, Any]:
+    def modules_after_transformer(self) -> dict[str, Any]:
         """Return the classes of the modules after a transformer, and their settings; {} for other models."""
-        files = {name: parse_json(data, Path(name)) for name, data in self.companions.files.items() if is_module(name)}
+        files = {
+            name: parse_json(data, Path(name)) for name, data in self.companions.files.items() if is_module_config(name)
+        }
         settings = {name.partition("/")[0]: one for name, one in files.items() if "/" in name}
         listed = files.get(MODULES)
         entries = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -127,13 +140,13 @@ class ModelFacts:
         """Return the differences that let two models compute different results from equal tensors."""
         if self.adapter is not None and other.adapter is not None:
             different = tuple(find_adapter_differences(self.adapter, other.adapter))
-            ours, theirs = bases_of(self.adapter, other.adapter)
+            ours, theirs = base_names_of(self.adapter, other.adapter)
             note = f"the adapters name different bases: `{ours}`, in {other.path} `{theirs}`"
             return ComparedFacts(different, (note,) if ours != theirs else (), ADAPTER_CONFIG)
-        modules = compare(*flatten_both(self.modules, other.modules))
+        modules = differing_keys(*flatten_both_configs(self.modules_after_transformer, other.modules_after_transformer))
         differences = [*self.find_differences(other), *modules, *self.find_code_differences(other)]
         differences.sort(key=lambda one: not one.is_certain)
-        notes = (*self.list_gaps(other), *self.note_on_inputs(other))
+        notes = (*self.note_on_missing_configs(other), *self.note_on_inputs(other))
         files = " and ".join(dict.fromkeys(filter(None, (self.described_in, other.described_in))))
         return ComparedFacts(tuple(differences), notes, files)
 
@@ -141,9 +154,9 @@ class ModelFacts:
         """Return the differences of the configs, or else of the facts that the trainers' files report."""
         differences: list[ConfigDifference] = []
         if self.config is not None and other.config is not None:
-            differences = find_differences(self.config, other.config)
+            differences = find_config_differences(self.config, other.config)
         elif self.library_config is not None and other.library_config is not None:
-            differences = find_differences(self.library_config, other.library_config)
+            differences = find_config_differences(self.library_config, other.library_config)
         elif other.config is not None:
             differences = find_contradictions(self.reported, other.config)
         elif self.config is not None:
@@ -151,12 +164,12 @@ class ModelFacts:
             differences = [ConfigDifference(key, there, here, certain) for key, here, there, certain in found]
         if differences or not (self.reported and other.reported):
             return differences
-        return compare(*flatten_both(self.reported, other.reported))
+        return differing_keys(*flatten_both_configs(self.reported, other.reported))
 
     def find_code_differences(self, other: ModelFacts) -> Iterator[ConfigDifference]:
         """Yield the Python files that differ, if both models have code of their own."""
         ours, theirs = (
-            {name: f"CRC-32 {crc32(data):08x}" for name, data in facts.companions.files.items() if is_code(name)}
+            {name: f"CRC-32 {crc32(data):08x}" for name, data in facts.companions.files.items() if is_python_file(name)}
             for facts in (self, other)
         )
         if ours and theirs:
@@ -166,9 +179,9 @@ class ModelFacts:
     def note_on_inputs(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if files that prepare the inputs differ, such as a tokenizer."""
         if different := find_different_inputs(self.companions, other.companions):
-            yield f"{', '.join(different)}: differs from {other.found_in}, so the models may get other inputs"
+            yield f"{', '.join(different)}: differs from {other.config_directory}, so the models may get other inputs"
 
-    def list_gaps(self, other: ModelFacts) -> Iterator[str]:
+    def note_on_missing_configs(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if only one of the two has a config.json, or if their libraries differ."""
         if self.library and other.library:
             if "transformers" in {self.library, other.library} and self.library != other.library:
@@ -183,9 +196,9 @@ class ModelFacts:
         yield f"{CONFIG} is missing in {without.path}, so ckptkit {rest}{how}"
 
 
-def is_module(name: str) -> bool:
+def is_module_config(name: str) -> bool:
     return name == MODULES or name.endswith(f"/{CONFIG}")
 
 
-def is_code(name: str) -> bool:
+def is_python_file(name: str) -> bool:
     return name.endswith(".py")

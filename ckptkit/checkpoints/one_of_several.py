@@ -13,13 +13,21 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, and_more
-from ckptkit.formats.rank_names import JOIN, find_series, find_set, has_number, is_numbered, may_be_numbered, says_part
+from ckptkit.formats.rank_names import (
+    JOIN,
+    has_number,
+    is_named_like_part,
+    is_numbered,
+    may_be_numbered,
+    names_of_series,
+    names_of_set,
+)
 from ckptkit.io.file import names_in
 from ckptkit.io.joined import JoinedPath
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.trainers import ONE_FILE, stem_of, step_of
+from ckptkit.trainers import ONE_FILE, find_step_of_path, name_without_suffixes
 
 _SHARDS_KEY = "shard_metadata"  # key that FSDP of torch_xla and fairscale saves beside a rank's flat shards
 _WORLD_SIZE_KEYS = ((_SHARDS_KEY, "world_size"), ("mp_world_size",))
@@ -29,9 +37,9 @@ _NAMES_SHOWN = 4  # files in a message
 _RANK_0 = re.compile(r"(?:.*[-_.])?(?:model|weights?|params|parameters|state|state_dict)[-_.]0+")
 
 
-def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
+def find_partial_file_error(checkpoint: Checkpoint) -> Unsupported | None:
     """Return the error for a checkpoint that is one of several files of a model; None for any other checkpoint."""
-    layout = layout_of(checkpoint)
+    layout = find_readable_layout(checkpoint)
     if layout is None:
         return None  # the reader reports the error, or salvage handles it
     component = checkpoint.model_component
@@ -40,43 +48,43 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     if layout.descriptions or layout.world_size is not None:
         return None  # an index lists its files, or the format names them
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
-    worlds = [world for key in _WORLD_SIZE_KEYS if isinstance(world := checkpoint.value(key), int)]
+    worlds = [world for key in _WORLD_SIZE_KEYS if isinstance(world := checkpoint.read_plain_value(key), int)]
     has_shards = any(layout.key(name)[0] == _SHARDS_KEY for name in layout.names)
     if any(world > 1 for world in worlds) or (not worlds and has_shards):
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
-        return one_of_several(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
-    siblings = rank_set_of(file) or parts_beside(checkpoint, file)
-    if not siblings and file.suffix in ONE_FILE and says_part(file.name):
+        return partial_file_error(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
+    siblings = rank_file_set_of(file) or sibling_files_of_model(checkpoint, file)
+    if not siblings and file.suffix in ONE_FILE and is_named_like_part(file.name):
         siblings = [file.name]
-    is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, siblings))
+    is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns_file, siblings))
     if siblings and not is_joined:
         names = f"{', '.join(siblings[:_NAMES_SHOWN])}{and_more(len(siblings) - _NAMES_SHOWN)}"
         which = f"one of {len(siblings)}" if len(siblings) > 1 else "one of several"
         hint = f"{JOIN}; if this one has all of the model, rename a copy of it"
-        return one_of_several(checkpoint, file, f"this is {which}: {names}", hint)
+        return partial_file_error(checkpoint, file, f"this is {which}: {names}", hint)
     return None
 
 
-def parts_beside(checkpoint: Checkpoint, file: Path) -> list[str]:
+def sibling_files_of_model(checkpoint: Checkpoint, file: Path) -> list[str]:
     """Return the files that together with this file are one model, by their contents; [] if nothing shows it.
 
     Their names count from 0, and the first or the last has other tensors, or the same tensors split elsewhere.
     """
-    series = series_of(file)
+    series = numbered_series_of(file)
     if not series or has_number(file.name, len(series)):
         return series
     own_shapes = checkpoint.model_component.layout.shapes
     others = (Checkpoint.at(file.parent / name) for name in (series[0], series[-1]) if name != file.name)
-    return series if any(is_other_part(own_shapes, shapes_of(other)) for other in others) else []
+    return series if any(are_parts_of_one_model(own_shapes, readable_shapes_of(other)) for other in others) else []
 
 
-def series_of(file: Path) -> list[str]:
+def numbered_series_of(file: Path) -> list[str]:
     """Return the files with the same name but another number, counted from 0; [] if the numbers are steps or epochs."""
-    is_step = step_of(Path(stem_of(file.name))) is not None
-    return [] if is_step or file.suffix not in ONE_FILE else find_series(file.name, names_in(file.parent))
+    is_step = find_step_of_path(Path(name_without_suffixes(file.name))) is not None
+    return [] if is_step or file.suffix not in ONE_FILE else names_of_series(file.name, names_in(file.parent))
 
 
-def layout_of(checkpoint: Checkpoint) -> Layout | None:
+def find_readable_layout(checkpoint: Checkpoint) -> Layout | None:
     """Return the layout of a checkpoint's model; None if it cannot be read."""
     try:
         return checkpoint.model_component.layout
@@ -84,13 +92,13 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
         return None
 
 
-def shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
+def readable_shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     """Return the shapes of a checkpoint's tensors; {} if they cannot be read."""
-    layout = layout_of(checkpoint)
+    layout = find_readable_layout(checkpoint)
     return layout.shapes if layout else {}
 
 
-def is_other_part(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shape]) -> bool:
+def are_parts_of_one_model(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shape]) -> bool:
     """Return whether two files each have tensors that the other lacks, or shapes that differ along one axis only."""
     if not two_shapes:
         return False
@@ -103,19 +111,23 @@ def is_other_part(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shap
     )
 
 
-def find_doubt(checkpoint: Checkpoint) -> str | None:
-    """Return why a file that `find_parts` accepts may still be one of several; None for any other checkpoint."""
-    layout = layout_of(checkpoint)
+def find_partial_file_doubt(checkpoint: Checkpoint) -> str | None:
+    """Return why a file that `find_partial_file_error` accepts may be one of several; None for any other checkpoint."""
+    layout = find_readable_layout(checkpoint)
     if layout is None or len(layout.files) != 1:
         return None
     reader = checkpoint.model_component.reader
     if reader.is_sharded and layout.world_size is not None:
         return None  # the format knows all ranks
     file = layout.root / next(iter(layout.files))
-    if file.suffix not in ONE_FILE or step_of(Path(stem_of(file.name))) is not None or may_be_adapted(layout.tensors):
+    if (
+        file.suffix not in ONE_FILE
+        or find_step_of_path(Path(name_without_suffixes(file.name))) is not None
+        or may_be_adapted(layout.tensors)
+    ):
         return None
-    series = series_of(file)
-    is_first = not series and _RANK_0.fullmatch(stem_of(file.name)) is not None
+    series = numbered_series_of(file)
+    is_first = not series and _RANK_0.fullmatch(name_without_suffixes(file.name)) is not None
     if may_be_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "the file name contains a rank number"
     elif series and all(has_same_tensors(checkpoint, file.parent / name) for name in (series[0], series[-1])):
@@ -129,25 +141,25 @@ def find_doubt(checkpoint: Checkpoint) -> str | None:
 def has_same_tensors(checkpoint: Checkpoint, path: Path) -> bool:
     """Return whether another file has the same tensor names and shapes, and no recorded step that differs."""
     other = Checkpoint.at(path)
-    if shapes_of(other) != checkpoint.model_component.layout.shapes:
+    if readable_shapes_of(other) != checkpoint.model_component.layout.shapes:
         return False
-    return None in (steps := (checkpoint.noted_step, other.noted_step)) or len(set(steps)) == 1
+    return None in (steps := (checkpoint.recorded_step, other.recorded_step)) or len(set(steps)) == 1
 
 
-def rank_set_of(file: Path) -> list[str]:
+def rank_file_set_of(file: Path) -> list[str]:
     """Return the set of rank files or directories that a file belongs to, by its name or the directories above it."""
     for path in (file, *file.absolute().parents):
         if path != file and not is_numbered(path.name):
             break
-        if names := find_set(path.name, names_in(path.parent)):
+        if names := names_of_set(path.name, names_in(path.parent)):
             return names
     return []
 
 
-def one_of_several(checkpoint: Checkpoint, file: Path, what: str, hint: str) -> Unsupported:
+def partial_file_error(checkpoint: Checkpoint, file: Path, what: str, hint: str) -> Unsupported:
     """Return the error for one of several files. The hint names the directory if ckptkit can join it."""
     folder = file.parent
     for part in Checkpoint.at(folder).components if checkpoint.path != folder else ():
-        if part.reader.is_sharded or (part.reader.owns(names_in(folder)[0]) and not part.problem):
+        if part.reader.is_sharded or (part.reader.owns_file(names_in(folder)[0]) and not part.problem):
             hint = f"pass the directory {folder}"
     return Unsupported(f"{what}; each has a part of the model", path=file, hint=hint)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from ckptkit.entry_points import PluginTable
 from ckptkit.formats import detect_format
-from ckptkit.io.file import folders, names_in
+from ckptkit.io.file import list_directories, names_in
 from ckptkit.io.path import is_remote
 
 
@@ -20,13 +20,13 @@ class OtherKind(Protocol):
     def is_complete(self, path: Path, /) -> bool:
         """Return whether a directory contains everything that belongs to it."""
 
-    def show(self, path: Path, /, *, tensors: bool, json: bool) -> None:
+    def show_description(self, path: Path, /, *, tensors: bool, json: bool) -> None:
         """Print a description, for `ckptkit inspect`."""
 
-    def check(self, path: Path, /, *, base: Path | None, jobs: int | None) -> Any:
+    def verify_directory(self, path: Path, /, *, base: Path | None, jobs: int | None) -> Any:
         """Return the result as `ckptkit.checks.verify.Verified`, for `ckptkit verify`."""
 
-    def list_files(self, path: Path, /) -> Any:
+    def list_contents(self, path: Path, /) -> Any:
         """Return its files as `ckptkit.hub.cp.Contents`, for `ckptkit cp`."""
 
 
@@ -44,22 +44,22 @@ OTHER_KINDS = PluginTable(
 )
 
 
-def other_kind_of(path: Path) -> OtherKind | None:
+def find_other_kind(path: Path) -> OtherKind | None:
     """Return the module for a directory of another kind, complete or not; None if no kind matches."""
-    known = find_kind(names_in(path) if path.is_dir() else ())
+    known = find_known_kind(names_in(path) if path.is_dir() else ())
     return None if known is None else cast(OtherKind, import_module(known.where))
 
 
-def find_kind(names: Iterable[str]) -> KnownKind | None:
+def find_known_kind(names: Iterable[str]) -> KnownKind | None:
     """Return the row for a directory with files of these names; None if no kind matches."""
     names = list(names)
     kinds = (known for known in OTHER_KINDS.values() if any(map(re.compile(known.files).fullmatch, names)))
     return next(kinds, None)
 
 
-def members_of(path: Path) -> list[Path]:
+def directories_in_group(path: Path) -> list[Path]:
     """Return the subdirectories of a local directory that groups directories of these kinds; else the path itself."""
-    if is_remote(path) or not path.is_dir() or other_kind_of(path) or detect_format(path) is not None:
+    if is_remote(path) or not path.is_dir() or find_other_kind(path) or detect_format(path) is not None:
         return [path]
-    subdirectories = [folder for folder in folders(path) if not folder.name.startswith(".")]
-    return subdirectories if any(map(other_kind_of, subdirectories)) else [path]
+    subdirectories = [folder for folder in list_directories(path) if not folder.name.startswith(".")]
+    return subdirectories if any(map(find_other_kind, subdirectories)) else [path]

@@ -38,22 +38,22 @@ class Problems:
         elif not any(problem.tensor in tensors for tensors in self._lacking.values()):
             self._found.setdefault((problem.path, files, problem.tensor, None), problem)
 
-    def are_in(self, path: Path) -> bool:
+    def has_problem_in(self, path: Path) -> bool:
         return path in self._lacking or any(known_path == path for known_path, *_ in self._found)
 
-    def list(self) -> tuple[CkptError, ...]:
+    def all_problems(self) -> tuple[CkptError, ...]:
         """Return all problems: first the problems of files and single tensors, then of several tensors."""
         left = dict(self._lacking)
         problems = []
         for problem in self._found.values():
-            lacking = [left.pop(path) for path in sorted(files_of(problem) & left.keys())]
+            lacking = [left.pop(path) for path in sorted(files_of_problem(problem) & left.keys())]
             problems.append(
                 with_affected_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors))
             )
         return (*problems, *map(merge_tensor_problems, left.values()))
 
 
-def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]) -> tuple[CkptError, ...]:
+def merge_file_problems(problems: Iterable[CkptError], entries: Mapping[Path | None, int]) -> tuple[CkptError, ...]:
     """Merge the problems of a file if most of its entries have one: it is probably not the file that was meant.
 
     `entries` is the number of tensors and other entries that the metadata lists for each file.
@@ -80,7 +80,7 @@ def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]
     return tuple(kept.values())
 
 
-def files_of(problem: CkptError) -> set[Path]:
+def files_of_problem(problem: CkptError) -> set[Path]:
     """Return the files that a file problem is about; none for the problem of a tensor."""
     if problem.tensor is not None or problem.path is None:
         return set()
@@ -94,7 +94,7 @@ def with_affected_tensors(problem: CkptError, tensors: Collection[str]) -> CkptE
         return problem
     extended = copy(problem)
     affected = count(len(tensors), "tensor", "is")
-    extended.message = f"{problem.message}; {affected} incomplete: {few_names(tensors)}"
+    extended.message = f"{problem.message}; {affected} incomplete: {join_first_names(tensors)}"
     extended.args = (extended.message,)
     return extended
 
@@ -105,10 +105,10 @@ def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
     if not others:
         return first
     of_rank = f" of rank {first.ranks[0]}" if first.ranks else ""
-    message = f"{count(len(lacking), 'tensor', 'lacks')} the shard{of_rank}: {few_names(lacking)}"
+    message = f"{count(len(lacking), 'tensor', 'lacks')} the shard{of_rank}: {join_first_names(lacking)}"
     return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
 
 
-def few_names(names: Iterable[str]) -> str:
+def join_first_names(names: Iterable[str]) -> str:
     first_names = list(islice(names, _NAMES_SHOWN + 1))
     return ", ".join(first_names[:_NAMES_SHOWN]) + (", ..." if first_names[_NAMES_SHOWN:] else "")

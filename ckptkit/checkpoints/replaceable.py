@@ -17,13 +17,13 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.checkpoints.other_kinds import find_kind, other_kind_of
+from ckptkit.checkpoints.other_kinds import find_known_kind, find_other_kind
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import is_main_file
-from ckptkit.io.file import children, destination_exists, names_in
-from ckptkit.io.path import refresh
+from ckptkit.io.file import destination_exists_error, list_children, names_in
+from ckptkit.io.path import drop_cached_listing
 from ckptkit.models.companions import FILES, TEMPLATES
-from ckptkit.models.names.weights import names_of_training
+from ckptkit.models.names.weights import training_state_names
 
 _BESIDE_MANIFEST = frozenset((MANIFEST, ACCOUNT, ".gitattributes"))
 _OWN = _BESIDE_MANIFEST.union((*FILES, TEMPLATES))
@@ -31,11 +31,11 @@ _UNREADABLE = (Corrupt, Mismatch, NotACheckpoint, Unsupported)
 _MOST_NAMED = 5
 
 
-def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool = False) -> None:
+def check_replaceable(dst: Path, output_files: Iterable[str] = (), *, output_is_training: bool = False) -> None:
     """Raise `Occupied` if `dst` is not a checkpoint, or a directory with entries that ckptkit does not know.
 
-    The files `made` are about to be written under the same names, so they may always be replaced. A training checkpoint
-    may only be replaced `by_training`, unless ckptkit made it from another one.
+    The files `output_files` are about to be written under the same names, so they may always be replaced. A training
+    checkpoint may only be replaced `output_is_training`, unless ckptkit made it from another one.
     """
     if dst.is_symlink() or not dst.exists():
         return
@@ -43,32 +43,34 @@ def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool 
         if not is_checkpoint_file(dst):
             hint = "choose another destination: --overwrite replaces a checkpoint only"
             raise Occupied("the destination is a file without tensors", path=dst, hint=hint)
-        check_training(dst, by_training=by_training)
+        require_no_training_at(dst, output_is_training=output_is_training)
         return
-    made = list(made)
-    if other_kind_of(dst) and not find_kind(made):
+    output_files = list(output_files)
+    if find_other_kind(dst) and not find_known_kind(output_files):
         hint = "choose another destination, or delete this one first: --overwrite replaces a checkpoint only"
         raise Occupied("the destination is no checkpoint, such as a delta", path=dst, hint=hint)
     with translate_os_errors(dst):
-        known = {dst / name for name in made}
-        unknown = [str(path.relative_to(dst)) for path in unknown_entries(dst, known, by_training=by_training)]
+        known = {dst / name for name in output_files}
+        unknown = [
+            str(path.relative_to(dst)) for path in unknown_entries(dst, known, output_is_training=output_is_training)
+        ]
     if unknown:
         named = ", ".join(unknown[:_MOST_NAMED]) + and_more(len(unknown) - _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)
-    check_training(dst, by_training=by_training)
+    require_no_training_at(dst, output_is_training=output_is_training)
 
 
-def check_training(dst: Path, *, by_training: bool) -> None:
+def require_no_training_at(dst: Path, *, output_is_training: bool) -> None:
     """Raise `Occupied` for a training checkpoint that cannot be made again; see `check_replaceable`."""
-    if not by_training and (entries := states_only_at(dst)):
+    if not output_is_training and (entries := training_state_at(dst)):
         message = f"the destination is a checkpoint of a training, which cannot be made again: it has `{entries[0]}`"
         hint = "choose another destination, or delete this checkpoint first: --overwrite replaces exports"
         raise Occupied(f"{message}{and_more(len(entries) - 1)}", path=dst, hint=hint)
 
 
-def states_only_at(dst: Path) -> list[str]:
+def training_state_at(dst: Path) -> list[str]:
     """Return the components or tensors at `dst` that are training state.
 
     Those in files that ckptkit made from another checkpoint are left out. Returns [] for a checkpoint that cannot be
@@ -78,25 +80,27 @@ def states_only_at(dst: Path) -> list[str]:
     folders = {dst, *(one.path for one in checkpoint.components)}
     made = {path for folder in folders for path in files_in_manifest(folder, made_of_another=True)}
     components = [
-        one.place for one in checkpoint.components if one.place and not one.is_model and not files_of(one) <= made
+        one.place
+        for one in checkpoint.components
+        if one.place and not one.is_model and not files_of_component(one) <= made
     ]
     try:
         layout = checkpoint.layout
-        states = names_of_training(layout)
-        paths = {name: layout.root / item.path for name, item in layout.stored if name in states}
+        states = training_state_names(layout)
+        paths = {name: layout.root / item.path for name, item in layout.chunks_and_blobs if name in states}
         return components or sorted(name for name in states if paths.get(name) not in made)
     except _UNREADABLE:
         return components
 
 
-def files_of(component: Component) -> set[Path]:
+def files_of_component(component: Component) -> set[Path]:
     """Return the files of a component; if it cannot be read, those that its format owns by their names."""
     try:
         layout = component.layout
         return {layout.root / name for name in layout.files}
     except _UNREADABLE:
         folder = component.path if component.path.is_dir() else component.path.parent
-        return {folder / name for name in names_in(folder) if component.reader.owns(name)}
+        return {folder / name for name in names_in(folder) if component.reader.owns_file(name)}
 
 
 def is_checkpoint_file(path: Path) -> bool:
@@ -110,18 +114,20 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
 
 
-def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tuple[str, ...]:
+def marker_files_in_store(
+    dst: Path, output_files: Iterable[str], *, output_is_training: bool = False
+) -> tuple[str, ...]:
     """Return the marker files in a store: without them, nobody takes `dst` for a checkpoint.
 
     If other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if `dst` may not
     be replaced; see `check_replaceable`.
     """
-    from ckptkit.io.destination import keeps_others
+    from ckptkit.io.destination import is_keeping_other_files
 
-    refresh(dst)
-    if keeps_others(dst):
-        return files_in(dst)
-    check_replaceable(dst, made, by_training=by_training)
+    drop_cached_listing(dst)
+    if is_keeping_other_files(dst):
+        return checkpoint_and_manifest_files(dst)
+    check_replaceable(dst, output_files, output_is_training=output_is_training)
     markers = []
     for part in Checkpoint.at(dst).components if dst.is_dir() else ():
         with suppress(*_UNREADABLE):  # unreadable, so it has no marker files
@@ -129,7 +135,7 @@ def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tu
     return tuple(markers)
 
 
-def files_in(dst: Path) -> tuple[str, ...]:
+def checkpoint_and_manifest_files(dst: Path) -> tuple[str, ...]:
     """Return the files of the checkpoint in a directory, and of its manifests. Raises `Occupied` for several models."""
     checkpoint = Checkpoint.at(dst) if dst.is_dir() else None
     if checkpoint is None or not checkpoint.components:
@@ -138,7 +144,7 @@ def files_in(dst: Path) -> tuple[str, ...]:
         names = ", ".join(sorted({component.reader.name for component in checkpoint.components}))
         message = f"the destination contains several models ({names}), but --overwrite replaces only one"
         raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
-    folders, files = own_parts(checkpoint)
+    folders, files = component_paths_and_files(checkpoint)
     manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)}
     recorded = {path for manifest in manifests for path in files_in_manifest(manifest.parent)}
     return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
@@ -146,76 +152,82 @@ def files_in(dst: Path) -> tuple[str, ...]:
 
 def require_no_checkpoint(dst: Path) -> None:
     """Raise `Occupied` if a checkpoint is at `dst`. Other files may be there."""
-    refresh(dst)
+    drop_cached_listing(dst)
     with suppress(NotACheckpoint):  # the repository does not exist yet
-        if files_in(dst):
-            raise destination_exists(dst)
+        if checkpoint_and_manifest_files(dst):
+            raise destination_exists_error(dst)
 
 
-def unknown_entries(root: Path, made: set[Path], *, by_training: bool) -> Iterator[Path]:
-    """Yield the entries of directory `root`, except those of its checkpoint and the files `made`.
+def unknown_entries(root: Path, output_files: set[Path], *, output_is_training: bool) -> Iterator[Path]:
+    """Yield the entries of directory `root`, except those of its checkpoint and the files `output_files`.
 
     A file with tensors belongs to it if its components read it or its manifest lists it, not by its name: it may be
-    another model. The same is true of every file beside the manifest of an export. A later save `by_training` replaces
-    them, too.
+    another model. The same is true of every file beside the manifest of an export. A later save `output_is_training`
+    replaces them, too.
     """
-    parts, files = own_parts(Checkpoint.at(root))
+    parts, files = component_paths_and_files(Checkpoint.at(root))
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)
-    known = made | files
+    known = output_files | files
     above = {folder for path in known for folder in path.parents} | parts
     is_export = cache(partial(files_in_manifest, made_of_another=True))
 
     def is_known(path: Path, beside: Iterable[str]) -> bool:
-        if not by_training and is_export(path.parent):  # the manifest lists what ckptkit wrote
+        if not output_is_training and is_export(path.parent):  # the manifest lists what ckptkit wrote
             return path.name in _BESIDE_MANIFEST
         name = path.name
         is_ours = name in _OWN or is_main_file(name)
-        is_named = is_ours or trainers.is_of_checkpoint(name) or trainers.is_kept(name, beside)
-        return is_named and (by_training or path.is_dir() or not is_checkpoint_file(path))
+        is_named = is_ours or trainers.is_checkpoint_file_name(name) or trainers.is_copied_unchanged(name, beside)
+        return is_named and (output_is_training or path.is_dir() or not is_checkpoint_file(path))
 
-    yield from unknown_in(root, known, above, is_known if is_checkpoint else lambda *_: False)
+    yield from unknown_paths_in(root, known, above, is_known if is_checkpoint else lambda *_: False)
 
 
-def own_parts(checkpoint: Checkpoint) -> tuple[set[Path], set[Path]]:
+def component_paths_and_files(checkpoint: Checkpoint) -> tuple[set[Path], set[Path]]:
     """Return the paths of the components of the only checkpoint in a directory, and the files that they read."""
     components = checkpoint.components
     if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
-    return {component.path for component in components}, {file for one in components for file in files_of(one)}
+    return {component.path for component in components}, {
+        file for one in components for file in files_of_component(one)
+    }
 
 
-def unknown_in(
-    folder: Path, known: set[Path], above: set[Path], is_known: Callable[[Path, Iterable[str]], bool]
+def unknown_paths_in(
+    directory: Path, known: set[Path], above: set[Path], is_known: Callable[[Path, Iterable[str]], bool]
 ) -> Iterator[Path]:
     """Yield the unknown paths in a directory: `known` are files, `above` the directories that contain known files.
 
     `is_known(path, names_beside)` returns whether another path belongs to a checkpoint.
     """
-    recorded = files_in_manifest(folder)
+    recorded = files_in_manifest(directory)
     known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}
-    names = names_in(folder)
-    for path in children(folder):
+    names = names_in(directory)
+    for path in list_children(directory):
         name = path.name
         if path in known or is_known(path, names):
             continue
-        is_of_trainer = trainers.is_other_part(name) or trainers.is_whole(name) or name in trainers.companion_folders()
+        is_of_trainer = (
+            trainers.is_other_component_name(name)
+            or trainers.is_whole(name)
+            or name in trainers.companion_directories()
+        )
         if path.is_symlink() or not path.is_dir():
             yield path
         elif path in above or is_of_trainer:
-            yield from unknown_in(path, known, above, is_known)
+            yield from unknown_paths_in(path, known, above, is_known)
         elif names_in(path):
             yield path
 
 
-def files_in_manifest(folder: Path, *, made_of_another: bool = False) -> set[Path]:
+def files_in_manifest(directory: Path, *, made_of_another: bool = False) -> set[Path]:
     """Return the files that the manifest in a directory lists; none if the manifest is missing or damaged.
 
     With `made_of_another`, returns them only if ckptkit made them from another checkpoint.
     """
     try:
-        manifest = read_manifest(folder) if folder.is_dir() else None
+        manifest = read_manifest(directory) if directory.is_dir() else None
     except Corrupt:
         return set()
     if manifest is None or (made_of_another and manifest.source is None):
         return set()
-    return {folder / name for name in manifest.files}
+    return {directory / name for name in manifest.files}

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptkit.engine.compare import fingerprints
+from ckptkit.engine.compare import row_major_checksums
 from ckptkit.errors import Corrupt, Report
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
-from ckptkit.layout.edits import select
+from ckptkit.layout.box import full_box
+from ckptkit.layout.edits import select_entries
 
 _HINT = "restore the files of one save, or pass --salvage to write the replica of the lowest rank"
 
@@ -30,7 +30,7 @@ def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -
     Compares the CRC-32 that the files record. Reads the bytes of copies without one, unless `with_bytes` is false.
     """
     reported: set[str] = set()
-    for name, chosen, copy in find_different(layout, report, with_bytes=with_bytes):
+    for name, chosen, copy in find_differing_copies(layout, report, with_bytes=with_bytes):
         if name in reported:
             continue
         reported.add(name)
@@ -39,11 +39,11 @@ def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -
         report(Corrupt(message, path=layout.root / chosen.path, tensor=name, hint=_HINT))
 
 
-def find_different(layout: Layout, report: Report, *, with_bytes: bool = True) -> list[Pair]:
+def find_differing_copies(layout: Layout, report: Report, *, with_bytes: bool = True) -> list[Pair]:
     """Return the spare chunks that differ from the chosen chunks. Reports chunks whose archive is damaged."""
-    pairs = {str(i): pair for i, pair in enumerate(find_pairs(layout))}
-    ours = locate(chunks_as_tensors(layout, {label: pair.chosen for label, pair in pairs.items()}), report)
-    theirs = locate(chunks_as_tensors(layout, {label: pair.copy for label, pair in pairs.items()}), report)
+    pairs = {str(i): pair for i, pair in enumerate(pairs_of_copies(layout))}
+    ours = locate_all_chunks(chunks_as_tensors(layout, {label: pair.chosen for label, pair in pairs.items()}), report)
+    theirs = locate_all_chunks(chunks_as_tensors(layout, {label: pair.copy for label, pair in pairs.items()}), report)
     unknown = []
     different = []
     for label in pairs:
@@ -56,12 +56,14 @@ def find_different(layout: Layout, report: Report, *, with_bytes: bool = True) -
         elif not is_equal:
             different.append(label)
     if unknown and with_bytes:
-        our_sums, their_sums = (fingerprints(select(side, set(unknown).__contains__)) for side in (ours, theirs))
+        our_sums, their_sums = (
+            row_major_checksums(select_entries(side, set(unknown).__contains__)) for side in (ours, theirs)
+        )
         different += [label for label in unknown if our_sums[label] != their_sums[label]]
     return [pairs[label] for label in sorted(different, key=int)]
 
 
-def find_pairs(layout: Layout) -> Iterator[Pair]:
+def pairs_of_copies(layout: Layout) -> Iterator[Pair]:
     """Yield each spare chunk that a file contains, with the chosen chunk of the same box."""
     for name, copies in layout.spares.items():
         chosen = {chunk.box: chunk for chunk in layout.tensors[name].chunks} if name in layout.tensors else {}
@@ -74,7 +76,7 @@ def find_pairs(layout: Layout) -> Iterator[Pair]:
 def chunks_as_tensors(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
     """Return a layout in which each chunk is a tensor of its own."""
     tensors = {
-        label: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(box=whole(chunk.size)),))
+        label: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(box=full_box(chunk.size)),))
         for label, chunk in chunks.items()
     }
     return replace(layout, tensors=tensors, blobs={}, keys={}, twins={}, spares={})
@@ -84,7 +86,10 @@ def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
     """Return whether two located chunks are equal by their CRC-32; None if the checksums cannot decide it."""
     if None in (one.crc32, other.crc32):
         return None
-    places = [(chunk.strides, chunk.length, chunk.offset - chunk.bytes[0], chunk.bytes[1]) for chunk in (one, other)]
+    places = [
+        (chunk.strides, chunk.length, chunk.offset - chunk.checksummed_range[0], chunk.checksummed_range[1])
+        for chunk in (one, other)
+    ]
     if places[0] != places[1]:
         return None
     if one.crc32 == other.crc32:

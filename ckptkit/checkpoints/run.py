@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, latest_in, named_in
+from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run, find_latest_checkpoint
 from ckptkit.io.path import is_remote
 
 
@@ -23,20 +23,22 @@ class RunFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
-        return [checkpoint for checkpoint in named_in(self.root) if checkpoint.is_complete]
+        return [checkpoint for checkpoint in checkpoints_named_in_run(self.root) if checkpoint.is_complete]
 
     def up_to_latest(self) -> list[Checkpoint]:
         """Return the complete checkpoints up to the latest one, oldest first."""
         latest = self.latest()
-        last = latest.own_step if latest else None
-        return [checkpoint for checkpoint in self.checkpoints() if last is None or (checkpoint.own_step or 0) <= last]
+        last = latest.step_in_name if latest else None
+        return [
+            checkpoint for checkpoint in self.checkpoints() if last is None or (checkpoint.step_in_name or 0) <= last
+        ]
 
     def latest(self) -> Checkpoint | None:
         """Return the latest complete checkpoint, or None; see `find_latest`."""
-        return latest_in(self.root)
+        return find_latest_checkpoint(self.root)
 
 
-def local_folder(run: Path) -> Path:
+def local_directory_of_run(run: Path) -> Path:
     """Return the directory for files of a run that only this machine needs: the run itself, or a cache if it is remote.
 
     The cache is `$XDG_CACHE_HOME/ckptkit`, by default `~/.cache/ckptkit`.

@@ -14,14 +14,14 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
-from ckptkit.engine.check_sources import bytes_at
-from ckptkit.engine.scan import sum_file
+from ckptkit.engine.check_sources import range_start_of
+from ckptkit.engine.scan import file_checksum
 from ckptkit.errors import Mismatch, translate_os_errors
 from ckptkit.formats import FormatWriter
-from ckptkit.io.allocation import create_file, make_folder, write_file, write_parts
+from ckptkit.io.allocation import create_file, make_directory, write_new_file, write_patches
 from ckptkit.io.file import file_size, names_in
-from ckptkit.io.joined import roots_of
-from ckptkit.io.staging import publish
+from ckptkit.io.joined import local_paths_of
+from ckptkit.io.staging import publish_file
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, NewFile, edits
 from ckptkit.models.companions import CONFIG
 from ckptkit.words import count
@@ -33,38 +33,40 @@ def create_files(root: Path, files: Iterable[NewFile], *, anew: bool, is_sparse:
     If `anew` is false, a file may exist already; it keeps its content outside the bytes known beforehand. If
     `is_sparse`, unwritten ranges use no disk space.
     """
-    make_folder(root)
+    make_directory(root)
     for file in files:
-        make_folder((root / file.name).parent)
-        create_file(root / file.name, file.nbytes, file.parts, anew=anew, is_sparse=is_sparse)
+        make_directory((root / file.name).parent)
+        create_file(root / file.name, file.nbytes, file.parts, must_be_new=anew, is_sparse=is_sparse)
 
 
-def read_made(writer: FormatWriter, root: Path, tensors: Collection[str], entries: Collection[str] = ()) -> Layout:
+def read_output_layout(
+    writer: FormatWriter, root: Path, tensors: Collection[str], entries: Collection[str] = ()
+) -> Layout:
     """Return the byte ranges for tensors and other entries in directory `root`, as the format's reader reports them.
 
     The chunks are not located yet. Raises `Mismatch` if the format has lost a tensor.
     """
     names = {*tensors, *entries}
     with translate_os_errors(root):
-        made = edits.select(writer.read(root), names.__contains__)
+        made = edits.select_entries(writer.read(root), names.__contains__)
     lost = set(tensors) - made.tensors.keys()
     if lost:
         raise Mismatch(f"{writer.name} would lose {count(len(lost), 'tensor')}", path=root, tensor=min(lost))
     return made
 
 
-def seal(writer: FormatWriter, made: Layout, checksums: Mapping[FileOffset, int]) -> None:
+def finalize_files(writer: FormatWriter, output: Layout, checksums: Mapping[FileOffset, int]) -> None:
     """Write the bytes that depend on the data, such as checksums in headers.
 
-    `checksums` has the CRC-32 of every chunk of `made`. Raises `Corrupt` if the format's own library reads something
-    other than `made`.
+    `checksums` has the CRC-32 of every chunk of `output`. Raises `Corrupt` if the format's own library reads something
+    other than `output`.
     """
-    write_parts(made.root, writer.seal(made, checksums))
-    writer.check(made)
+    write_patches(output.root, writer.patches_after_data(output, checksums))
+    writer.check_with_own_library(output)
 
 
 def write_manifest(
-    made: Layout,
+    output: Layout,
     checksums: Mapping[FileOffset, int],
     names: Iterable[str],
     *,
@@ -74,30 +76,30 @@ def write_manifest(
 ) -> Manifest:
     """Write and return the manifest of the files `names`; only bytes without a checksum are read.
 
-    `checksums` has the CRC-32 of chunks and blobs of `made`, `entries` are further byte ranges with a known CRC-32.
+    `checksums` has the CRC-32 of chunks and blobs of `output`, `entries` are further byte ranges with a known CRC-32.
     `source` is the checkpoint that the output was made from. If `anew` is false, a manifest may exist already.
     """
-    sums = sum_files(made.root, names, (*extents_of(made, checksums), *entries))
-    manifest = Manifest(sums, sums_of_tensors(made, checksums), source)
-    write_file(made.root / NAME, manifest.to_bytes(), anew=anew)
+    sums = file_checksums(output.root, names, (*checksummed_extents(output, checksums), *entries))
+    manifest = Manifest(sums, tensor_checksums(output, checksums), source)
+    write_new_file(output.root / NAME, manifest.to_bytes(), must_be_new=anew)
     return manifest
 
 
-def extents_of(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Extent]:
+def checksummed_extents(output: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Extent]:
     """Yield the byte range of each chunk and blob that has a checksum."""
-    for name, stored in made.stored:
-        offset, length = stored.bytes if isinstance(stored, Chunk) else (stored.offset, stored.length)
+    for name, stored in output.chunks_and_blobs:
+        offset, length = stored.checksummed_range if isinstance(stored, Chunk) else (stored.offset, stored.length)
         if length and (stored.path, offset) in checksums:
             yield Extent(stored.path, offset, length, checksums[stored.path, offset], name)
 
 
-def sums_of_tensors(made: Layout, checksums: Mapping[FileOffset, int]) -> dict[str, int]:
+def tensor_checksums(output: Layout, checksums: Mapping[FileOffset, int]) -> dict[str, int]:
     """Return the CRC-32 of each tensor that is a single chunk, by name; 0 (that of no bytes) for an empty one."""
-    whole = {name: tensor.chunks[0] for name, tensor in made.tensors.items() if len(tensor.chunks) == 1}
-    return {name: checksums[bytes_at(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
+    whole = {name: tensor.chunks[0] for name, tensor in output.tensors.items() if len(tensor.chunks) == 1}
+    return {name: checksums[range_start_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
 
 
-def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:
+def file_checksums(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:
     """Return the sizes and checksums of files in `root`; only bytes outside the `extents` are read."""
     known: dict[str, list[Extent]] = {}
     for extent in extents:
@@ -105,7 +107,7 @@ def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> di
     sums = {}
     for name in sorted(names):
         size = file_size(root / name)
-        sums[name] = FileSum(size, sum_file(root, name, size, known.get(name, ())))
+        sums[name] = FileSum(size, file_checksum(root, name, size, known.get(name, ())))
     return sums
 
 
@@ -114,8 +116,8 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
 
     For joined directories, replaces every existing manifest, or writes to the first directory.
     """
-    for path in roots_of(root / NAME) or [next(iter(roots_of(root)), root) / NAME]:
-        publish(path, manifest.to_bytes(), overwrite=True)
+    for path in local_paths_of(root / NAME) or [next(iter(local_paths_of(root)), root) / NAME]:
+        publish_file(path, manifest.to_bytes(), overwrite=True)
 
 
 def regular_files_in(root: Path) -> set[str]:
@@ -131,7 +133,7 @@ class PlacedFiles(NamedTuple):
     descriptions: Collection[str]
 
 
-def files_to_end_with(
+def files_to_write_last(
     components: Iterable[PlacedFiles], names: Collection[str], *, is_for_loaders: bool
 ) -> tuple[str, ...]:
     """Return the files without which no reader takes the rest for a checkpoint, in the order to write them.

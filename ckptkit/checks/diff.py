@@ -9,20 +9,20 @@ from operator import ne
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.model_facts import ModelFacts
-from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, kind_of_keys
+from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_parameter_key_kind
 from ckptkit.checkpoints.optimizers.owners import ORDER, read_order
 from ckptkit.checks.differences import Diff, Difference, Reason, differing_entries
 from ckptkit.checks.renames import find_renames
-from ckptkit.engine.compare import Comparison, compare
+from ckptkit.engine.compare import Comparison, compare_layouts
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
-from ckptkit.formats import locate
-from ckptkit.io.progress import Progress, report_progress
+from ckptkit.formats import locate_all_chunks
+from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.models.companions import CONFIG
-from ckptkit.state.matching import Side, match, pair_parts, rename_sides, with_names_of_hub
+from ckptkit.state.matching import Side, match_layouts, pair_components, rename_sides, with_hub_names_on_both
 from ckptkit.state.names import AS_THEY_ARE, NameOptions
 from ckptkit.state.selection import Edits
 from ckptkit.words import count
@@ -65,36 +65,36 @@ def diff(
     terms = CompareOptions(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
     order = None if optimizer_order is None else read_order(str(optimizer_order))
-    if order is not None and {kind_of_keys(side.layout) for side in (one, two)} != {NAMES, IDS}:
+    if order is not None and {find_parameter_key_kind(side.layout) for side in (one, two)} != {NAMES, IDS}:
         message = f"{ORDER}: expected numbers of parameters in one optimizer and names in the other"
         raise Usage(message, hint=f"drop {ORDER}")
     named = NameOptions.of(map, rename, base, allow_unmatched=allow_unmatched)
-    found_parts, remarks = pair_parts(one, two, order)
+    found_parts, remarks = pair_components(one, two, order)
     renamed = rename_sides([ours for ours, _ in found_parts], named)
     pairs_of_parts = zip(renamed, (theirs for _, theirs in found_parts), strict=True)
-    parts = [with_names_of_hub(one, two, pair, named) for pair in pairs_of_parts]
-    matches = [match(part.layout, other.layout) for part, other in parts]
+    parts = [with_hub_names_on_both(one, two, pair, named) for pair in pairs_of_parts]
+    matches = [match_layouts(part.layout, other.layout) for part, other in parts]
     notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
     notes += [remark for *_, more in matches for remark in more]
     configs, compared_files = compare_configs(one, two)
     for side in (one, two):
-        beside = [file for file in side.files_beside if file.name not in compared_files]
-        notes += describe_left(beside, f"not compared in {side.path}")
+        beside = [file for file in side.unread_files if file.name not in compared_files]
+        notes += describe_not_copied(beside, f"not compared in {side.path}")
     pairs = [(ours, theirs) for ours, theirs, _ in matches]
-    if any(is_one_packed(*pair) for pair in pairs):
+    if any(is_packed_on_one_side(*pair) for pair in pairs):
         notes.append("8-bit numbers were compared without their scales: `ckptkit stats A B` includes the scales")
     asked.check_globs([side.layout for pair in pairs for side in pair], one.path)
     if not any(side.layout.names for pair in pairs for side in pair):
         raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
     result = Diff(one.path, two.path, notes=tuple(notes)).merge(configs)
     for pair in pairs:
-        ours, theirs = (side.select(asked.admit) for side in pair)
-        result = result.merge(diff_sides(ours, theirs, terms, jobs, progress))
+        ours, theirs = (side.select(asked.is_selected) for side in pair)
+        result = result.merge(diff_components(ours, theirs, terms, jobs, progress))
     return result
 
 
-def prove(
-    made: Source,
+def compare_with_source(
+    output: Source,
     source: Source,
     *,
     allow_cast: bool = False,
@@ -104,41 +104,41 @@ def prove(
 ) -> dict[Path, Diff]:
     """Compare the tensors of a conversion's output with its source, bit for bit. Returns a `Diff` for each component.
 
-    With `allow_cast`, a source tensor of another dtype is first converted to its dtype in `made`, as the conversion
+    With `allow_cast`, a source tensor of another dtype is first converted to its dtype in `output`, as the conversion
     did. `named` are the user's options about the names in the source. Non-tensor entries are not compared. The
     computation that config.json describes is compared, too.
     """
-    one, two = Checkpoint.open(made), Checkpoint.open(source)
-    diffs = compare_tensors(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
+    one, two = Checkpoint.open(output), Checkpoint.open(source)
+    diffs = compare_tensors_with_source(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
     model = one.model_component.path
     configs, _ = compare_configs(one, two)
     return {path: diff.merge(configs) if path == model else diff for path, diff in diffs.items()}
 
 
-def compare_tensors(
-    one: Checkpoint,
-    two: Checkpoint,
+def compare_tensors_with_source(
+    output: Checkpoint,
+    source: Checkpoint,
     *,
     allow_cast: bool,
     named: NameOptions,
     jobs: int | None,
     progress: Progress | None,
 ) -> dict[Path, Diff]:
-    """Return the result of `prove` without comparing config.json."""
+    """Return the result of `compare_with_source` without comparing config.json."""
     terms = CompareOptions(allow_cast=allow_cast, is_conversion=True)
     diffs: dict[Path, Diff] = {}
-    pairs, shared = pair_parts(one, two)
+    pairs, shared = pair_components(output, source)
     renamed = rename_sides([theirs for _, theirs in pairs], named)
     for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
-        part, other = with_names_of_hub(one, two, (ours_before, theirs_renamed), named)
-        ours, theirs, remarks = match(part.layout, other.layout)
+        part, other = with_hub_names_on_both(output, source, (ours_before, theirs_renamed), named)
+        ours, theirs, remarks = match_layouts(part.layout, other.layout)
         notes = [*shared, *part.remarks, *other.remarks, *remarks]
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are not tensors were not compared")
-        differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
+        differences = diff_components(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
         diffs[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
     if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in diffs.values()):
-        raise Usage(f"nothing to compare: this and {two.path} have no tensors", path=one.path, hint=_ON_ENTRIES)
+        raise Usage(f"nothing to compare: this and {source.path} have no tensors", path=output.path, hint=_ON_ENTRIES)
     return diffs
 
 
@@ -153,7 +153,9 @@ def compare_configs(one: Checkpoint, two: Checkpoint) -> tuple[Diff, frozenset[s
     except (Corrupt, IOFailure, Unsafe) as error:
         return replace(result, notes=(f"{CONFIG} was not compared: {error.message}",)), frozenset()
     compared = ours.compare(theirs)
-    return replace(result, configs=compared.differences, notes=compared.notes), ours.files & theirs.files
+    return replace(
+        result, configs=compared.differences, notes=compared.notes
+    ), ours.fact_file_names & theirs.fact_file_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +171,13 @@ class CompareOptions:
     is_conversion: bool = False
 
 
-def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None, progress: Progress | None) -> Diff:
+def diff_components(
+    ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None, progress: Progress | None
+) -> Diff:
     """Compare one component with another."""
     renamed: dict[str, str] = {}
     if not terms.is_conversion:
-        ours, theirs, renamed = rename_alike(ours, theirs, jobs)
+        ours, theirs, renamed = rename_equal_tensors(ours, theirs, jobs)
     a, b = ours.layout, theirs.layout
     measured, notes = compare_values(a, b, terms, jobs, progress)
     distances = measured.distances
@@ -181,13 +185,14 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
         Difference(name, reason, tensor.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
         for name, tensor in a.tensors.items()
         if name in b.tensors
-        if (reason := reason_of(tensor.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
+        if (reason := find_reason_for_difference(tensor.spec, b.tensors[name].spec, distances.get(name), terms))
+        is not None
     ]
     shared = a.blobs.keys() & b.blobs.keys()
-    blobs = (edits.select(replace(layout, tensors={}), shared.__contains__) for layout in (a, b))
+    blobs = (edits.select_entries(replace(layout, tensors={}), shared.__contains__) for layout in (a, b))
     entries, uncompared = differing_entries(*blobs)
     different += [Difference(name, "entry", values=values) for name, values in entries.items()]
-    compared = [spec for name, spec in a.specs.items() if is_measurable(name, a, b)]
+    compared = [spec for name, spec in a.specs.items() if has_comparable_values(name, a, b)]
     return Diff(
         a.root,
         b.root,
@@ -203,22 +208,22 @@ def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None
     )
 
 
-def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
+def rename_equal_tensors(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
     """Return both sides, ours with the names of equal tensors of theirs, and the renames. Weights are matched first."""
     before = ours.layout.names
     renames = find_renames(
         entries_missing_in(ours, theirs, ours.weights), entries_missing_in(theirs, ours, theirs.weights), jobs=jobs
     )
     if renames:
-        ours = ours.renamed(lambda name: renames.get(name, name))
+        ours = ours.with_renamed_parameters(lambda name: renames.get(name, name))
     others = find_renames(entries_missing_in(ours, theirs), entries_missing_in(theirs, ours), jobs=jobs)
     if others:
         keys = {name: (others.get(name, name),) for name in ours.layout.names}
-        ours = replace(ours, layout=edits.rekey(ours.layout, keys))
+        ours = replace(ours, layout=edits.with_new_key_paths(ours.layout, keys))
     return ours, theirs, {old: new for old, new in zip(before, ours.layout.names, strict=True) if old != new}
 
 
-def is_one_packed(one: Side, two: Side) -> bool:
+def is_packed_on_one_side(one: Side, two: Side) -> bool:
     """Return whether a tensor is a plain float on one side and a float of 8 bits or fewer on the other."""
     specs = two.layout.specs
     pairs = ((spec.dtype, specs[name].dtype) for name, spec in one.layout.specs.items() if name in specs)
@@ -228,7 +233,7 @@ def is_one_packed(one: Side, two: Side) -> bool:
 def entries_missing_in(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
     """Return the entries of a side that the other side lacks; `among` restricts the names."""
     names = set(side.layout.names) - set(other.layout.names)
-    return edits.select(side.layout, (names if among is None else names & among).__contains__)
+    return edits.select_entries(side.layout, (names if among is None else names & among).__contains__)
 
 
 def compare_values(
@@ -236,39 +241,39 @@ def compare_values(
 ) -> tuple[Comparison, list[str]]:
     """Compare the elements of the tensors that both have in the same shape. Also returns remarks on casts."""
     remarks = []
-    names = {name for name in a.tensors if is_measurable(name, a, b)}
-    a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
+    names = {name for name in a.tensors if has_comparable_values(name, a, b)}
+    a, b = (replace(edits.select_entries(layout, names.__contains__), blobs={}) for layout in (a, b))
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
         if terms.is_conversion:
-            b = edits.cast_to(b, a.specs)
+            b = edits.cast_to_specs(b, a.specs)
         else:
             a, b = cast_to_narrower(a, b.specs), cast_to_narrower(b, a.specs)
         converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
         if converted:
             remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
-    a, b = locate(a), locate(b)
-    report = report_progress(progress, a.nbytes + b.nbytes)
-    return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=report), remarks
+    a, b = locate_all_chunks(a), locate_all_chunks(b)
+    report = make_progress_reporter(progress, a.nbytes + b.nbytes)
+    return compare_layouts(a, b, tolerance=terms.tolerance, jobs=jobs, progress=report), remarks
 
 
-def is_measurable(name: str, a: Layout, b: Layout) -> bool:
+def has_comparable_values(name: str, a: Layout, b: Layout) -> bool:
     """Return whether both have a tensor of this name and shape, in dtypes that can be compared."""
     if name not in a.tensors or name not in b.tensors:
         return False
     one, two = a.tensors[name].spec, b.tensors[name].spec
-    return one.shape == two.shape and one.dtype.compares_with(two.dtype)
+    return one.shape == two.shape and one.dtype.is_comparable_with(two.dtype)
 
 
 def cast_to_narrower(layout: Layout, others: Mapping[str, Spec]) -> Layout:
     narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
-    return edits.cast_to(layout, narrower)
+    return edits.cast_to_specs(layout, narrower)
 
 
-def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: CompareOptions) -> Reason | None:
+def find_reason_for_difference(one: Spec, two: Spec, distance: Distance | None, terms: CompareOptions) -> Reason | None:
     """Return why two tensors differ; None if they are equal."""
     if one.shape != two.shape:
         return "shape"
-    if one.dtype != two.dtype and not (terms.allow_cast and one.dtype.can_become(two.dtype)):
+    if one.dtype != two.dtype and not (terms.allow_cast and one.dtype.is_castable_to(two.dtype)):
         return "dtype"
     return "values" if distance is not None and distance.different else None

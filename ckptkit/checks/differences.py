@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.engine.compare import compare
+from ckptkit.engine.compare import compare_layouts
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.values import load_value
-from ckptkit.formats.pickles.inert_pickle import SCALARS, PersistentId, walk
+from ckptkit.formats.pickles.inert_pickle import SCALARS, PersistentId, walk_members
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.renames import fold
+from ckptkit.layout.renames import fold_numbers
 from ckptkit.models.computation import ConfigDifference, describe_differences
-from ckptkit.summary import Summarized, first_few
+from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import count, format_bytes
 
 Scalar = str | int | float | bytes | bool | None
@@ -28,13 +28,13 @@ Scalar = str | int | float | bytes | bool | None
 def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Scalar] | None], list[str]]:
     """Return the entries that differ, with both values if these are scalars, and remarks on entries not compared."""
     remarks = []
-    a, b = (locate(replace(layout, tensors={})) for layout in (a, b))
-    unlike = a.blobs.keys() - same_bytes(a, b)
+    a, b = (locate_all_chunks(replace(layout, tensors={})) for layout in (a, b))
+    unlike = a.blobs.keys() - entries_with_equal_bytes(a, b)
     differing: dict[str, tuple[Scalar, Scalar] | None] = {}
     for name in sorted(unlike):
         try:
             one, two = (load_value(layout.root, layout.blobs[name]) for layout in (a, b))
-            has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk(value))
+            has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk_members(value))
             if has_tensors or dump(one) != dump(two):  # tensors are not read, and count as different
                 differing[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
         except Unsupported as error:
@@ -42,51 +42,53 @@ def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Sca
     return differing, remarks
 
 
-def same_bytes(a: Layout, b: Layout) -> set[str]:
+def entries_with_equal_bytes(a: Layout, b: Layout) -> set[str]:
     """Return the entries that are stored as byte ranges of their own and have equal bytes in both."""
     names = {
         name
         for name, blob in a.blobs.items()
         if blob.content is None and b.blobs[name].content is None and 0 < blob.length == b.blobs[name].length
     }
-    different = compare(*(as_bytes(layout, names) for layout in (a, b))).different
+    different = compare_layouts(*(with_entries_as_tensors(layout, names) for layout in (a, b))).differing_names
     return names.difference(different)
 
 
-def as_bytes(layout: Layout, names: set[str]) -> Layout:
+def with_entries_as_tensors(layout: Layout, names: set[str]) -> Layout:
     """Return a layout with the bytes of these entries as uint8 tensors."""
     tensors, dtype = {}, DTYPES["uint8"]
     for name in names:
         blob = layout.blobs[name]
-        box = whole((blob.length,))
+        box = full_box((blob.length,))
         chunk = Chunk(box, blob.path, blob.offset, blob.length, dtype, crc32=blob.crc32)
         tensors[name] = StoredTensor(Spec(dtype, box.size), (chunk,))
     return replace(layout, tensors=tensors, blobs={}, keys={})
 
 
-def problems_of(found: Diff) -> Iterator[Mismatch]:
+def problems_from_diff(diff: Diff) -> Iterator[Mismatch]:
     """Yield a problem for each tensor that differs or that only one has, and one for configs that differ."""
-    path, other = found.a, found.b
-    if certain := [one for one in found.configs if one.is_certain]:
+    path, other = diff.a, diff.b
+    if certain := [one for one in diff.configs if one.is_certain]:
         words = describe_differences(certain, str(other))
         message = f"config.json differs in keys that change the computation: {words}"
         yield Mismatch(message, path=path)
-    for name in found.only_in_a:
+    for name in diff.only_in_a:
         yield Mismatch(f"not in {other}", path=path, tensor=name)
-    for name in found.only_in_b:
+    for name in diff.only_in_b:
         yield Mismatch(f"only in {other}", path=path, tensor=name)
-    for one in found.different:
-        yield problem_of(found, one)
+    for one in diff.different:
+        yield problem_from_difference(diff, one)
 
 
-def problem_of(found: Diff, one: Difference) -> Mismatch:
+def problem_from_difference(diff: Diff, difference: Difference) -> Mismatch:
     """Return the problem for a tensor that both checkpoints have but that differs."""
-    path, other = found.a, found.b
-    if one.reason == "values" or one.a is None or one.b is None:
-        return Mismatch(f"the bytes differ from those in {other}", path=path, tensor=one.name)
-    is_cast = one.reason == "dtype" and one.b.dtype.can_become(one.a.dtype)
+    path, other = diff.a, diff.b
+    if difference.reason == "values" or difference.a is None or difference.b is None:
+        return Mismatch(f"the bytes differ from those in {other}", path=path, tensor=difference.name)
+    is_cast = difference.reason == "dtype" and difference.b.dtype.is_castable_to(difference.a.dtype)
     hint = "pass --allow-cast to compare after a cast" if is_cast else None
-    return Mismatch(f"expected {one.b} as in {other}, found {one.a}", path=path, tensor=one.name, hint=hint)
+    return Mismatch(
+        f"expected {difference.b} as in {other}, found {difference.a}", path=path, tensor=difference.name, hint=hint
+    )
 
 
 Reason = Literal["shape", "dtype", "values", "entry"]
@@ -109,7 +111,7 @@ class Difference:
     is_weight: bool = False
 
     @property
-    def rank(self) -> tuple[int, bool, float, str]:
+    def sort_key(self) -> tuple[int, bool, float, str]:
         """A sort key, most important first: other shapes, NaN, the model's weights, the largest distance."""
         kind = 0 if self.reason == "shape" else 3 if self.distance is None else 1 if self.distance.strange else 2
         return kind, not self.is_weight, -self.distance.rel_l2 if self.distance else 0.0, self.name
@@ -127,7 +129,7 @@ class Kind:
         distance = self.difference.distance
         if distance is not None and other.distance is not None:
             distance = replace(distance.merge(other.distance), first=None)
-        return Kind(replace(self.difference, name=fold(other.name), distance=distance), self.count + 1)
+        return Kind(replace(self.difference, name=fold_numbers(other.name), distance=distance), self.count + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +165,14 @@ class Diff(Summarized):
         for difference in self.different:
             has_nan = difference.distance is not None and difference.distance.strange > 0
             key = (
-                difference.name if has_nan else fold(difference.name),
+                difference.name if has_nan else fold_numbers(difference.name),
                 difference.reason,
                 difference.a,
                 difference.b,
                 difference.values,
             )
             kinds[key] = kinds[key].merge(difference) if key in kinds else Kind(difference, 1)
-        return tuple(sorted(kinds.values(), key=lambda kind: kind.difference.rank))
+        return tuple(sorted(kinds.values(), key=lambda kind: kind.difference.sort_key))
 
     def __bool__(self) -> bool:
         raise TypeError("a Diff is neither true nor false, which could mean equal or different; use `is_equal`")
@@ -186,8 +188,8 @@ class Diff(Summarized):
         return not (self.only_in_a or self.only_in_b or self.different or self.renamed)
 
     def summary(self) -> Iterator[str]:
-        yield f"{self.a} and {self.b}: {conclude(self)}"
-        yield from first_few((f"{one.name}: {one.reason}" for one in self.different), len(self.different))
+        yield f"{self.a} and {self.b}: {conclusion_line(self)}"
+        yield from first_lines_and_rest((f"{one.name}: {one.reason}" for one in self.different), len(self.different))
 
     def merge(self, other: Diff) -> Diff:
         """Return the combined result for two components of the same checkpoints."""
@@ -199,7 +201,7 @@ class Diff(Summarized):
             self.checked_bytes + other.checked_bytes,
             self.only_in_a + other.only_in_a,
             self.only_in_b + other.only_in_b,
-            tuple(sorted(self.different + other.different, key=lambda found: found.rank)),
+            tuple(sorted(self.different + other.different, key=lambda found: found.sort_key)),
             {**self.renamed, **other.renamed},
             tuple(dict.fromkeys(self.notes + other.notes)),
             self.entries + other.entries,
@@ -207,25 +209,25 @@ class Diff(Summarized):
         )
 
 
-def conclude(found: Diff) -> str:
+def conclusion_line(diff: Diff) -> str:
     """Return the result in one line."""
-    amount = f"{count(found.tensors, 'tensor')}, {format_bytes(found.nbytes)}"
-    if not found.tensors:
-        amount = f"{count(found.entries, 'entry')}, no tensor"
-    if found.is_equal:
+    amount = f"{count(diff.tensors, 'tensor')}, {format_bytes(diff.nbytes)}"
+    if not diff.tensors:
+        amount = f"{count(diff.entries, 'entry')}, no tensor"
+    if diff.is_equal:
         return f"the same: {amount}"
-    configs = f"the configs differ in {describe_differences(found.configs, 'B')}" if found.configs else ""
-    if found.has_same_entries:
+    configs = f"the configs differ in {describe_differences(diff.configs, 'B')}" if diff.configs else ""
+    if diff.has_same_entries:
         return f"not the same model: the tensors are equal, but {configs}; compared: {amount}"
-    weights = sum(difference.is_weight for difference in found.different)
-    differ = "entry differs" if len(found.different) == 1 else "entries differ"
+    weights = sum(difference.is_weight for difference in diff.different)
+    differ = "entry differs" if len(diff.different) == 1 else "entries differ"
     lines = [
-        (len(found.different), differ + (f" ({weights:,} of the model)" if weights else "")),
-        (len(found.only_in_a), "only in A"),
-        (len(found.only_in_b), "only in B"),
-        (len(found.renamed), "renamed"),
+        (len(diff.different), differ + (f" ({weights:,} of the model)" if weights else "")),
+        (len(diff.only_in_a), "only in A"),
+        (len(diff.only_in_b), "only in B"),
+        (len(diff.renamed), "renamed"),
     ]
     text = ", ".join(f"{number:,} {what}" for number, what in lines if number)
-    only_names = found.renamed and not (found.different or found.only_in_a or found.only_in_b)
+    only_names = diff.renamed and not (diff.different or diff.only_in_a or diff.only_in_b)
     text = f"{text}{' but equal' if only_names else ''}{f'; {configs}' if configs else ''}"
     return f"not the same: {text}; compared: {amount}"

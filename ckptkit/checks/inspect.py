@@ -13,20 +13,20 @@ from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
-from ckptkit.checkpoints.optimizers.keys import kind_of_keys
+from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
+from ckptkit.checkpoints.optimizers.keys import find_parameter_key_kind
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.models.companions import find_config
-from ckptkit.models.known_types import HEAD, find_embedding, is_tied
+from ckptkit.models.companions import find_model_config
+from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.weights import OF_ONE, find_weights, has_weights
-from ckptkit.state.quantized.signs import may_be_quantized
+from ckptkit.state.quantized.signs import may_be_quantized_model
 from ckptkit.summary import Summarized
-from ckptkit.trainers import is_epoch
+from ckptkit.trainers import has_epoch_only
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Group:
     under: tuple[str, ...]
 
 
-def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Group]:
+def entries_by_kind(layouts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Group]:
     """Group the entries of all components into "model", "optimizer" and "rest"; empty groups are left out.
 
     `weights` are the model's tensors in the first component.
@@ -53,7 +53,7 @@ def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Grou
     blob_bytes: Counter[str] = Counter()
     dtypes: dict[str, Counter[str]] = defaultdict(Counter)
     under: dict[str, dict[str, None]] = defaultdict(dict)
-    for i, part in enumerate(parts):
+    for i, part in enumerate(layouts):
         ours = set(weights.values()) if i == 0 else set()
         for name in part.names:
             kind = "model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"
@@ -91,34 +91,36 @@ def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping
     step.
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
-    alike = group_by(stored, lambda tensor: (tensor.spec, describe_chunk(tensor.chunks[0])))
+    alike = group_tensors_by(stored, lambda tensor: (tensor.spec, chunk_identity(tensor.chunks[0])))
     ties = [
         tuple(tie)
         for group_members in alike
-        for tie in group_by(group_members, lambda tensor: tuple(map(describe_chunk, tensor.chunks)))
+        for tie in group_tensors_by(group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks)))
     ]
-    embedding = find_embedding(weights) if config and is_tied(config) else None
+    embedding = find_embedding(weights) if config and has_tied_head(config) else None
     if embedding is not None:
         head = (weights.get(HEAD, HEAD), weights[embedding])
-        if not any(set(head) <= set(tie) for tie in ties) and (head[0] not in stored or are_equal(layout, *head)):
+        if not any(set(head) <= set(tie) for tie in ties) and (
+            head[0] not in stored or have_equal_bytes(layout, *head)
+        ):
             ties.append(head)
     return ties
 
 
-def are_equal(layout: Layout, name: str, other: str) -> bool:
+def have_equal_bytes(layout: Layout, name: str, other: str) -> bool:
     """Return whether two tensors have the same bytes; False if they are in a store, or cannot be read."""
     if is_remote(layout.root):
         return False
-    from ckptkit.models.fit import check_equal  # deferred: imports the engine, which is rarely needed
+    from ckptkit.models.fit import require_equal_tied  # deferred: imports the engine, which is rarely needed
 
     try:
-        check_equal(layout, name, other)
+        require_equal_tied(layout, name, other)
     except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
         return False
     return True
 
 
-def group_by(
+def group_tensors_by(
     tensors: Mapping[str, StoredTensor], key: Callable[[StoredTensor], Hashable]
 ) -> list[dict[str, StoredTensor]]:
     """Return the groups of tensors that share a key; tensors with a unique key are left out."""
@@ -128,7 +130,7 @@ def group_by(
     return [members for members in by_key.values() if len(members) > 1]
 
 
-def describe_chunk(chunk: Chunk) -> Hashable:
+def chunk_identity(chunk: Chunk) -> Hashable:
     """Return the byte range of a chunk and the box of its elements."""
     return chunk.path, chunk.offset, chunk.box, chunk.strides
 
@@ -189,9 +191,9 @@ class Inspected(Summarized):
             yield f"names: {self.family}"
 
     def _repr_html_(self) -> str:
-        from ckptkit.checks.open import html_of
+        from ckptkit.checks.open import layout_as_html
 
-        return html_of(self.layout)
+        return layout_as_html(self.layout)
 
 
 @collector_paused()
@@ -202,12 +204,12 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     embedding. With `with_places`, finds the byte offset of each chunk inside its zip wrapper, which costs two small
     reads per chunk. For compressed chunks that is the offset of the stream.
     """
-    checkpoint, unread = Checkpoint.open(source).readable()
+    checkpoint, unread = Checkpoint.open(source).with_readable_components()
     model = checkpoint.model_component
-    weights = find_names(model)
-    quantized = find_quantized(model)
-    ties = find_ties(model.layout, find_config(model.path), weights)
-    layout = locate(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
+    weights = find_model_tensor_names(model)
+    quantized = inspect_quantized_if_any(model)
+    ties = find_ties(model.layout, find_model_config(model.path), weights)
+    layout = locate_all_chunks(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
     return Inspected(
         layout,
         model.layout,
@@ -217,35 +219,35 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.family.name if checkpoint.family else None,
         layout.world_size or checkpoint.world_size,
         count_parameters(model.layout, weights, ties, quantized),
-        group([component.layout for component in checkpoint.components], weights),
+        entries_by_kind([component.layout for component in checkpoint.components], weights),
         tuple(ties),
         model.has_manifest and model.manifest is not None,  # a manifest of an earlier save counts as none
         unread,
-        kind_of_keys(layout),
-        find_adapters(model),
+        find_parameter_key_kind(layout),
+        inspect_adapters_if_any(model),
         quantized,
         read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
-        tuple(checkpoint.files_beside),
-        tuple(find_remarks(checkpoint, ties)),
+        tuple(checkpoint.unread_files),
+        tuple(remarks_on_checkpoint(checkpoint, ties)),
     )
 
 
-def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
+def remarks_on_checkpoint(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
     """Yield remarks: it is one of several files, its steps differ, or a tied head differs from the embedding."""
-    if part := find_parts(checkpoint):
+    if part := find_partial_file_error(checkpoint):
         yield part.message
-    elif doubt := find_doubt(checkpoint):
+    elif doubt := find_partial_file_doubt(checkpoint):
         yield doubt
-    named, noted = checkpoint.own_step, checkpoint.noted_step
-    if named is not None and noted not in (None, named) and not is_epoch(checkpoint.path):
+    named, noted = checkpoint.step_in_name, checkpoint.recorded_step
+    if named is not None and noted not in (None, named) and not has_epoch_only(checkpoint.path):
         yield f"the name contains step {named:,}, but the checkpoint records step {noted:,}"
-    weights = find_names(checkpoint.model_component)
-    head, config = weights.get(HEAD), find_config(checkpoint.model_component.path)
-    if head and config and is_tied(config) and not any(head in tie for tie in ties):
+    weights = find_model_tensor_names(checkpoint.model_component)
+    head, config = weights.get(HEAD), find_model_config(checkpoint.model_component.path)
+    if head and config and has_tied_head(config) and not any(head in tie for tie in ties):
         yield f"config.json ties `{head}` to the embedding, but their bytes differ or were not read"
 
 
-def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:
+def inspect_adapters_if_any(model: Component) -> tuple[InspectedAdapter, ...]:
     """Return the adapters of a model. Avoids the import for the many models without adapters."""
     if not (model.is_model and may_be_adapted(model.layout.tensors)):
         return ()
@@ -254,16 +256,16 @@ def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:
     return inspect_adapters(model)
 
 
-def find_quantized(model: Component) -> InspectedQuantized | None:
+def inspect_quantized_if_any(model: Component) -> InspectedQuantized | None:
     """Return the quantized weights of a model. Avoids the import for the many models without any."""
-    if not (model.is_model and may_be_quantized(model.layout.specs)):
+    if not (model.is_model and may_be_quantized_model(model.layout.specs)):
         return None
     from ckptkit.state.quantized.find import inspect_quantized
 
     return inspect_quantized(model)
 
 
-def find_names(component: Component) -> dict[str, str]:
+def find_model_tensor_names(component: Component) -> dict[str, str]:
     """Return the model's own tensor names, mapped to the checkpoint's names; {} if the model is not identified."""
     if not component.is_model:
         return {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of_source
 from ckptkit.checkpoints.manifest import NAME, Manifest
-from ckptkit.checkpoints.seal import regular_files_in, replace_manifest, sum_files
-from ckptkit.checks.verify import Verified, require_sound, size_of, verify_part
+from ckptkit.checkpoints.seal import file_checksums, regular_files_in, replace_manifest
+from ckptkit.checks.verify import Verified, bytes_at_path, require_no_problems, verify_component
 from ckptkit.errors import Occupied, Usage
-from ckptkit.io.progress import Progress, Told, report_progress
+from ckptkit.io.progress import Progress, Told, make_progress_reporter
 
 
 def make_manifest(
@@ -25,26 +25,26 @@ def make_manifest(
     verifying finds a problem, and `Occupied` if a manifest exists. With `overwrite`, replaces the old manifest without
     reading it.
     """
-    checkpoint = Checkpoint.open(local_path_of(source))
+    checkpoint = Checkpoint.open(local_path_of_source(source))
     if not checkpoint.path.is_dir():
         hint = "pass the directory that the file is in"
         raise Usage("expected a directory: a manifest lists the files of one", path=checkpoint.path, hint=hint)
     # a file beside a model is listed in the model's manifest
-    parts = [directory for directory in checkpoint.places if directory.is_dir()]
+    parts = [directory for directory in checkpoint.component_paths if directory.is_dir()]
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "pass --overwrite to replace it, or run `ckptkit verify` to compare the files with it"
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
-    report = report_progress(progress, sum(map(size_of, parts)))
+    report = make_progress_reporter(progress, sum(map(bytes_at_path, parts)))
     results = [verify_and_record(part, jobs, report) for part in parts]
     seen = {part.path / name for part in results for name in (*part.sums, *regular_files_in(part.path))}
-    return [replace(results[0], left_behind=tuple(checkpoint.left_behind(seen))), *results[1:]]
+    return [replace(results[0], left_behind=tuple(checkpoint.list_not_copied_files(seen))), *results[1:]]
 
 
 def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify the files in a directory, and write its manifest."""
-    result = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
-    require_sound(result, "fix the problems that `ckptkit verify` lists, then run this again")
+    result = verify_component(root, with_manifest=False, jobs=jobs, progress=progress)
+    require_no_problems(result, "fix the problems that `ckptkit verify` lists, then run this again")
     others = regular_files_in(root) - result.sums.keys()
-    replace_manifest(root, Manifest({**result.sums, **sum_files(root, others, ())}))
+    replace_manifest(root, Manifest({**result.sums, **file_checksums(root, others, ())}))
     return result

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from ckptkit.checkpoints.optimizers.masters import COMPLETED, REMAINDERS, find_masters
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.engine.compare import Comparison, compare
+from ckptkit.engine.compare import Comparison, compare_layouts
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, StoredTensor
-from ckptkit.layout.edits import twins_as_rounded
+from ckptkit.layout.edits import rounded_tensors_and_copies
 from ckptkit.models.names.weights import find_weights
 from ckptkit.words import count
 
@@ -22,7 +22,7 @@ _LISTED = 8  # problems that are reported separately
 
 def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Iterator[str]:
     """Add a problem for each weight that differs from its rounded master; yield notes."""
-    weights, entries = masters_in(layout, problems)
+    weights, entries = weights_and_master_entries(layout, problems)
     specs = {name: weights[name].spec.dtype for name in entries}
     masters = {name: layout.tensors[entry] for name, entry in entries.items()}
     remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
@@ -33,10 +33,10 @@ def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Ite
     if narrow:
         copies = {name: weights[name] for name in narrow}
         both = replace(layout, tensors={name: masters[name] for name in narrow}, twins=copies, blobs={}, keys={})
-        yield from compare_copies(both, problems, jobs, entries)
+        yield from compare_low_precision_copies(both, problems, jobs, entries)
 
 
-def masters_in(layout: Layout, problems: Problems) -> tuple[Mapping[str, StoredTensor], dict[str, str]]:
+def weights_and_master_entries(layout: Layout, problems: Problems) -> tuple[Mapping[str, StoredTensor], dict[str, str]]:
     """Return the weights, and the optimizer entries of their masters. Adds a problem for a master that does not fit."""
     with suppress(SeveralModels):
         try:
@@ -50,27 +50,27 @@ def masters_in(layout: Layout, problems: Problems) -> tuple[Mapping[str, StoredT
     return {}, {}
 
 
-def compare_copies(
+def compare_low_precision_copies(
     layout: Layout, problems: Problems, jobs: int | None, entries: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Compare rounded tensors with their 16-bit copies; yield notes on equal tensors and on remainders.
 
     `entries` maps the tensors to their names in the checkpoint, if these differ.
     """
-    compared = compare(*map(locate, twins_as_rounded(layout)), jobs=jobs)
-    remainders = [name for name in compared.different if entries and is_remainder(layout, name, jobs)]
-    different = [name for name in compared.different if name not in remainders]
+    compared = compare_layouts(*map(locate_all_chunks, rounded_tensors_and_copies(layout)), jobs=jobs)
+    remainders = [name for name in compared.differing_names if entries and is_remainder(layout, name, jobs)]
+    different = [name for name in compared.differing_names if name not in remainders]
     if remainders:
         which = f"{count(len(remainders), 'master')}, such as `{(entries or {})[remainders[0]]}`"
         yield f"remainders of masters, saved as floats: {which}; `consolidate --weights-from master` adds them"
     for name in different[:_LISTED]:
-        problems.add(copy_differs(layout, name, (entries or {}).get(name, name), compared, len(different)))
-    same = len(layout.twins) - len(compared.different)
+        problems.add(differing_copy_error(layout, name, (entries or {}).get(name, name), compared, len(different)))
+    same = len(layout.twins) - len(compared.differing_names)
     if same and not different:
         yield f"{count(same, 'tensor')} equal their rounded copies"
 
 
-def copy_differs(layout: Layout, name: str, entry: str, compared: Comparison, different: int) -> Corrupt:
+def differing_copy_error(layout: Layout, name: str, entry: str, compared: Comparison, different: int) -> Corrupt:
     """Return the problem of a tensor that differs from its copy; `different` is the number of such tensors."""
     twin, distance = layout.twins[name], compared.distances[name]
     by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""
@@ -96,7 +96,13 @@ def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
     recipes = Taken(Operand(0, name, FLOAT32)), Master(name, 1, COMPLETED)
     weight, master = (ComparedTensor(recipe, FLOAT32) for recipe in recipes)
     try:
-        compare_computed(locate(weights), locate(alone), {name: copy.spec.shape}, {name: (weight, master)}, jobs=jobs)
+        compare_computed(
+            locate_all_chunks(weights),
+            locate_all_chunks(alone),
+            {name: copy.spec.shape},
+            {name: (weight, master)},
+            jobs=jobs,
+        )
     except Mismatch:
         return False
     return True

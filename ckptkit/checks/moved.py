@@ -10,21 +10,21 @@ from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
-from ckptkit.engine.compare import compare
+from ckptkit.engine.compare import compare_layouts
 from ckptkit.errors import Mismatch
-from ckptkit.formats import locate
-from ckptkit.io.progress import Progress, report_progress
+from ckptkit.formats import locate_all_chunks
+from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.layout.renames import fold
-from ckptkit.models.companions import find_config
-from ckptkit.state.matching import by_own_names
+from ckptkit.layout.renames import fold_numbers
+from ckptkit.models.companions import find_model_config
+from ckptkit.state.matching import side_with_own_names
 from ckptkit.state.quantized.find import Quantized, find_quantized
-from ckptkit.state.quantized.packed import plain_name
-from ckptkit.state.quantized.plain import recipe_of
-from ckptkit.summary import Summarized, first_few
+from ckptkit.state.quantized.packed import dequantized_name
+from ckptkit.state.quantized.plain import dequantizing_recipe_of
+from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import count, per_cent
 
 _FLOAT32 = DTYPES["float32"]
@@ -45,37 +45,37 @@ class ComparableModel:
 
         Raises `Mismatch` for scales that do not fit. Weights that cannot be dequantized stay as they are stored.
         """
-        quantized = find_quantized(layout, find_config(component.path))
+        quantized = find_quantized(layout, find_model_config(component.path))
         if quantized is None or quantized.refusal is not None:
             return cls(layout, None, layout.specs, {})
-        packed = {plain_name(name): name for name in quantized.weights}
+        packed = {dequantized_name(name): name for name in quantized.weights}
         specs = {name: spec for name, spec in layout.specs.items() if name not in quantized.members}
         specs |= {name: Spec(_FLOAT32, quantized.weights[stored].shape) for name, stored in packed.items()}
         return cls(layout, quantized, specs, packed)
 
-    def remark(self, computed: set[str]) -> str | None:
+    def remark_on_dequantized(self, names: set[str]) -> str | None:
         """Return a remark on the weights that are dequantized for the comparison; None without any."""
-        packed = len(computed & self.packed.keys())
+        packed = len(names & self.packed.keys())
         if self.quantized is None or not packed:
             return None
         weights = f"{count(packed, 'quantized weight')} of {self.layout.root} ({self.quantized.method})"
         return f"compared by their values: {weights}"
 
-    def recipe(self, name: str, source: int) -> Recipe:
+    def recipe_for(self, name: str, source: int) -> Recipe:
         """Return the recipe of a weight, with operands from the source of this index."""
         from ckptkit.engine.recipes import Taken  # deferred: imports numpy
 
         if self.quantized is None or name not in self.packed:
             return Taken(Operand(source, name, self.specs[name].dtype))
-        return recipe_of(self.quantized, self.packed[name], source)
+        return dequantizing_recipe_of(self.quantized, self.packed[name], source)
 
-    def stored(self, names: set[str]) -> Layout:
+    def stored_layout_for(self, names: set[str]) -> Layout:
         """Return the stored tensors that these weights are computed from."""
         stored = {self.packed.get(name, name) for name in names}
         if self.quantized is not None:
             packed = [self.quantized.weights[self.packed[name]] for name in names & self.packed.keys()]
             stored |= {beside for weight in packed for beside in weight.beside}
-        return replace(edits.select(self.layout, stored.__contains__), blobs={}, twins={})
+        return replace(edits.select_entries(self.layout, stored.__contains__), blobs={}, twins={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,9 @@ class Movement:
 
     def merge(self, other: Movement) -> Movement:
         """Return both as one, under a name without the layer number. `other` must have changed less."""
-        return Movement(fold(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak)
+        return Movement(
+            fold_numbers(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,14 @@ class Moved(Summarized):
         whole, kinds = self.whole, self.by_kind
         how_far = f"change {whole.change:.3g}, {per_cent(whole.equal)} equal"
         yield f"{self.a} to {self.b}: all of {count(whole.tensors, 'tensor')} together: {how_far}"
-        yield from first_few((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
+        yield from first_lines_and_rest((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
 
     @property
     def by_kind(self) -> tuple[Movement, ...]:
         """The changes, merged if only the layer number differs: `layers.*.mlp.up_proj.weight`."""
         kinds: dict[str, Movement] = {}
         for movement in self.tensors:
-            kind = fold(movement.name)
+            kind = fold_numbers(movement.name)
             kinds[kind] = kinds[kind].merge(movement) if kind in kinds else movement
         return sort_by_change(kinds.values())
 
@@ -140,7 +142,7 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     """
     parts = [Checkpoint.open(source).model_component for source in (a, b)]
     one, two = (part.path for part in parts)
-    sides = [by_own_names(part.layout) for part in parts]
+    sides = [side_with_own_names(part.layout) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
     models = [ComparableModel.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
     before, after = (one.specs for one in models)
@@ -157,34 +159,36 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     if rest:
         notes.append(f"left out {count(rest, 'tensor')}: missing in {one} or {two}, of different shapes, or not floats")
     computed = {name for name in shared if any(name in one.packed for one in models)}
-    notes += [remark for one in models if (remark := one.remark(computed))]
+    notes += [remark for one in models if (remark := one.remark_on_dequantized(computed))]
     if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
         notes.append(
             f"the dtypes of {count(cast, 'tensor')} differ, so `equal` compares their values; to compare in the dtypes "
             f"of {one}, run `ckptkit delta {one} {two} OUT --dry-run`"
         )
-    distances = distances_of(models, shared - computed, computed, jobs, progress)
+    distances = measure_distances(models, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
     return Moved(one, two, sort_by_change(movements), tuple(notes))
 
 
-def distances_of(
-    seen: Sequence[ComparableModel], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
+def measure_distances(
+    models: Sequence[ComparableModel], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
 ) -> Mapping[str, Distance]:
     """Return the distances of tensors: some are compared as stored, the others are computed first."""
-    (a, b), (c, d) = ([locate(side.stored(names)) for side in seen] for names in (stored, computed))
-    report = report_progress(progress, sum(layout.nbytes for layout in (a, b, c, d)))
-    distances = dict(compare(a, b, measure_all=True, jobs=jobs, progress=report).distances)
+    (a, b), (c, d) = (
+        [locate_all_chunks(side.stored_layout_for(names)) for side in models] for names in (stored, computed)
+    )
+    report = make_progress_reporter(progress, sum(layout.nbytes for layout in (a, b, c, d)))
+    distances = dict(compare_layouts(a, b, measure_all=True, jobs=jobs, progress=report).distances)
     if not computed:
         return distances
     from ckptkit.engine.compare_computed import ComparedTensor, compare_computed  # deferred: imports numpy
 
-    one, two = seen
+    one, two = models
     shapes = {name: one.specs[name].shape for name in sorted(computed)}
     sides = {
         name: (
-            ComparedTensor(one.recipe(name, 0), one.specs[name].dtype),
-            ComparedTensor(two.recipe(name, 1), two.specs[name].dtype),
+            ComparedTensor(one.recipe_for(name, 0), one.specs[name].dtype),
+            ComparedTensor(two.recipe_for(name, 1), two.specs[name].dtype),
         )
         for name in shapes
     }

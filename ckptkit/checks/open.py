@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
 from ckptkit.checks.tree import Branch, fold_tree
-from ckptkit.conversion.build_model import build_model, choose_models
-from ckptkit.engine.read import SharedRuns, read
+from ckptkit.conversion.build_model import build_model, choose_model_components
+from ckptkit.engine.read import SharedRuns, read_box
 from ckptkit.errors import CkptError, Mismatch
-from ckptkit.formats import locate, unpack
+from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Box
-from ckptkit.layout.edits import select
+from ckptkit.layout.edits import select_entries
 from ckptkit.layout.plan import Recipe
 from ckptkit.layout.views import Index, View
 from ckptkit.layout.wrappers import may_be_adapted
@@ -62,24 +62,24 @@ class HubModel:
         """
         options = ConvertOptions.of({"base": base}, to="hf")
         checkpoint = Checkpoint.open(source).with_base(options.base)
-        model = model_of(checkpoint, options)
+        model = open_model_as_consolidated(checkpoint, options)
         if model.companions.config is None:
             hint = "pass base=MODEL, a directory or Hub id with the config.json of this model"
             message = f"expected a {CONFIG} in the checkpoint or its run, found none"
             raise Mismatch(message, path=checkpoint.path, hint=hint)
-        sources = tuple(locate(unpack(layout)) for layout in (model.layout, *model.others))
-        tensors = LazyCheckpoint(sources[0], sources, model.made_recipes())
+        sources = tuple(locate_all_chunks(decompress_entries(layout)) for layout in (model.layout, *model.others))
+        tensors = LazyCheckpoint(sources[0], sources, model.recipes_by_name())
         return cls(checkpoint.path, model.companions.to_files(), dict(model.config), tensors, model.remarks)
 
 
-def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
+def open_model_as_consolidated(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
     """Return the model in a checkpoint as `consolidate` writes it. An adapter is merged into its base."""
-    (part,), remarks = choose_models([checkpoint], options)
+    (part,), remarks = choose_model_components([checkpoint], options)
     if may_be_adapted(part.layout.tensors):
         from ckptkit.adapters.draft import open_adapters
 
         options = replace(options, merge=open_adapters(part, options) is not None)
-    return build_model([part], options).say(*remarks)
+    return build_model([part], options).with_remarks(*remarks)
 
 
 _MAX_LINES = 60  # of a notebook's output, to keep it readable
@@ -93,7 +93,7 @@ def describe_layout(layout: Layout) -> str:
     return f"{layout.format} checkpoint, {tensors}, {format_bytes(layout.nbytes)}: {layout.root}"
 
 
-def html_of(layout: Layout) -> str:
+def layout_as_html(layout: Layout) -> str:
     """Return the description and the tensors, folded by module, as HTML; at most 60 lines."""
     lines = list(islice(fold_tree(layout.specs), _MAX_LINES + 1))
     more = "..." if len(lines) > _MAX_LINES else None
@@ -156,7 +156,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
 
     def select(self, glob: str) -> LazyCheckpoint:
         """Return the tensors whose names match a glob, such as `model.layers.*.weight`."""
-        return replace(self, layout=select(self.layout, lambda name: fnmatchcase(name, glob)))
+        return replace(self, layout=select_entries(self.layout, lambda name: fnmatchcase(name, glob)))
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self.layout.tensors:
@@ -175,12 +175,12 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         return f"<{describe_layout(self.layout)}>"
 
     def _repr_html_(self) -> str:
-        return html_of(self.layout)
+        return layout_as_html(self.layout)
 
     def read(self, name: str, box: Box) -> bytearray:
         """Return the elements of a box of one tensor: row-major, in its dtype."""
         located, recipe = self.located(name), self.recipes.get(name)
-        return read(located, name, box, others=self.sources[1:], recipe=recipe, shared=self._shared)
+        return read_box(located, name, box, other_layouts=self.sources[1:], recipe=recipe, shared=self._shared)
 
     def located(self, name: str) -> Layout:
         """Return the located layout of one tensor and of the tensors it is computed from; cached."""
@@ -192,7 +192,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
                     for operand in recipe.operands
                     if operand.source == 0
                 }
-            self._located[name] = locate(replace(self.layout, tensors=needed, blobs={}, keys={}, twins={}))
+            self._located[name] = locate_all_chunks(replace(self.layout, tensors=needed, blobs={}, keys={}, twins={}))
         return self._located[name]
 
 
@@ -262,7 +262,7 @@ class LazyTensor:
             raise error.blame(tensor=self.name) from None
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> LazyTensor:
-        return replace(self, view=self.view.take(index))
+        return replace(self, view=self.view.indexed_by(index))
 
     def __iter__(self) -> Iterator[LazyTensor]:
         return (self[i] for i in range(len(self)))

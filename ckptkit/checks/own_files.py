@@ -31,44 +31,44 @@ class OwnFiles:
         return self.layout.root
 
     @property
-    def needed(self) -> set[str]:
+    def needed_files(self) -> set[str]:
         """Return the files that the checkpoint cannot be read without."""
-        return self.layout.files | {chunk.path for _, chunk in self.layout.copies}
+        return self.layout.files | {chunk.path for _, chunk in self.layout.replica_chunks}
 
     @property
-    def recorded(self) -> Mapping[str, FileSum]:
+    def recorded_file_sums(self) -> Mapping[str, FileSum]:
         """Return the manifest's records: of all files in a directory, or of the files that a single file needs."""
         known = self.manifest.files if self.manifest else {}
-        return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
+        return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed_files}
 
     @cached_property
-    def tensors(self) -> Mapping[str, int]:
+    def tensor_checksums(self) -> Mapping[str, int]:
         """Return the manifest's CRC-32 of each tensor by name; {} if they belong to other files."""
         known = self.manifest
-        return known.tensors if known and known.has_tensors_of(self.path, self.reader.owns) else {}
+        return known.tensors if known and known.has_tensors_of(self.path, self.reader.owns_file) else {}
 
     @property
     def unexpected_files(self) -> list[str]:
         """Return the files in the directory that look like files of this checkpoint but do not belong to it."""
         names = set(names_in(self.root)) if self.path.is_dir() else set()
-        known = {name.partition("/")[0] for name in (*self.needed, *self.recorded)}
-        unused = sorted(filter(self.reader.owns, names - known))
+        known = {name.partition("/")[0] for name in (*self.needed_files, *self.recorded_file_sums)}
+        unused = sorted(filter(self.reader.owns_file, names - known))
         return [name for name in unused if self.root / name not in self.others and (self.root / name).lstat().st_size]
 
-    def expected(self, extent: Extent) -> int | None:
+    def expected_checksum(self, extent: Extent) -> int | None:
         """Return the CRC-32 that a byte range should have: from the manifest, or else from the format."""
-        file = self.recorded.get(extent.path)
+        file = self.recorded_file_sums.get(extent.path)
         if file and (extent.offset, extent.length) in file.runs:
             return file.runs[extent.offset, extent.length]
         tensor = self.layout.tensors.get(extent.name)
-        if self.tensors and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
-            known = self.tensors.get(extent.name)
+        if self.tensor_checksums and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded_file_sums:
+            known = self.tensor_checksums.get(extent.name)
             if known is not None and tensor.spec.nbytes == extent.length:
                 return known
         return extent.crc32
 
 
-def only_complete_data(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+def with_complete_data_only(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """Return the layout with only the chunks and blobs that end before the end of their files."""
 
     def is_there(place: Chunk | Blob) -> bool:

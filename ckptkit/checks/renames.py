@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from ckptkit.engine.compare import fingerprints
-from ckptkit.formats import locate
+from ckptkit.engine.compare import row_major_checksums
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.box import Shape
-from ckptkit.layout.renames import by_rule
+from ckptkit.layout.renames import match_names_by_rule
 
 
 def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, str]:
@@ -18,10 +18,10 @@ def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, 
     A rule is accepted by the shapes alone if it renames tensors that differ in more than their layer numbers. Other
     tensors are read: they must have the same elements, and be the only ones that do.
     """
-    renames = by_rule(shapes_of_entries(a), shapes_of_entries(b))
-    rest_a = edits.select(a, lambda name: name not in renames)
-    rest_b = edits.select(b, lambda name: name not in renames.values())
-    return renames | by_content(rest_a, rest_b, jobs)
+    renames = match_names_by_rule(shapes_of_entries(a), shapes_of_entries(b))
+    rest_a = edits.select_entries(a, lambda name: name not in renames)
+    rest_b = edits.select_entries(b, lambda name: name not in renames.values())
+    return renames | find_renames_by_content(rest_a, rest_b, jobs)
 
 
 def shapes_of_entries(layout: Layout) -> dict[str, Shape | None]:
@@ -29,10 +29,10 @@ def shapes_of_entries(layout: Layout) -> dict[str, Shape | None]:
     return {name: spec.shape for name, spec in layout.specs.items()} | dict.fromkeys(layout.blobs)
 
 
-def by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
+def find_renames_by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
     """Return the renames of tensors with more than one element whose contents occur once in each layout."""
     shared = {spec for spec in a.specs.values() if spec.numel > 1} & set(b.specs.values())
-    ours, theirs = owners_of(a, shared, jobs), owners_of(b, shared, jobs)
+    ours, theirs = names_by_spec_and_checksum(a, shared, jobs), names_by_spec_and_checksum(b, shared, jobs)
     return {
         ours[content][0]: theirs[content][0]
         for content in ours
@@ -40,10 +40,14 @@ def by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
     }
 
 
-def owners_of(layout: Layout, specs: AbstractSet[Spec], jobs: int | None) -> dict[tuple[Spec, int], list[str]]:
+def names_by_spec_and_checksum(
+    layout: Layout, specs: AbstractSet[Spec], jobs: int | None
+) -> dict[tuple[Spec, int], list[str]]:
     """Return the names of the tensors with one of these specs, by spec and CRC-32."""
     owners: dict[tuple[Spec, int], list[str]] = {}
     tensors = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec in specs}
-    for name, crc in fingerprints(locate(replace(layout, tensors=tensors, blobs={})), jobs=jobs).items():
+    for name, crc in row_major_checksums(
+        locate_all_chunks(replace(layout, tensors=tensors, blobs={})), jobs=jobs
+    ).items():
         owners.setdefault((tensors[name].spec, crc), []).append(name)
     return owners

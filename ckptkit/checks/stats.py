@@ -13,14 +13,14 @@ from ckptkit import words
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.moved import Moved, moved
 from ckptkit.checks.tree import Branch, fold_tree
-from ckptkit.engine.survey import survey
+from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Usage
-from ckptkit.formats import locate
-from ckptkit.io.progress import Progress, report_progress
+from ckptkit.formats import locate_all_chunks
+from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import KeyPath, Layout, Spec, edits
 from ckptkit.layout.counting import Count
-from ckptkit.models.names.parameters import way_in_optimizer
-from ckptkit.state.matching import find_model
+from ckptkit.models.names.parameters import find_key_in_optimizer
+from ckptkit.state.matching import find_weights_or_none
 from ckptkit.state.selection import Edits
 from ckptkit.summary import Summarized
 
@@ -36,29 +36,29 @@ def find_counters(layout: Layout) -> set[str]:
     largest: Counter[KeyPath] = Counter()  # elements of the largest tensor in each parameter's state
     for name, tensor in layout.tensors.items():
         key = layout.key(name)
-        if not is_step(key):
-            largest[state_in(key)] = max(largest[state_in(key)], tensor.spec.numel)
-    model = find_model(layout)
+        if not is_step_state(key):
+            largest[parameter_state_path(key)] = max(largest[parameter_state_path(key)], tensor.spec.numel)
+    model = find_weights_or_none(layout)
     own = set(model.came_from.values() if model else layout.tensors)
     return {name for name, spec in layout.specs.items() if is_counter(layout.key(name), spec, largest, name in own)}
 
 
 def is_counter(key: KeyPath, spec: Spec, largest: Counter[KeyPath], is_own: bool) -> bool:
     """Return whether a tensor is a counter; `largest` has the size of the largest tensor of each state."""
-    if state_in(key):
-        return is_step(key) or spec.numel == 1 < largest[state_in(key)]
+    if parameter_state_path(key):
+        return is_step_state(key) or spec.numel == 1 < largest[parameter_state_path(key)]
     is_integer = spec.dtype.kind in ("int", "bool")
     return (is_integer or not is_own) if spec.numel == 1 else (is_integer and not is_own)
 
 
-def state_in(key: KeyPath) -> KeyPath:
+def parameter_state_path(key: KeyPath) -> KeyPath:
     """Return the key path of the parameter state that contains an entry; () for an entry outside optimizer states."""
-    state_path = way_in_optimizer(key)
+    state_path = find_key_in_optimizer(key)
     return (*key[:-1], state_path[1]) if state_path is not None and state_path[0] == _STATE else ()
 
 
-def is_step(key: KeyPath) -> bool:
-    state_path = way_in_optimizer(key)
+def is_step_state(key: KeyPath) -> bool:
+    state_path = find_key_in_optimizer(key)
     return state_path is not None and state_path[2] == _STEP
 
 
@@ -90,7 +90,7 @@ class Stats(Summarized):
     @property
     def total(self) -> Count:
         """Return the counts over all parameters and their optimizer states."""
-        return total_of(self.tensors)
+        return total_count_of(self.tensors)
 
     def summary(self) -> Iterator[str]:
         yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'element')}"
@@ -102,10 +102,10 @@ class Stats(Summarized):
         """Yield the tensors folded as in `inspect --tree`, each line with the counts of its tensors."""
         by_name = {tensor.name: tensor for tensor in self.tensors}
         for branch in fold_tree({tensor.name: tensor.spec for tensor in self.tensors}):
-            yield branch, total_of([by_name[name] for name in branch.names])
+            yield branch, total_count_of([by_name[name] for name in branch.names])
 
 
-def total_of(tensors: Sequence[TensorStats]) -> Count:
+def total_count_of(tensors: Sequence[TensorStats]) -> Count:
     """Return the combined counts of tensors, without counters unless there are no other tensors."""
     summed = [tensor for tensor in tensors if tensor.in_total] or tensors
     return reduce(Count.merge, summed, Count())
@@ -153,10 +153,10 @@ def stats(
     whole = checkpoint.layout
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     asked.check_globs([whole], checkpoint.path)
-    layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
+    layout = locate_all_chunks(edits.select_entries(replace(whole, blobs={}), asked.is_selected))
     if not layout.tensors and (include or exclude):
         raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
-    counts = survey(layout, jobs=jobs, progress=report_progress(progress, layout.nbytes))
+    counts = count_values_by_tensor(layout, jobs=jobs, progress=make_progress_reporter(progress, layout.nbytes))
     counters = find_counters(whole)
     specs = layout.specs.items()
     tensors = tuple(TensorStats.of(name, spec, counts[name], in_total=name not in counters) for name, spec in specs)

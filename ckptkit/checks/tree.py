@@ -51,48 +51,48 @@ def fold_tree(specs: Mapping[str, Spec]) -> Iterator[Branch]:
             assert isinstance(below, dict)  # labels of modules end in a dot, those of tensors do not
             node = below
         node[leaf] = Leaf(spec, name)
-    yield from _lines([root], 0)
+    yield from _branches_of([root], 0)
 
 
-def _lines(alike: list[Node | Leaf], depth: int) -> Iterator[Branch]:
-    for label, repeats, members in map(_with_only_child, _groups(alike)):
+def _branches_of(alike: list[Node | Leaf], depth: int) -> Iterator[Branch]:
+    for label, repeats, members in map(_merge_with_only_child, _grouped_children_of(alike)):
         leaves = [leaf for member in members for leaf in _leaves(member)]
         name = f"{label}  x{repeats}" if repeats > 1 else label
         spec = members[0].spec if isinstance(members[0], Leaf) else None
         nbytes = sum(leaf.spec.nbytes for leaf in leaves)
         yield Branch(depth, name, spec, nbytes, tuple(leaf.name for leaf in leaves))
-        yield from _lines(members, depth + 1)
+        yield from _branches_of(members, depth + 1)
 
 
-def _with_only_child(group: Group) -> Group:
+def _merge_with_only_child(group: Group) -> Group:
     """Merge a line with its only child line, unless both stand for several modules."""
     label, repeats, members = group
-    below = list(_groups(members))
+    below = list(_grouped_children_of(members))
     if len(below) != 1 or (repeats > 1 and below[0][1] > 1):
         return group
-    return _with_only_child((label + below[0][0], repeats * below[0][1], below[0][2]))
+    return _merge_with_only_child((label + below[0][0], repeats * below[0][1], below[0][2]))
 
 
-def _groups(alike: list[Node | Leaf]) -> Iterator[Group]:
+def _grouped_children_of(alike: list[Node | Leaf]) -> Iterator[Group]:
     """Yield the children of equal nodes; consecutive numbers with equal children become one group, `first-last`."""
     nodes = [node for node in alike if isinstance(node, dict)]
     pending: list[str] = []
-    for label in sorted(nodes[0], key=_number) if nodes else ():
-        if pending and not (_number(label) >= 0 and nodes[0][label] == nodes[0][pending[-1]]):
-            yield _group(pending, nodes)
+    for label in sorted(nodes[0], key=_number_of_label) if nodes else ():
+        if pending and not (_number_of_label(label) >= 0 and nodes[0][label] == nodes[0][pending[-1]]):
+            yield _merge_nodes(pending, nodes)
             pending = []
         pending.append(label)
     if pending:
-        yield _group(pending, nodes)
+        yield _merge_nodes(pending, nodes)
 
 
-def _group(labels: list[str], nodes: list[Node]) -> Group:
+def _merge_nodes(labels: list[str], nodes: list[Node]) -> Group:
     first, last = labels[0], labels[-1]
     name = first if first == last else f"{first.rstrip('.')}-{last}"
     return name, len(labels), [node[label] for node in nodes for label in labels]
 
 
-def _number(label: str) -> int:
+def _number_of_label(label: str) -> int:
     """Return the number of a numeric label, -1 for any other."""
     digits = label.rstrip(".")
     return int(digits) if digits.isdecimal() and len(digits) < 10 else -1

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.account import describe_account, list_lost_names, read_account
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
-from ckptkit.checkpoints.component import Component, find_unfinished
+from ckptkit.checkpoints.account import describe_account, describe_lost_names, read_account
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint_error, path_of_source
+from ckptkit.checkpoints.component import Component, find_unfinished_error
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
@@ -33,23 +33,23 @@ from ckptkit.checkpoints.manifest import (
     remark_on_proved_files,
     unproved_files_problem,
 )
-from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
-from ckptkit.checkpoints.problems import Problems, fold_files
+from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
+from ckptkit.checkpoints.problems import Problems, merge_file_problems
 from ckptkit.checkpoints.replicas import check_replicas
-from ckptkit.checkpoints.seal import sum_files
-from ckptkit.checks.masters import compare_copies, compare_masters
-from ckptkit.checks.own_files import OwnFiles, only_complete_data
-from ckptkit.engine.scan import find_zeros, scan
+from ckptkit.checkpoints.seal import file_checksums
+from ckptkit.checks.masters import compare_low_precision_copies, compare_masters
+from ckptkit.checks.own_files import OwnFiles, with_complete_data_only
+from ckptkit.engine.scan import find_first_zero_page, scan_files
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage, translate_os_errors
-from ckptkit.formats import detect_format, find_format, locate
-from ckptkit.io.crc32 import RESTORE, tell_damage
-from ckptkit.io.file import children, file_size, is_there
+from ckptkit.formats import detect_format, locate_all_chunks, require_known_format
+from ckptkit.io.crc32 import RESTORE, damage_message
+from ckptkit.io.file import file_size, is_existing_path, list_children
 from ckptkit.io.origin import Origin
-from ckptkit.io.progress import Progress, Told, report_progress
+from ckptkit.io.progress import Progress, Told, make_progress_reporter
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.models.computation import describe_differences
 from ckptkit.state.names import NameOptions
-from ckptkit.summary import Summarized, first_few
+from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Verified(Summarized):
         """Return a line on the tensors that a salvage lost or filled; None for a checkpoint that was not salvaged."""
         if self.salvaged is None:
             return None
-        missing = list_lost_names(self.salvaged)
+        missing = describe_lost_names(self.salvaged)
         what = f"{describe_account(self.salvaged)}{f'; missing: {missing}' if missing else ''}"
         return f"{self.path}: {what}; {ACCOUNT} lists them"
 
@@ -105,13 +105,13 @@ class Verified(Summarized):
         checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
         yield f"{self.path}: {verdict}; {checked} checked, {unchecked} without a checksum"
         yield from [self.loss] if self.loss else []
-        yield from first_few((problem.line for problem in self.problems), len(self.problems))
+        yield from first_lines_and_rest((problem.line for problem in self.problems), len(self.problems))
 
 
-def require_sound(found: Verified, hint: str) -> None:
+def require_no_problems(verified: Verified, hint: str) -> None:
     """Raise `Corrupt` with the first problem and the number of problems, if there are any."""
-    if found.problems:
-        first, total = found.problems[0], len(found.problems)
+    if verified.problems:
+        first, total = verified.problems[0], len(verified.problems)
         message = first.message if total == 1 else f"{first.message}; the first of {total:,} problems"
         raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
 
@@ -146,21 +146,23 @@ def verify(
     if against is None and (map or rename):
         raise Usage("--map and --rename have no effect without --against", hint="pass --against OTHER")
     checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]
-    report = report_progress(progress, sum(size_of(part) for one in checkpoints for part in one.places or [one.path]))
-    look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=report)
+    report = make_progress_reporter(
+        progress, sum(bytes_at_path(part) for one in checkpoints for part in one.component_paths or [one.path])
+    )
+    look = partial(verify_component, fast=fast, by_store=fast, jobs=jobs, progress=report)
     known = {checkpoint.path for checkpoint in checkpoints}
     results: list[Verified] = []
     for checkpoint in checkpoints:
-        parts = with_inconsistencies(checkpoint, verify_whole(checkpoint, look, known))
-        results += parts if fast else with_masters(checkpoint, parts, jobs)
+        parts = with_inconsistencies(checkpoint, verify_components(checkpoint, look, known))
+        results += parts if fast else with_master_comparison(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
-        from ckptkit.checks.diff import prove  # deferred: imports the engine
+        from ckptkit.checks.diff import compare_with_source  # deferred: imports the engine
 
         named = NameOptions.of(map, rename)
-        compare = partial(prove, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
+        compare = partial(compare_with_source, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
         proofs = [compare(source, against) for source in sources]
         compared = {path: diff for proof in proofs for path, diff in proof.items()}
-        results = [with_comparison(part, compared.get(part.path)) for part in results]
+        results = [with_diff_as_problems(part, compared.get(part.path)) for part in results]
     if stats and all(part.is_ok for part in results):
         from ckptkit.checks.stats import stats as survey_part  # deferred: imports numpy
 
@@ -170,101 +172,103 @@ def verify(
     return results
 
 
-def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[Verified]:
+def with_inconsistencies(checkpoint: Checkpoint, results: list[Verified]) -> list[Verified]:
     """Return the results, plus inconsistencies if the checkpoint is undamaged.
 
     A file that is one of several gets only this problem, because the tensors of the other files are missing.
     """
-    if not (checkpoint.components and all(part.is_ok for part in found)):
-        return found
-    first = found[0]
-    if part := find_parts(checkpoint):
-        return [replace(first, problems=(part,)), *found[1:]]
-    doubt = find_doubt(checkpoint)
+    if not (checkpoint.components and all(part.is_ok for part in results)):
+        return results
+    first = results[0]
+    if part := find_partial_file_error(checkpoint):
+        return [replace(first, problems=(part,)), *results[1:]]
+    doubt = find_partial_file_doubt(checkpoint)
     problems, notes = [*first.problems], [*first.notes, *([doubt] if doubt else [])]
     for inconsistency in examine_checkpoint(checkpoint):
         if inconsistency.certainty is Certainty.CERTAIN:
             problems.append(inconsistency.to_error(checkpoint.path))
         else:
-            notes.append(inconsistency.line)
-    return [replace(first, problems=tuple(problems), notes=tuple(notes)), *found[1:]]
+            notes.append(inconsistency.message_with_tensor)
+    return [replace(first, problems=tuple(problems), notes=tuple(notes)), *results[1:]]
 
 
-def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
+def with_master_comparison(checkpoint: Checkpoint, results: list[Verified], jobs: int | None) -> list[Verified]:
     """Return the results; for an undamaged checkpoint, the weights are also compared with the optimizer's masters.
 
     Weights and optimizer may be in different components.
     """
-    if not (checkpoint.components and all(part.is_ok for part in found)):
-        return found
+    if not (checkpoint.components and all(part.is_ok for part in results)):
+        return results
     try:
         layout = checkpoint.layout
     except (NotACheckpoint, Mismatch, Unsupported):  # components that cannot be joined
-        return found
+        return results
     problems = Problems()
     try:
-        notes = (*found[0].notes, *compare_masters(layout, problems, jobs))
+        notes = (*results[0].notes, *compare_masters(layout, problems, jobs))
     except CkptError as error:
         problems.add(error.blame(path=checkpoint.path))
-        notes = found[0].notes
-    return [replace(found[0], problems=problems.list(), notes=notes), *found[1:]]
+        notes = results[0].notes
+    return [replace(results[0], problems=problems.all_problems(), notes=notes), *results[1:]]
 
 
-def with_comparison(found: Verified, compared: Diff | None) -> Verified:
+def with_diff_as_problems(verified: Verified, diff: Diff | None) -> Verified:
     """Return the result with the differences from another checkpoint as further problems."""
-    if compared is None:
-        return found
-    from ckptkit.checks.differences import problems_of
+    if diff is None:
+        return verified
+    from ckptkit.checks.differences import problems_from_diff
 
-    open_keys = [one for one in compared.configs if not one.is_certain]
-    words = f"the models may compute different results: {describe_differences(open_keys, str(compared.b))}"
+    open_keys = [one for one in diff.configs if not one.is_certain]
+    words = f"the models may compute different results: {describe_differences(open_keys, str(diff.b))}"
     notes = (words,) if open_keys else ()
-    problems = (*found.problems, *problems_of(compared))
-    return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
+    problems = (*verified.problems, *problems_from_diff(diff))
+    return replace(verified, problems=problems, notes=(*verified.notes, *notes), compared=diff)
 
 
 def find_checkpoints(source: Source) -> list[Checkpoint]:
     """Return the checkpoint at a path, or all checkpoints of a run, oldest first, and then its stray files."""
-    path = path_of(source)
+    path = path_of_source(source)
     checkpoint = Checkpoint.at(path)
     if checkpoint.is_run_with_strays:
         return [*checkpoints_in(path), checkpoint]
-    checkpoints = [] if checkpoint.is_direct else checkpoints_in(path)
-    if checkpoints and not all(candidate.unreadable for candidate in checkpoints):
+    checkpoints = [] if checkpoint.is_at_own_path else checkpoints_in(path)
+    if checkpoints and not all(candidate.unsupported_files_error for candidate in checkpoints):
         return checkpoints
     if not checkpoint.components:
-        raise checkpoint.unreadable or no_checkpoint(path)
+        raise checkpoint.unsupported_files_error or no_checkpoint_error(path)
     return [checkpoint]
 
 
-def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified], known: Collection[Path]) -> list[Verified]:
+def verify_components(
+    checkpoint: Checkpoint, verify_path: Callable[[Path], Verified], known: Collection[Path]
+) -> list[Verified]:
     """Verify the components of a checkpoint and other weights in its directory.
 
     The first result lists the other files, without the `known` checkpoints.
     """
-    places, root = checkpoint.places or [checkpoint.path], checkpoint.path
-    results = [look(path) for path in places]
+    places, root = checkpoint.component_paths or [checkpoint.path], checkpoint.path
+    results = [verify_path(path) for path in places]
     results[0] = replace(results[0], salvaged=read_account(root))
-    unfinished = find_unfinished(root)
+    unfinished = find_unfinished_error(root)
     if unfinished and all(problem.line != unfinished.line for part in results for problem in part.problems):
         results[0] = replace(results[0], problems=(unfinished, *results[0].problems))
     if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in results)):
         return results
     seen = frozenset(path for part in results for path in part.looked_at).union(set(places) - {root})
-    left = checkpoint.left_behind(seen)
+    left = checkpoint.list_not_copied_files(seen)
     weights = [file.path for file in left if file.why in (*LOST, EXPORTED) and detect_format(file.path)]
     rest = tuple(file for file in left if file.path not in (*weights, *known))
-    return [replace(results[0], left_behind=rest), *results[1:], *map(look, weights)]
+    return [replace(results[0], left_behind=rest), *results[1:], *map(verify_path, weights)]
 
 
-def size_of(part: Path) -> int:
+def bytes_at_path(root: Path) -> int:
     """Return the number of bytes of a file, or of the files in a directory, without its subdirectories."""
-    with translate_os_errors(part):
-        statuses = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
+    with translate_os_errors(root):
+        statuses = [path.lstat() for path in list_children(root)] if root.is_dir() else [root.stat()]
         return sum(state.st_size for state in statuses if stat.S_ISREG(state.st_mode))
 
 
-def verify_part(
+def verify_component(
     path: Path,
     *,
     fast: bool = False,
@@ -282,18 +286,18 @@ def verify_part(
     try:
         origin = Origin.of(path)
         checkpoint = Checkpoint.at(path)
-        if checkpoint.unreadable:
-            raise checkpoint.unreadable
-        reader = checkpoint.components[0].reader if checkpoint.is_direct else find_format(path)
+        if checkpoint.unsupported_files_error:
+            raise checkpoint.unsupported_files_error
+        reader = checkpoint.components[0].reader if checkpoint.is_at_own_path else require_known_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             for tensor in layout.tensors.values():
                 entries.update({layout.root / chunk.path for chunk in tensor.chunks})
             entries.update(layout.root / blob.path for blob in layout.blobs.values())
-            if unfinished := find_unfinished(path):
+            if unfinished := find_unfinished_error(path):
                 problems.add(unfinished)
-            manifest = read_manifest_or_note(path, problems) if with_manifest else None
-            note_empty(checkpoint.components, layout, problems)
+            manifest = read_manifest_or_add_problem(path, problems) if with_manifest else None
+            add_empty_adapter_problem(checkpoint.components, layout, problems)
             others = frozenset(component.path for component in checkpoint.components[1:])
             own = OwnFiles(reader, path, layout, manifest, others)
             if fast:
@@ -301,93 +305,99 @@ def verify_part(
             else:
                 result = check_bytes(own, problems, jobs, progress)
             if layout.spares:
-                check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
-            if layout.twins and not (fast or problems.list()):
-                result = replace(result, notes=(*result.notes, *compare_copies(layout, problems, jobs)))
-            origin.check()
+                check_replicas(layout, problems.add, with_bytes=not (fast or problems.all_problems()))
+            if layout.twins and not (fast or problems.all_problems()):
+                result = replace(result, notes=(*result.notes, *compare_low_precision_copies(layout, problems, jobs)))
+            origin.require_unchanged()
     except CkptError as error:
         problems.add(explain_deleted_metadata(error.blame(path=path), path))
     if not result.nbytes:
         with suppress(CkptError):  # the problem that no file could be read for is among the problems
-            result = replace(result, nbytes=size_of(path))
-    return replace(result, problems=fold_files(problems.list(), entries))
+            result = replace(result, nbytes=bytes_at_path(path))
+    return replace(result, problems=merge_file_problems(problems.all_problems(), entries))
 
 
-def note_empty(components: Iterable[Component], layout: Layout, problems: Problems) -> None:
+def add_empty_adapter_problem(components: Iterable[Component], layout: Layout, problems: Problems) -> None:
     """Add a problem if an adapter's tensors have no elements."""
     is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
     if is_whole or not any(component.is_adapter for component in components):
         return
-    from ckptkit.adapters.empty import find_empty
+    from ckptkit.adapters.empty import find_empty_adapter_error
 
-    if error := find_empty(layout):
+    if error := find_empty_adapter_error(layout):
         problems.add(error)
 
 
 def check_structure(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
     """Check everything except the data of large tensors. With `by_store`, asks the store for its file checksums."""
-    sizes = sizes_of(own, problems)
+    sizes = file_sizes_of(own, problems)
     store_sums = read_store_checksums(own.root, sizes) if by_store else StoreSums({}, {})
-    proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded}
+    proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded_file_sums}
     rest = {name: size for name, size in sizes.items() if name not in proved}
-    content, extents = look_inside(own, rest, problems, with_packed=False)
+    content, extents = check_zip_wrappers(own, rest, problems, with_packed=False)
     unknown = {extent.path for extent in extents if extent.crc32 is None}
-    sums = sum_files(own.root, (rest.keys() & own.recorded.keys()) - unknown, extents)
-    compare_files(own, {**sums, **proved}, problems)
-    result = summary(own, sizes, content, problems)
-    return result if store_sums.is_empty else with_proof(own, result, sizes, proved, store_sums, problems)
+    sums = file_checksums(own.root, (rest.keys() & own.recorded_file_sums.keys()) - unknown, extents)
+    verify_whole_files(own, {**sums, **proved}, problems)
+    result = make_verified(own, sizes, content, problems)
+    return result if store_sums.is_empty else with_store_proof(own, result, sizes, proved, store_sums, problems)
 
 
-def with_proof(
+def with_store_proof(
     own: OwnFiles,
-    found: Verified,
+    verified: Verified,
     sizes: Mapping[str, int],
     proved: Collection[str],
-    told: StoreSums,
+    store_sums: StoreSums,
     problems: Problems,
 ) -> Verified:
     """Return the result with the files that the store's checksums prove. Other files become a problem."""
     if own.manifest is None:
-        note = f"--fast cannot verify the files without a manifest; the store has {told.describe(sizes)}"
-        return replace(found, notes=(*found.notes, note))
+        note = (
+            f"--fast cannot verify the files without a manifest; the store has {store_sums.describe_checksums(sizes)}"
+        )
+        return replace(verified, notes=(*verified.notes, note))
     if others := sizes.keys() - proved:
-        problems.add(unproved_files_problem(own.path, sizes, sorted(others), told))
-    places = {(stored.path, stored.offset): stored.length for _, stored in own.layout.stored if stored.path in proved}
-    notes = (*found.notes, *remark_on_proved_files(sizes, proved))
-    return replace(found, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
+        problems.add(unproved_files_problem(own.path, sizes, sorted(others), store_sums))
+    places = {
+        (stored.path, stored.offset): stored.length
+        for _, stored in own.layout.chunks_and_blobs
+        if stored.path in proved
+    }
+    notes = (*verified.notes, *remark_on_proved_files(sizes, proved))
+    return replace(verified, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
 
 
 def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
     """Check everything, reading every byte."""
-    sizes = sizes_of(own, problems)
-    content, extents = look_inside(own, sizes, problems)
-    scanned = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
-    compare_extents(own, extents, scanned.extents, problems)
+    sizes = file_sizes_of(own, problems)
+    content, extents = check_zip_wrappers(own, sizes, problems)
+    scanned = scan_files(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
+    compare_extent_checksums(own, extents, scanned.extents, problems)
     runs = range_checksums(extents, scanned.extents)
     sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in scanned.files.items()}
-    compare_files(own, sums, problems)
+    verify_whole_files(own, sums, problems)
     unread = [
         extent.length
         for extent in extents
         if (extent.path, extent.offset) not in scanned.extents
-        or (own.expected(extent) is None and extent.path not in own.recorded)
+        or (own.expected_checksum(extent) is None and extent.path not in own.recorded_file_sums)
     ]
-    result = summary(own, sizes, content, problems)
+    result = make_verified(own, sizes, content, problems)
     unchecked = min(sum(unread), content)
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
 
 
-def range_checksums(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
+def range_checksums(extents: Iterable[Extent], checksums: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
     """Return the computed CRC-32 of the byte ranges without a checksum in the format, by file."""
     runs: dict[str, dict[ByteRange, int]] = {}
     for extent in extents:
-        crc = found.get((extent.path, extent.offset))
+        crc = checksums.get((extent.path, extent.offset))
         if extent.crc32 is None and extent.length and crc is not None:
             runs.setdefault(extent.path, {})[extent.offset, extent.length] = crc
     return runs
 
 
-def read_manifest_or_note(path: Path, problems: Problems) -> Manifest | None:
+def read_manifest_or_add_problem(path: Path, problems: Problems) -> Manifest | None:
     """Return the manifest of the checkpoint at `path`; None if it is missing. Adds a problem if it is damaged."""
     try:
         return read_manifest(path if path.is_dir() else path.parent)
@@ -396,51 +406,51 @@ def read_manifest_or_note(path: Path, problems: Problems) -> Manifest | None:
         return None
 
 
-def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
+def file_sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
     """Return the sizes of the files to read, by name. Adds a problem for a size that differs from the manifest's."""
     sizes: dict[str, int] = {}
-    for name in sorted(own.needed | own.recorded.keys()):
+    for name in sorted(own.needed_files | own.recorded_file_sums.keys()):
         path = own.root / name
         try:
-            if name in own.needed and problems.list() and not is_there(path):
+            if name in own.needed_files and problems.all_problems() and not is_existing_path(path):
                 continue  # reading the layout has reported the missing file
             sizes[name] = file_size(path)
         except CkptError as error:
             problems.add(error)
             continue
-        known = own.recorded.get(name)
+        known = own.recorded_file_sums.get(name)
         if known is not None and known.nbytes != sizes[name]:
             message = f"expected {known.nbytes} bytes (manifest), found {sizes[name]}"
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     return sizes
 
 
-def look_inside(
+def check_zip_wrappers(
     own: OwnFiles, sizes: Mapping[str, int], problems: Problems, *, with_packed: bool = True
 ) -> tuple[int, list[Extent]]:
     """Open the zip wrapper of every chunk, and unpack compressed chunks if `with_packed`.
 
     Returns the number of bytes of tensors and other entries, and the byte ranges that remain to be verified.
     """
-    sound = only_complete_data(own.layout, sizes)
-    located = locate(sound, problems.add, with_packed=with_packed)
+    sound = with_complete_data_only(own.layout, sizes)
+    located = locate_all_chunks(sound, problems.add, with_packed=with_packed)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
     compared = {  # chunks that were unpacked, which verified their internal checksums, if any
         (old.path, old.offset)
-        for (_, old), (_, new) in zip(sound.stored, located.stored, strict=True)
+        for (_, old), (_, new) in zip(sound.chunks_and_blobs, located.chunks_and_blobs, strict=True)
         if new.path != old.path and (new.crc32 is not None or not new.length)
     }
-    extents = own.reader.extents(sound, problems.add)
+    extents = own.reader.checksummed_extents(sound, problems.add)
     return content, [extent for extent in extents if (extent.path, extent.offset) not in compared]
 
 
-def compare_extents(
-    own: OwnFiles, extents: Iterable[Extent], found: Mapping[FileOffset, int], problems: Problems
+def compare_extent_checksums(
+    own: OwnFiles, extents: Iterable[Extent], checksums: Mapping[FileOffset, int], problems: Problems
 ) -> None:
     """Add a problem for each byte range whose CRC-32 differs from the expected one."""
     for extent in extents:
-        crc, wanted = found.get((extent.path, extent.offset)), own.expected(extent)
+        crc, wanted = checksums.get((extent.path, extent.offset)), own.expected_checksum(extent)
         if not extent.length or crc is None or wanted is None or crc == wanted:
             continue  # an empty byte range shares its offset with the next one
         is_whole = crc == extent.crc32
@@ -448,7 +458,7 @@ def compare_extents(
         other = f"expected CRC-32 {wanted:08x} of the {length} bytes at byte {offset} (manifest), found {crc:08x}"
         problems.add(
             Corrupt(
-                other if is_whole else tell_damage(length, offset, crc, wanted),
+                other if is_whole else damage_message(length, offset, crc, wanted),
                 path=own.root / extent.path,
                 tensor=extent.name or None,
                 offset=extent.offset,
@@ -459,17 +469,17 @@ def compare_extents(
 
 def hint_on_zeros(root: Path, extent: Extent) -> str | None:
     """Return a hint for a byte range with a page that was never written; None if all pages were written."""
-    zeros = find_zeros(root, extent)
+    zeros = find_first_zero_page(root, extent)
     if zeros is None:
         return None
     return f"use another checkpoint: the page at byte {zeros} is all zeros and was never written, as after a crash"
 
 
-def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
+def verify_whole_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
     """Add problems for files that differ from the manifest without a known cause or that it does not list."""
-    for name, wanted in own.recorded.items():
+    for name, wanted in own.recorded_file_sums.items():
         found, path = sums.get(name), own.root / name
-        if found is not None and found != wanted and not problems.are_in(path):
+        if found is not None and found != wanted and not problems.has_problem_in(path):
             message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found.crc32:08x}"
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     if own.manifest and own.path.is_dir():
@@ -478,9 +488,11 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
             problems.add(Corrupt("the manifest does not list this file", path=own.root / name, hint=hint))
 
 
-def summary(own: OwnFiles, sizes: Mapping[str, int], content: int, problems: Problems) -> Verified:
+def make_verified(own: OwnFiles, sizes: Mapping[str, int], content: int, problems: Problems) -> Verified:
     """Return the result for files of these sizes with `content` bytes of entries, none of them verified yet."""
-    extra = [] if own.manifest else [name for name in own.unexpected_files if not problems.are_in(own.root / name)]
+    extra = (
+        [] if own.manifest else [name for name in own.unexpected_files if not problems.has_problem_in(own.root / name)]
+    )
     return Verified(
         own.path,
         own.reader.name,

@@ -23,7 +23,7 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
-def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+def raise_interrupted(number: int, _frame: FrameType | None) -> NoReturn:
     raise Interrupted(number)
 
 
@@ -35,12 +35,12 @@ def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
 
     Prints each text once. Python's own filter is not enough: it resets when a library changes the filters.
     """
-    from ckptkit.cli.output import note
+    from ckptkit.cli.output import print_note
 
     text = f"warning: {message}"
     if text not in _shown or isinstance(message, DurabilityWarning):
         _shown.add(text)
-        note(text)
+        print_note(text)
 
 
 def resend_dropped_signal(unraisable: sys.UnraisableHookArgs) -> None:
@@ -52,7 +52,7 @@ def resend_dropped_signal(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def missing_package(error: Exception) -> str | None:
+def find_missing_package(error: Exception) -> str | None:
     """Return the package that an import did not find; None for a module of ckptkit or the standard library."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     package = (name or "").partition(".")[0]
@@ -61,7 +61,7 @@ def missing_package(error: Exception) -> str | None:
 
 def to_ckpt_error(error: Exception) -> CkptError:
     """Return a CkptError for a missing package, too little memory or an OSError. Raises any other error again."""
-    if package := missing_package(error):
+    if package := find_missing_package(error):
         return Usage(f"{package} is not installed", hint=f"run `pip install {package}`")
     is_unloaded = isinstance(error, ImportError) and "failed to map segment" in str(error)  # of the dynamic linker
     if is_unloaded or isinstance(error, MemoryError | SystemError):
@@ -78,7 +78,7 @@ def main() -> None:
         print(f"ckptkit {__version__}")
         return
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+        signal.signal(number, raise_interrupted)
     sys.unraisablehook = resend_dropped_signal
     warnings.simplefilter("always", DurabilityWarning)
     warnings.simplefilter("once", CheckpointWarning)
@@ -92,9 +92,9 @@ def main() -> None:
 
         reported = error if isinstance(error, CkptError) else to_ckpt_error(error)
         if reported.hint:
-            from ckptkit.cli.commands import fit_hint
+            from ckptkit.cli.commands import fit_hint_to_command
 
-            reported.hint = fit_hint(reported.hint, sys.argv[1:])
+            reported.hint = fit_hint_to_command(reported.hint, sys.argv[1:])
         print_error(reported, as_json="--json" in sys.argv)
         sys.exit(reported.exit_code)
     except Interrupted as stop:

@@ -15,10 +15,10 @@ from typer.main import get_command
 
 from ckptkit.cli.settings import name_options
 from ckptkit.cli.values import PlainCommand, UsageError, parse_plain_values, print_help
-from ckptkit.entry_points import PluginTable, load
+from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
 from ckptkit.version import __version__
-from ckptkit.words import either
+from ckptkit.words import join_with_or
 
 # Synonyms that ckptkit accepts, of commands and of options.
 SYNONYMS = {
@@ -91,9 +91,9 @@ def hint_on_command(name: str, commands: Iterable[str]) -> str:
 def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str]) -> str:
     """Return the hint for an unknown option of a command: what to pass instead. `usage` shows its arguments."""
     known = list(options)
-    suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or similar_options(guess, known)
+    suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or find_similar_options(guess, known)
     if suggestions:
-        return f"pass {either(suggestions)}"
+        return f"pass {join_with_or(suggestions)}"
     if guess in _ARGUMENTS:
         return f"pass it without an option: `{command} {usage}`"
     if guess in ("--to", "--format"):
@@ -101,13 +101,13 @@ def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str])
     return f"run `{command} --help`"
 
 
-def fit_hint(hint: str, words: Sequence[str]) -> str | None:
-    """Return a hint for the command line `words` without the clauses that name options which the command does not have.
+def fit_hint_to_command(hint: str, arguments: Sequence[str]) -> str | None:
+    """Return a hint for the command line `arguments` without the clauses on options that the command does not have.
 
     A clause with a command line of its own, such as `ckptkit convert SRC OUT --to pt` or `pip install`, stays. Returns
     None if no clause is left.
     """
-    name = next((known for word in words if (known := SYNONYMS.get(word, word)) in COMMANDS), None)
+    name = next((known for word in arguments if (known := SYNONYMS.get(word, word)) in COMMANDS), None)
     if name is None or "--" not in hint:
         return hint
     options = {
@@ -126,7 +126,7 @@ def fit_hint(hint: str, words: Sequence[str]) -> str | None:
     return f"pass {fitting}" if fitting.startswith("--") else fitting or None
 
 
-def similar_options(guess: str, options: Iterable[str]) -> list[str]:
+def find_similar_options(guess: str, options: Iterable[str]) -> list[str]:
     """Return the options that share the most words with a guess, or else have a similar spelling."""
     words = set(guess.strip("-").split("-"))
     shared = {name: len(words & set(name.strip("-").split("-"))) for name in options}
@@ -201,7 +201,9 @@ def make_command(name: str) -> Any:
     """Return the click command of a function."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # All arguments of `train` have defaults: without this, `ckptkit train` would start a training.
-    app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(name_options(load(COMMANDS[name].where)))
+    app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(
+        name_options(import_object(COMMANDS[name].where))
+    )
     command: Any = get_command(app)
     command.synonyms = OPTION_SYNONYMS.get(name, {})
     for argument in command.params:
@@ -253,12 +255,14 @@ class Commands(TyperGroup):
         try:
             return super().main(*args, **settings)
         except UsageError as error:
-            raise usage(error) from error
+            raise to_usage_error(error) from error
 
 
-def usage(error: Any) -> Usage:
+def to_usage_error(error: Any) -> Usage:
     """Return an error of click as a `Usage`, in the wording of ckptkit."""
-    is_unknown = hasattr(error, "possibilities")  # unknown option: drop click's suggestions, `hint_on` has better ones
+    is_unknown = hasattr(
+        error, "possibilities"
+    )  # unknown option: drop click's suggestions, `hint_on_click_error` has better ones
     text = error.message if is_unknown else error.format_message()
     message = " ".join(text.removesuffix(".").split())
     # if too few arguments are given, click reports the repeatable argument, not the last one, as missing
@@ -267,18 +271,20 @@ def usage(error: Any) -> Usage:
     raw = message
     for theirs, ours in _MESSAGES:
         message = re.sub(theirs, ours, message)
-    if (option := re.match(r"(--\S+): expected (?!.*found)", message)) and (value := value_of(option[1], sys.argv)):
+    if (option := re.match(r"(--\S+): expected (?!.*found)", message)) and (
+        value := find_option_value(option[1], sys.argv)
+    ):
         message += f", found `{value}`"
-    return Usage(message[:1].lower() + message[1:], hint=hint_on(error, raw))
+    return Usage(message[:1].lower() + message[1:], hint=hint_on_click_error(error, raw))
 
 
-def value_of(option: str, words: Sequence[str]) -> str | None:
+def find_option_value(option: str, arguments: Sequence[str]) -> str | None:
     """Return the last value of an option in a command line, None without one."""
-    pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]
+    pairs = [*pairwise(arguments), *(word.split("=", 1) for word in arguments if "=" in word)]
     return next((value for name, value in reversed(pairs) if name == option), None)
 
 
-def hint_on(error: Any, message: str) -> str:
+def hint_on_click_error(error: Any, message: str) -> str:
     """Return the hint for an error of click: what to type instead."""
     command = error.ctx.command_path if error.ctx else "ckptkit"
     if not (error.ctx and error.ctx.parent):

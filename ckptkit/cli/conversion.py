@@ -17,19 +17,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
-from ckptkit.checkpoints.find_components import LOST, describe_left
-from ckptkit.cli.output import be_quiet, note, note_used, pick, print_files, print_json, print_table, say
-from ckptkit.cli.settings import described, given
+from ckptkit.checkpoints.find_components import LOST, describe_not_copied
+from ckptkit.cli.output import (
+    pick,
+    print_files,
+    print_json,
+    print_note,
+    print_table,
+    print_text_line,
+    print_used_checkpoint,
+    set_quiet,
+)
+from ckptkit.cli.settings import given_settings, typer_option_of
 from ckptkit.cli.sources import checkpoint_argument
-from ckptkit.entry_points import load
+from ckptkit.entry_points import import_object
 from ckptkit.errors import Usage, first_of
 from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.io.destination import is_on_hub, to_destination
-from ckptkit.io.path import known_store
+from ckptkit.io.path import capabilities_at
 from ckptkit.models.names.weights import NOT_ASKED, LeftOut
 from ckptkit.settings import settings_of
 from ckptkit.state.options import ADAPTER, RANK, ConvertOptions
-from ckptkit.words import count, format_bytes, natural, spans
+from ckptkit.words import count, format_bytes, format_number_ranges, natural_sort_key
 
 if TYPE_CHECKING:
     from ckptkit.hub.cp import CopiedFiles
@@ -62,15 +71,17 @@ _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
 def report_salvage(account: Account, output: Path, *, dry_run: bool) -> None:
     """Print to stderr which tensors were lost, by file and layer, and what to do about it."""
     if account.repaired:
-        note(f"note: {count(len(account.repaired), 'damaged tensor', 'was')} read from another copy in the checkpoint")
+        print_note(
+            f"note: {count(len(account.repaired), 'damaged tensor', 'was')} read from another copy in the checkpoint"
+        )
     if account.filled:
         report_filled(account.filled)
-    if account.is_whole:
-        note(f"note: nothing was lost: {output} is complete")
+    if account.is_fully_from_source:
+        print_note(f"note: nothing was lost: {output} is complete")
     if account.lost:
         report_lost(account, output, dry_run=dry_run)
     if account.lost and not account.filled:
-        note("hint: pass --fill-from OTHER to take them from an earlier step or from the base model")
+        print_note("hint: pass --fill-from OTHER to take them from an earlier step or from the base model")
 
 
 def report_filled(filled: Sequence[Filled]) -> None:
@@ -79,9 +90,9 @@ def report_filled(filled: Sequence[Filled]) -> None:
     for tensor in filled:
         by_source[tensor.source, tensor.cast].append(tensor.name)
     for (source, cast), names in by_source.items():
-        note(f"filled {count(len(names), 'tensor')} from {source}{f', cast {cast}' if cast else ''}")
-        for layer, inside in by_layer(names):
-            note(f"  {layer}  {inside}")
+        print_note(f"filled {count(len(names), 'tensor')} from {source}{f', cast {cast}' if cast else ''}")
+        for layer, inside in group_names_by_layer(names):
+            print_note(f"  {layer}  {inside}")
 
 
 def report_lost(account: Account, output: Path, *, dry_run: bool) -> None:
@@ -90,21 +101,21 @@ def report_lost(account: Account, output: Path, *, dry_run: bool) -> None:
     size = format_bytes(sum(entry.nbytes for entry in named))
     total = account.kept + len(named)
     where = f"{output} would not contain them" if dry_run else f"its {NAME} lists them"
-    note(f"lost: {len(named):,} of {count(total, 'entry')} ({size}) are not in {output}; {where}")
+    print_note(f"lost: {len(named):,} of {count(total, 'entry')} ({size}) are not in {output}; {where}")
     faults: dict[str, list[Lost]] = defaultdict(list)
     for entry in account.lost:
-        faults[entry.describe(account.source)].append(entry)
+        faults[entry.describe_loss(account.source)].append(entry)
     for fault, lost in list(faults.items())[:_MOST_FAULTS]:
-        note(f"  {fault}")
-        for layer, inside in by_layer([entry.label for entry in lost if entry.name]):
-            note(f"    {layer}  {inside}")
+        print_note(f"  {fault}")
+        for layer, inside in group_names_by_layer([entry.label for entry in lost if entry.name]):
+            print_note(f"    {layer}  {inside}")
         if not all(entry.name for entry in lost):
-            note("    no file lists its contents")
+            print_note("    no file lists its contents")
     if len(faults) > _MOST_FAULTS:
-        note(f"  ... and for {count(len(faults) - _MOST_FAULTS, 'more reason')}")
+        print_note(f"  ... and for {count(len(faults) - _MOST_FAULTS, 'more reason')}")
 
 
-def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
+def group_names_by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return (layers, names in them) for each line of a list of tensors. Layers with the same names share a line.
 
     The layers are padded to equal width. Only the first `_MOST_LINES` lines are returned.
@@ -115,11 +126,12 @@ def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
         layer, inner = (match[1], match[2]) if match else ("", name)
         layers[layer].append(inner)
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for layer, inside in sorted(layers.items(), key=lambda item: natural(item[0])):
+    for layer, inside in sorted(layers.items(), key=lambda item: natural_sort_key(item[0])):
         above, _, number = layer.rpartition(".")
         alike[above, first_of(inside, _MOST_TENSORS)].append(number)
     lines = [
-        (f"{above}.{spans(map(int, numbers))}" if above else "", inside) for (above, inside), numbers in alike.items()
+        (f"{above}.{format_number_ranges(map(int, numbers))}" if above else "", inside)
+        for (above, inside), numbers in alike.items()
     ]
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], ("...", f"and {count(len(lines) - _MOST_LINES, 'line')} more like these")]
@@ -136,28 +148,30 @@ ToOrAdapter = Annotated[
     ),
 ]
 OPTIONS = settings_of(ConvertOptions)
-Include = Annotated[list[str] | None, described(OPTIONS["include"])]
-Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]
-Base = Annotated[str | None, described(OPTIONS["base"])]
-Map = Annotated[str | None, described(OPTIONS["map"])]
-AllowUnmatched = Annotated[bool, described(OPTIONS["allow_unmatched"])]
-OptimizerOrder = Annotated[str | None, described(OPTIONS["optimizer_order"])]
-Overwrite = Annotated[bool, described(OPTIONS["overwrite"])]
-Jobs = Annotated[int | None, described(OPTIONS["jobs"])]
-NoSync = Annotated[bool, described(OPTIONS["sync"])]
+Include = Annotated[list[str] | None, typer_option_of(OPTIONS["include"])]
+Exclude = Annotated[list[str] | None, typer_option_of(OPTIONS["exclude"])]
+Base = Annotated[str | None, typer_option_of(OPTIONS["base"])]
+Map = Annotated[str | None, typer_option_of(OPTIONS["map"])]
+AllowUnmatched = Annotated[bool, typer_option_of(OPTIONS["allow_unmatched"])]
+OptimizerOrder = Annotated[str | None, typer_option_of(OPTIONS["optimizer_order"])]
+Overwrite = Annotated[bool, typer_option_of(OPTIONS["overwrite"])]
+Jobs = Annotated[int | None, typer_option_of(OPTIONS["jobs"])]
+NoSync = Annotated[bool, typer_option_of(OPTIONS["sync"])]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def chosen_options(options: dict[str, Any], out: Path | None, *, yes: bool) -> dict[str, Any]:
+def options_given_by_user(options: dict[str, Any], out: Path | None, *, yes: bool) -> dict[str, Any]:
     """Return the options that the user gave, and `dry_run=True` for an output on the Hub without `--yes`.
 
     Under torchrun, adds the option for this rank's part of the work.
     """
-    chosen = given(options) | dry_run_option(out, yes=yes)
-    if "part" in chosen or not is_rank():
+    chosen = given_settings(options) | dry_run_option(out, yes=yes)
+    if "part" in chosen or not is_torchrun_rank():
         return chosen
-    be_quiet(os.environ["RANK"] != "0")
-    note(f"one of {os.environ['WORLD_SIZE']} ranks: the first finishes the output when every rank has done its part")
+    set_quiet(os.environ["RANK"] != "0")
+    print_note(
+        f"one of {os.environ['WORLD_SIZE']} ranks: the first finishes the output when every rank has done its part"
+    )
     return chosen | {"part": RANK}
 
 
@@ -169,13 +183,13 @@ def with_hub_note(done: Done, *, yes: bool) -> Done:
     """Return the result; after a dry run to the Hub, with a note on what ckptkit would send."""
     if not (done.dry_run and is_on_hub(done.output)):
         return done
-    describe = load(known_store(done.output).describe)
+    describe = import_object(capabilities_at(done.output).describe)
     text = f"would write to {describe(done.output)}"
     text += "" if yes else "; nothing was sent yet: pass --yes to send it"
     return replace(done, notes=(*done.notes, text))
 
 
-def is_rank() -> bool:
+def is_torchrun_rank() -> bool:
     """Return True under `torchrun -m ckptkit`, but not for a `ckptkit` that a rank of a training starts.
 
     Such a process inherits torchrun's environment, but no other ranks take part in its work.
@@ -183,21 +197,21 @@ def is_rank() -> bool:
     return Path(sys.argv[0]).name == "__main__.py" and all(name in os.environ for name in _TORCHRUN)
 
 
-def show(src: Path | None, done: Converted, verb: str, *, yes: bool = True, json: bool) -> None:
+def print_result(source: Path | None, result: Converted, verb: str, *, yes: bool = True, json: bool) -> None:
     """Print the result as text or JSON. Under torchrun only rank 0 prints."""
-    if is_rank() and os.environ["RANK"] != "0":
+    if is_torchrun_rank() and os.environ["RANK"] != "0":
         return
-    done = with_hub_note(done, yes=yes)
-    for text in done.salvaged.warnings(done.output) if done.salvaged else ():
-        note(f"warning: {text}")
+    result = with_hub_note(result, yes=yes)
+    for text in result.salvaged.warnings(result.output) if result.salvaged else ():
+        print_note(f"warning: {text}")
     if json:
-        print_json(to_json(done))
+        print_json(to_json(result))
     else:
-        report(src, done, verb)
-    if done.salvaged is not None:
-        report_salvage(done.salvaged, done.output, dry_run=done.dry_run)
-    for text in () if json else done.warnings:
-        note(f"warning: {text}")
+        report(source, result, verb)
+    if result.salvaged is not None:
+        report_salvage(result.salvaged, result.output, dry_run=result.dry_run)
+    for text in () if json else result.warnings:
+        print_note(f"warning: {text}")
 
 
 def to_json(done: Converted) -> dict[str, Any]:
@@ -221,36 +235,36 @@ def to_json(done: Converted) -> dict[str, Any]:
 
 def report(src: Path | None, done: Converted, verb: str) -> None:
     """Print the result for a reader."""
-    from ckptkit.state.report import amounts, headline
+    from ckptkit.state.report import amount_lines, source_and_output_line
 
-    note_used(src, done.source)
-    say(headline(done, verb))
+    print_used_checkpoint(src, done.source)
+    print_text_line(source_and_output_line(done, verb))
     if done.weights:
         rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]
         print_table(rows, ("  factor", "checkpoint"))
     print_files(done.files)
-    for line in (*remarks(done), *amounts(done)):
-        say(line)
+    for line in (*remark_lines(done), *amount_lines(done)):
+        print_text_line(line)
 
 
-def remarks(done: Converted) -> list[str]:
+def remark_lines(result: Converted) -> list[str]:
     """Return lines about entries that were renamed, cast, completed, dropped or not copied, and the notes."""
     lines = []
-    if done.wrapper:
-        lines.append(f"found the model under the key `{done.wrapper}`")
-    lines += describe_dropped(left for left in done.dropped if left.why not in NOT_ASKED)
-    named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
+    if result.wrapper:
+        lines.append(f"found the model under the key `{result.wrapper}`")
+    lines += describe_dropped(left for left in result.dropped if left.why not in NOT_ASKED)
+    named = [(old, new) for old, new in result.renamed.items() if old.removeprefix(f"{result.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
-    for change in sorted(set(done.cast.values())):
-        lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
+    for change in sorted(set(result.cast.values())):
+        lines.append(f"cast {count(list(result.cast.values()).count(change), 'tensor')}: {change}")
     zeros: dict[str, list[str]] = defaultdict(list)  # by parameter: the parts of its missing optimizer state
-    for name, form in done.completed.items():
+    for name, form in result.completed.items():
         state, _, kind = name.rpartition(".")
         zeros[state].append(f"{kind} {form}")
     lines += [f"zeros for `{state}`: {', '.join(kinds)}" for state, kinds in zeros.items()]
-    lines += [f"note: {text}" for text in done.notes]
-    return lines + describe_left([left for left in done.left_behind if left.why not in LOST], "not copied")
+    lines += [f"note: {text}" for text in result.notes]
+    return lines + describe_not_copied([left for left in result.left_behind if left.why not in LOST], "not copied")
 
 
 def describe_dropped(dropped: Iterable[LeftOut]) -> list[str]:

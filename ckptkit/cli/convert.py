@@ -16,13 +16,13 @@ from ckptkit.cli.conversion import (
     To,
     ToOrAdapter,
     Yes,
-    chosen_options,
+    options_given_by_user,
     parse_factors,
-    show,
+    print_result,
 )
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
-from ckptkit.cli.sources import Also, each_with_others, with_others
+from ckptkit.cli.sources import Also, each_with_others, join_also_directories
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_model_path, to_path
 
@@ -59,10 +59,10 @@ def consolidate(
     """
     from ckptkit.conversion.consolidate import consolidate as run
 
-    src = with_others(src, also)
+    src = join_also_directories(src, also)
     with progress_bar("consolidating") as progress:
-        done = run(src, out, **chosen_options(options, out, yes=yes), progress=progress)
-    show(src, done, "consolidated", yes=yes, json=json)
+        done = run(src, out, **options_given_by_user(options, out, yes=yes), progress=progress)
+    print_result(src, done, "consolidated", yes=yes, json=json)
 
 
 @with_options(OPTIONS)
@@ -87,10 +87,10 @@ def convert(
     """
     from ckptkit.conversion.convert import convert as run
 
-    src = with_others(src, also)
+    src = join_also_directories(src, also)
     with progress_bar("converting") as progress:
-        done = run(src, out, to=to, **chosen_options(options, out, yes=yes), progress=progress)
-    show(src, done, "converted", yes=yes, json=json)
+        done = run(src, out, to=to, **options_given_by_user(options, out, yes=yes), progress=progress)
+    print_result(src, done, "converted", yes=yes, json=json)
 
 
 @with_options(OPTIONS, leave_out=_OF_OTHERS)
@@ -126,10 +126,10 @@ def reshard(
     from ckptkit.conversion.reshard import default_source
     from ckptkit.conversion.reshard import reshard as run
 
-    src = with_others(src or default_source(), also) if also else src
+    src = join_also_directories(src or default_source(), also) if also else src
     with progress_bar("resharding") as progress:
-        done = run(src, out, to=to, **chosen_options(options, out, yes=yes), progress=progress)
-    show(src, done, "resharded", yes=yes, json=json)
+        done = run(src, out, to=to, **options_given_by_user(options, out, yes=yes), progress=progress)
+    print_result(src, done, "resharded", yes=yes, json=json)
 
 
 @with_options(OPTIONS, leave_out=(*_OF_ONE, "adapter_config", "experts_layout", "experts"))
@@ -174,9 +174,9 @@ def average(
 
     sources = each_with_others(sources, also, "pass one run and --last K")
     with progress_bar("averaging") as progress:
-        wanted = {"to": to, **chosen_options(options, out, yes=yes)}
+        wanted = {"to": to, **options_given_by_user(options, out, yes=yes)}
         done = run(sources, out, weights=parse_factors(factors), last=last, **wanted, progress=progress)
-    show(done.source, done, "averaged", yes=yes, json=json)
+    print_result(done.source, done, "averaged", yes=yes, json=json)
 
 
 @with_options(OPTIONS, leave_out=(*_OF_ONE, "experts", "names", "map", "vocab_size"))
@@ -214,9 +214,9 @@ def merge(
     hint = "`ckptkit consolidate ADAPTER OUT --also DIR` makes one directory of each"
     adapters = each_with_others(adapters, also, hint)
     with progress_bar("merging") as progress:
-        wanted = {"to": to, **chosen_options(options, out, yes=yes)}
+        wanted = {"to": to, **options_given_by_user(options, out, yes=yes)}
         done = run(model, adapters, out, weights=parse_factors(factors), **wanted, progress=progress)
-    show(model, done, "merged", yes=yes, json=json)
+    print_result(model, done, "merged", yes=yes, json=json)
 
 
 def finalize(
@@ -241,4 +241,4 @@ def finalize(
 
     with progress_bar("finishing") as progress:
         done = run(out, jobs=jobs, sync=not no_sync, progress=progress)
-    show(done.source, done, "made", json=json)
+    print_result(done.source, done, "made", json=json)

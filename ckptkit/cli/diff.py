@@ -13,16 +13,16 @@ from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs, Map, 
 from ckptkit.cli.output import (
     Json,
     Quiet,
-    note,
-    note_used,
     pick,
     print_json,
+    print_note,
     print_table,
+    print_text_line,
+    print_used_checkpoint,
     progress_bar,
-    say,
-    with_count,
+    with_repeat_count,
 )
-from ckptkit.cli.sources import Also, checkpoint_argument, with_others
+from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.io.path import to_path
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def diff(
     """
     from ckptkit.checks.diff import diff as compare
 
-    a = with_others(a, also)
+    a = join_also_directories(a, also)
     with progress_bar("diff") as progress:
         result = compare(
             a,
@@ -93,7 +93,7 @@ def diff(
         print_json(to_json(result))
     else:
         for asked, taken in ((a, result.a), (b, result.b)):
-            note_used(asked, taken)
+            print_used_checkpoint(asked, taken)
         report(result, every=every)
     if not result.is_equal:
         raise typer.Exit(1)
@@ -123,10 +123,10 @@ def difference_json(difference: Difference) -> dict[str, Any]:
 
 def report(result: Diff, *, every: bool) -> None:
     """Print the result for a reader: the most important differences first, the conclusion last."""
-    from ckptkit.checks.differences import Kind, conclude
+    from ckptkit.checks.differences import Kind, conclusion_line
 
     for text in result.notes:
-        note(f"note: {text}")
+        print_note(f"note: {text}")
     most = None if every else _ROWS
     kinds = [Kind(difference, 1) for difference in result.different] if every else result.by_kind
     report_unmeasured("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], most)
@@ -134,14 +134,14 @@ def report(result: Diff, *, every: bool) -> None:
     others = [kind for kind in kinds if not kind.difference.distance and kind.difference.reason != "shape"]
     report_unmeasured("entries with another value or dtype", others, most)
     for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
-        say_list(f"only in {side}, {path}", names if every else fold_layers(names), most)
-    say_list("renamed", list_renames(result, every=every), most)
-    say(conclude(result))
+        print_lines(f"only in {side}, {path}", names if every else fold_layer_names(names), most)
+    print_lines("renamed", list_renames(result, every=every), most)
+    print_text_line(conclusion_line(result))
     changed = [difference for difference in result.different if difference.reason == "dtype"]
-    if any(one.a and one.b and one.a.dtype.can_become(one.b.dtype) for one in changed):
-        note("hint: --allow-cast compares floats of two dtypes after conversion")
+    if any(one.a and one.b and one.a.dtype.is_castable_to(one.b.dtype) for one in changed):
+        print_note("hint: --allow-cast compares floats of two dtypes after conversion")
     elif any(difference.reason == "values" and difference.is_weight for difference in result.different):
-        note(f"hint: `ckptkit stats {result.a} {result.b}` shows which parameters moved most")
+        print_note(f"hint: `ckptkit stats {result.a} {result.b}` shows which parameters moved most")
 
 
 def report_measured(kinds: Sequence[Kind], most: int | None) -> None:
@@ -152,13 +152,15 @@ def report_measured(kinds: Sequence[Kind], most: int | None) -> None:
     common = changes.pop() if len(changes) == 1 else ""
     rows = [kind_row(kind, with_change=not common) for kind in kinds[:most]]
     print_table(rows, ("rel L2", "max", "differ", "first", f"tensor: {common}" if common else "tensor"))
-    say_more(len(kinds), most)
+    print_omitted_count(len(kinds), most)
 
 
 def report_unmeasured(what: str, kinds: Sequence[Kind], most: int | None) -> None:
     """Print differences without a size, such as other shapes."""
-    lines = [with_count(f"{kind.difference.name}: {describe_change(kind.difference)}", kind.count) for kind in kinds]
-    say_list(what, lines, most)
+    lines = [
+        with_repeat_count(f"{kind.difference.name}: {describe_change(kind.difference)}", kind.count) for kind in kinds
+    ]
+    print_lines(what, lines, most)
 
 
 def kind_row(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
@@ -168,9 +170,9 @@ def kind_row(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
     assert difference.a is not None
     strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
     first = "" if distance.first is None else f"[{','.join(map(str, distance.first))}]"
-    differ = share_of_elements(distance.different, kind.count * difference.a.numel)
+    differ = format_element_share(distance.different, kind.count * difference.a.numel)
     change = f": {describe_change(difference)}" if with_change and difference.reason == "dtype" else ""
-    name = with_count(f"{difference.name}{change}", kind.count)
+    name = with_repeat_count(f"{difference.name}{change}", kind.count)
     return f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}", f"{differ}{strange}", first, name
 
 
@@ -185,41 +187,44 @@ def describe_change(difference: Difference) -> str:
     return " => ".join(str(list(spec.shape)).replace(" ", "") for spec in (difference.a, difference.b))
 
 
-def share_of_elements(part: int, whole: int) -> str:
-    """Return `part` of `whole` as text: a number below 1000, else a percentage, or "all"."""
-    if part == whole:
+def format_element_share(count: int, total: int) -> str:
+    """Return `count` of `total` as text: a number below 1000, else a percentage, or "all"."""
+    if count == total:
         return "all"
-    return f"{part:,}" if part < 1000 else f"{min(100 * part / whole, 99.9):.3g}%"
+    return f"{count:,}" if count < 1000 else f"{min(100 * count / total, 99.9):.3g}%"
 
 
 def list_renames(result: Diff, *, every: bool) -> list[str]:
     """Return the renames as lines, folded into as few rules as possible unless `every`."""
-    from ckptkit.layout.renames import explain
+    from ckptkit.layout.renames import explain_renames
 
     if every or not result.renamed:
         return [f"{old} => {new}" for old, new in result.renamed.items()]
-    return [with_count(f"{line.old} => {line.new}", line.count) for line in explain(result.renamed)]
+    return [with_repeat_count(f"{line.old} => {line.new}", line.count) for line in explain_renames(result.renamed)]
 
 
-def fold_layers(names: Sequence[str]) -> list[str]:
+def fold_layer_names(names: Sequence[str]) -> list[str]:
     """Return names, with one line for all names that differ only in the layer number."""
-    from ckptkit.layout.renames import fold
+    from ckptkit.layout.renames import fold_numbers
 
-    counts = Counter(map(fold, names))
-    lines = (with_count(fold(name), counts[fold(name)]) if counts[fold(name)] > 1 else name for name in names)
+    counts = Counter(map(fold_numbers, names))
+    lines = (
+        with_repeat_count(fold_numbers(name), counts[fold_numbers(name)]) if counts[fold_numbers(name)] > 1 else name
+        for name in names
+    )
     return list(dict.fromkeys(lines))
 
 
-def say_list(what: str, lines: Sequence[str], most: int | None) -> None:
+def print_lines(what: str, lines: Sequence[str], most: int | None) -> None:
     """Print a heading and lines, if there are any: the first `most`, and the number of the others."""
     if lines:
-        say(f"{what}:")
+        print_text_line(f"{what}:")
     for line in lines[:most]:
-        say(f"  {line}")
-    say_more(len(lines), most)
+        print_text_line(f"  {line}")
+    print_omitted_count(len(lines), most)
 
 
-def say_more(number: int, most: int | None) -> None:
+def print_omitted_count(number: int, most: int | None) -> None:
     """Print how many lines were left out, if any."""
     if most is not None and number > most:
-        say(f"  ... {number - most:,} more: --all lists them")
+        print_text_line(f"  ... {number - most:,} more: --all lists them")

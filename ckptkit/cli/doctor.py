@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
-from ckptkit.cli.sources import Also, checkpoint_argument, with_others
+from ckptkit.cli.output import Json, Quiet, pick, print_json, print_note, print_table, print_text_line
+from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.destination import is_on_hub
 from ckptkit.io.path import to_path
-from ckptkit.words import spans
+from ckptkit.words import format_number_ranges
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.doctor import Diagnosis
@@ -59,13 +59,13 @@ def doctor(
     if is_on_hub(fix):
         hint = "run `ckptkit doctor CKPT`, then the command that it names, with --yes"
         raise Usage("--fix does not write to the Hub", path=fix, hint=hint)
-    diagnosis = examine(with_others(ckpt, also), model=model, like=like, world_size=world_size, fix=fix)
+    diagnosis = examine(join_also_directories(ckpt, also), model=model, like=like, world_size=world_size, fix=fix)
     if json:
         print_json(to_json(diagnosis))
     else:
         report(diagnosis, every=every)
         if diagnosis.fixed:
-            say(f"wrote {diagnosis.fixed.path}, which is now:")
+            print_text_line(f"wrote {diagnosis.fixed.path}, which is now:")
             report(diagnosis.fixed, every=every)
     if not diagnosis.is_ok:
         raise typer.Exit(1)
@@ -81,18 +81,20 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 def report(diagnosis: Diagnosis, *, every: bool) -> None:
     """Print the findings as a numbered table, and below it the commands that fix them, by number."""
     for text in diagnosis.notes:
-        note(f"note: {text}")
+        print_note(f"note: {text}")
     shown = diagnosis.findings if every else diagnosis.findings[:_ROWS]
     if shown:
         rows = [(number, finding.code, finding.line) for number, finding in enumerate(shown, 1)]
         print_table(rows, ("", "finding", "tensor: problem"))
     if len(shown) < len(diagnosis.findings):
-        say(f"... {len(diagnosis.findings) - len(shown):,} more: --all lists them")
+        print_text_line(f"... {len(diagnosis.findings) - len(shown):,} more: --all lists them")
     fixes = dict.fromkeys(finding.fix for finding in shown if finding.fix)
     for fix in fixes:
         verb = "ran, to fix" if diagnosis.fixed and fix == str(diagnosis.fixed_by) else "fixes"
-        say(f"{verb} {spans(number for number, finding in enumerate(shown, 1) if finding.fix == fix)}: {fix}")
+        print_text_line(
+            f"{verb} {format_number_ranges(i for i, finding in enumerate(shown, 1) if finding.fix == fix)}: {fix}"
+        )
     if len(fixes) > 1:
-        note("hint: run one of them, then run `ckptkit doctor` on its output")
-    say(diagnosis.verdict)
-    note(diagnosis.not_read)
+        print_note("hint: run one of them, then run `ckptkit doctor` on its output")
+    print_text_line(diagnosis.verdict)
+    print_note(diagnosis.not_read)

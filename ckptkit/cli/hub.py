@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source, Yes, dry_run_option, with_hub_note
 from ckptkit.cli.output import (
     Json,
     Quiet,
-    note_used,
     pick,
     print_files,
     print_json,
     print_table,
+    print_text_line,
+    print_used_checkpoint,
     progress_bar,
-    say,
     without_middle,
 )
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.io.destination import to_destination
-from ckptkit.io.path import to_local, to_path
+from ckptkit.io.path import to_local_path, to_path
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def push(
     """
     from ckptkit.hub.push import push as run
 
-    src = with_others(src, also)
+    src = join_also_directories(src, also)
     done = run(
         src, repository, public=public, revision=revision, message=message, yes=yes, jobs=jobs, bars=progress_bar
     )
@@ -96,24 +96,24 @@ def push_json(done: Pushed) -> dict[str, Any]:
 
 def report_push(src: Path, done: Pushed) -> None:
     """Print the result for a reader."""
-    note_used(src, done.source)
+    print_used_checkpoint(src, done.source)
     access = "private" if done.is_private else "public"
     destination = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
     kind = f"{'new, ' if done.is_new else ''}{access}"
-    say(f"{'pushed' if done.is_done else 'would push'} {done.source}")
-    say(f"to {destination} ({kind})")
+    print_text_line(f"{'pushed' if done.is_done else 'would push'} {done.source}")
+    print_text_line(f"to {destination} ({kind})")
     print_table(list(rows(done)), ("  file", "size", "verdict"))
     for text in done.notes:
-        say(f"note: {text}")
+        print_text_line(f"note: {text}")
     amount = f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)}"
     if not done.is_done:
-        say(f"would send {amount}; nothing was sent yet: pass --yes to send it")
+        print_text_line(f"would send {amount}; nothing was sent yet: pass --yes to send it")
         return
     is_same = len(done.unchanged) == len(done.files) and not done.removed
-    say(f"{amount} in {done.seconds:.2f} s{'; nothing had changed, nothing was sent' if is_same else ''}")
-    say(f"every size and checksum on the Hub matches the file here; commit {(done.commit or '')[:8]}")
+    print_text_line(f"{amount} in {done.seconds:.2f} s{'; nothing had changed, nothing was sent' if is_same else ''}")
+    print_text_line(f"every size and checksum on the Hub matches the file here; commit {(done.commit or '')[:8]}")
     at = "" if done.revision == "main" else f"@{done.revision}"
-    say(f"to get a copy elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
+    print_text_line(f"to get a copy elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
 
 
 def rows(done: Pushed) -> Iterator[tuple[str, ...]]:
@@ -140,7 +140,7 @@ def pull(
         str,
         typer.Argument(metavar="ORG/NAME[@REVISION]", help="The repository on the Hub; by default its main branch."),
     ],
-    out: Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The local directory to write.")],
+    out: Annotated[Path, typer.Argument(parser=to_local_path, metavar="OUT", help="The local directory to write.")],
     revision: Annotated[str | None, typer.Option(metavar="REVISION", help="A branch, a tag or a commit.")] = None,
     include: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Pull only matching files; repeatable.")
@@ -191,14 +191,14 @@ def pull_json(done: Pulled) -> dict[str, Any]:
 
 def report_pull(done: Pulled) -> None:
     """Print the result for a reader."""
-    say(f"pulled {done.repo_id}, {done.revision} at {done.commit[:8]}, into {done.output}")
+    print_text_line(f"pulled {done.repo_id}, {done.revision} at {done.commit[:8]}, into {done.output}")
     print_files(done.files)
     before = done.nbytes - done.fetched_bytes
     here = f"; {format_bytes(before)} were there already" if before else ""
-    say(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
-    say("every file matches its checksum on the Hub")
+    print_text_line(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
+    print_text_line("every file matches its checksum on the Hub")
     unknown = "note: it contains no checkpoint in a known format"
-    say(f"next: ckptkit inspect {done.output}" if done.format else unknown)
+    print_text_line(f"next: ckptkit inspect {done.output}" if done.format else unknown)
 
 
 def cp(
@@ -233,7 +233,7 @@ def cp(
     """
     from ckptkit.hub.cp import cp as run
 
-    src = with_others(src, also)
+    src = join_also_directories(src, also)
     with progress_bar("copying") as progress:
         options = {"overwrite": overwrite, "sync": not no_sync, **dry_run_option(dst, yes=yes)}
         done = with_hub_note(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
@@ -253,10 +253,10 @@ def cp_json(done: CopiedFiles) -> dict[str, Any]:
 
 def report_cp(src: Path, done: CopiedFiles) -> None:
     """Print the result for a reader."""
-    note_used(src, done.source)
+    print_used_checkpoint(src, done.source)
     first, *others = done.summary()
-    say(first)
+    print_text_line(first)
     print_files(done.files)
     notes = [f"note: {text}" for text in done.notes]
-    for line in (*others, *notes, *describe_left(done.left_behind, "not copied")):
-        say(line)
+    for line in (*others, *notes, *describe_not_copied(done.left_behind, "not copied")):
+        print_text_line(line)

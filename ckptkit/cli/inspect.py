@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.checkpoints.account import describe_account
-from ckptkit.checkpoints.find_components import describe_left
-from ckptkit.cli.output import Json, Quiet, note, note_used, pick, print_json, print_table, say
-from ckptkit.cli.sources import Also, checkpoint_argument, with_others
+from ckptkit.checkpoints.find_components import describe_not_copied
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    pick,
+    print_json,
+    print_note,
+    print_table,
+    print_text_line,
+    print_used_checkpoint,
+)
+from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.errors import first_of
 from ckptkit.words import count, count_parameters, format_bytes
 
@@ -45,29 +54,29 @@ def inspect(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.checkpoints.other_kinds import other_kind_of
+    from ckptkit.checkpoints.other_kinds import find_other_kind
     from ckptkit.checks.inspect import inspect as look
 
-    path = with_others(path, also)
-    if kind := other_kind_of(path):
-        kind.show(path, tensors=tensors, json=json)
+    path = join_also_directories(path, also)
+    if kind := find_other_kind(path):
+        kind.show_description(path, tensors=tensors, json=json)
         return
     inspected = look(path, with_places=chunks)
     for fault in inspected.unread:
-        note(f"warning: a part cannot be read: {fault}")
+        print_note(f"warning: a part cannot be read: {fault}")
     if svg is not None:
         from ckptkit.cli.shard_map import write_shard_map
 
         write_shard_map(inspected.layout, svg)
-        note(f"wrote {svg}")
+        print_note(f"wrote {svg}")
     if json:
         print_json(to_json(inspected, with_chunks=chunks))
         return
     report(inspected, path)
     if shards:
-        from ckptkit.cli.shard_map import show_map
+        from ckptkit.cli.shard_map import print_shard_map
 
-        show_map(inspected.layout)
+        print_shard_map(inspected.layout)
     elif chunks:
         rows: list[tuple[object, ...]] = [
             (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)
@@ -130,31 +139,31 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
 
 def report(inspected: Inspected, asked: Path) -> None:
     """Print a summary of the checkpoint."""
-    note_used(asked, inspected.whole)
+    print_used_checkpoint(asked, inspected.whole)
     for line in inspected.summary():
-        say(line)
+        print_text_line(line)
     rows = [
         ("other" if kind == "rest" else kind, group.entries, format_bytes(group.nbytes), *describe_dtypes(group))
         for kind, group in inspected.groups.items()
     ]
     print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if inspected.optimizer_keys == "ids":
-        say("the optimizer's keys are parameter indices, not names")
+        print_text_line("the optimizer's keys are parameter indices, not names")
     for adapter in inspected.adapters:
-        say(describe_adapter(adapter))
+        print_text_line(adapter_line(adapter))
     if inspected.quantized:
-        say(describe_quantized(inspected.quantized))
+        print_text_line(quantized_line(inspected.quantized))
     if inspected.salvaged:
-        say(f"{describe_account(inspected.salvaged)}; salvage.json lists them")
+        print_text_line(f"{describe_account(inspected.salvaged)}; salvage.json lists them")
     for tie in inspected.ties:
-        say(f"tied: {' = '.join(tie)}")
+        print_text_line(f"tied: {' = '.join(tie)}")
     for remark in inspected.remarks:
-        note(f"note: {remark}")
-    for line in describe_left(inspected.left_behind, "other files"):
-        say(line)
+        print_note(f"note: {remark}")
+    for line in describe_not_copied(inspected.left_behind, "other files"):
+        print_text_line(line)
 
 
-def describe_adapter(adapter: InspectedAdapter) -> str:
+def adapter_line(adapter: InspectedAdapter) -> str:
     """Return a line about an adapter."""
     rank = " to ".join(map(str, dict.fromkeys((adapter.rows[0], adapter.rows[-1])))) if adapter.rows else "unknown"
     alpha = f"alpha {adapter.alpha}" if adapter.alpha or adapter.config else "alpha is unknown: no adapter_config.json"
@@ -171,7 +180,7 @@ def describe_adapter(adapter: InspectedAdapter) -> str:
     return f"adapter {adapter.name}: {', '.join(facts)}; {count_parameters(adapter.parameters)}"
 
 
-def describe_quantized(quantized: InspectedQuantized) -> str:
+def quantized_line(quantized: InspectedQuantized) -> str:
     """Return a line about the quantized weights."""
     if quantized.refusal is not None:
         return f"quantized: {quantized.refusal}"
@@ -185,15 +194,15 @@ def describe_quantized(quantized: InspectedQuantized) -> str:
 def describe_dtypes(group: Group) -> tuple[str, str]:
     """Return the dtypes of a group, with percentages if there are several, and the keys that contain it."""
     total = sum(group.bytes_by_dtype.values()) or 1
-    shares = [f"{name} {percentage(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
+    shares = [f"{name} {format_percentage(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
     return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), first_of(group.under, _MOST_KEYS)
 
 
-def percentage(part: float) -> str:
+def format_percentage(fraction: float) -> str:
     """Return a fraction as a percentage that is never rounded to 0% or 100%."""
-    if 0 < part < 0.01:
+    if 0 < fraction < 0.01:
         return "<1%"
-    return ">99%" if 0.99 < part < 1 else f"{part:.0%}"
+    return ">99%" if 0.99 < fraction < 1 else f"{fraction:.0%}"
 
 
 def tree_rows(inspected: Inspected) -> list[tuple[object, ...]]:

@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, say, terminal_width
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    format_age,
+    pick,
+    print_json,
+    print_note,
+    print_table,
+    print_text_line,
+    terminal_width,
+)
+from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.errors import first_of
 from ckptkit.io.path import to_path
-from ckptkit.words import count, format_bytes, visible
+from ckptkit.words import count, escape_control_characters, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.runs.ls import Listed, Listing
@@ -44,7 +54,7 @@ def ls(
     """
     from ckptkit.runs.ls import ls as list_checkpoints
 
-    run = with_others(run, also)
+    run = join_also_directories(run, also)
     listing = list_checkpoints(run)
     if json:
         print_json(to_json(listing))
@@ -70,8 +80,8 @@ def to_json(listing: Listing) -> dict[str, Any]:
 
 def report(listing: Listing, run: Path) -> None:
     """Print the table, and hints about the next commands."""
-    fixed = [row_of(checkpoint) for checkpoint in listing.checkpoints]
-    marks = [marks_of(checkpoint, is_latest=checkpoint.path == listing.latest) for checkpoint in listing.checkpoints]
+    fixed = [table_row(checkpoint) for checkpoint in listing.checkpoints]
+    marks = [mark_labels(checkpoint, is_latest=checkpoint.path == listing.latest) for checkpoint in listing.checkpoints]
     header = ["checkpoint", "age", "ranks", "size", "state"]
     shown, hidden = choose_metrics(listing.checkpoints, [header, *fixed], marks)
     rows = []
@@ -80,46 +90,46 @@ def report(listing: Listing, run: Path) -> None:
         rows.append([*row, *("" if value is None else f"{value:.4g}" for value in values), mark])
     print_table(rows, [*header, *shown, ""])
     total = format_bytes(sum(checkpoint.nbytes for checkpoint in listing.checkpoints))
-    say(f"{count(len(listing.checkpoints), 'checkpoint')}, {total}")
-    give_hints(listing, run, hidden)
+    print_text_line(f"{count(len(listing.checkpoints), 'checkpoint')}, {total}")
+    print_hints(listing, run, hidden)
 
 
-def give_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
+def print_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
     """Print notes about facts that the table does not show, and hints about the next commands."""
     if listing.tracker:
-        note(f"note: {listing.tracker}")
+        print_note(f"note: {listing.tracker}")
     if hidden:
-        note(f"note: also measured: {', '.join(hidden)}; --json has all")
+        print_note(f"note: also measured: {', '.join(hidden)}; --json has all")
     if listing.root != run:
-        note(f"note: this is one checkpoint: `ckptkit inspect {run}` shows what is in it")
+        print_note(f"note: this is one checkpoint: `ckptkit inspect {run}` shows what is in it")
     for inside in listing.runs:
-        note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
+        print_note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
     blind = [one.name for one in listing.checkpoints if one.is_complete and not one.sizes_compared]
     if blind:
-        note(f"note: not compared with their metadata: the sizes of {first_of(blind, 3)}")
+        print_note(f"note: not compared with their metadata: the sizes of {first_of(blind, 3)}")
     claims = [checkpoint.claim for checkpoint in listing.checkpoints if checkpoint.claim]
     if any(not claim.is_deletion for claim in claims):
-        note(f"hint: `ckptkit prune --uploads {listing.root}` lists uploads; with --yes it aborts the stale ones")
+        print_note(f"hint: `ckptkit prune --uploads {listing.root}` lists uploads; with --yes it aborts the stale ones")
     if any(claim.is_deletion for claim in claims):
-        note(f"hint: `ckptkit prune {listing.root} --keep-last N --yes` finishes an interrupted deletion")
+        print_note(f"hint: `ckptkit prune {listing.root} --keep-last N --yes` finishes an interrupted deletion")
     for checkpoint in listing.checkpoints:
         if not checkpoint.is_complete and checkpoint.claim is None:
-            note(f"hint: `ckptkit verify {checkpoint.path}` lists the problems")
+            print_note(f"hint: `ckptkit verify {checkpoint.path}` lists the problems")
             return
 
 
-def row_of(checkpoint: Listed) -> list[str]:
+def table_row(checkpoint: Listed) -> list[str]:
     """Return the cells of a checkpoint for the columns that every table has."""
     return [
         checkpoint.name,
-        age(time.time() - checkpoint.saved_at) if checkpoint.saved_at else "",
+        format_age(time.time() - checkpoint.saved_at) if checkpoint.saved_at else "",
         "" if checkpoint.world_size is None else str(checkpoint.world_size),
         format_bytes(checkpoint.nbytes),
-        state_of(checkpoint),
+        state_label(checkpoint),
     ]
 
 
-def state_of(checkpoint: Listed) -> str:
+def state_label(checkpoint: Listed) -> str:
     """Return the state of a checkpoint as text: complete, its problem, or an unfinished upload or deletion."""
     state = "weights only" if checkpoint.is_weights_only and checkpoint.is_complete else "complete"
     if checkpoint.claim is None:
@@ -127,7 +137,7 @@ def state_of(checkpoint: Listed) -> str:
     return f"{state}; {checkpoint.claim.describe()}" if checkpoint.is_complete else checkpoint.claim.describe()
 
 
-def marks_of(checkpoint: Listed, *, is_latest: bool) -> str:
+def mark_labels(checkpoint: Listed, *, is_latest: bool) -> str:
     """Return the marks of a checkpoint as text: latest, pinned, and tracker files that name it."""
     marks = ["latest"] if is_latest else []
     marks += ["pinned"] if checkpoint.is_pinned else []
@@ -139,11 +149,11 @@ def choose_metrics(
 ) -> tuple[list[str], list[str]]:
     """Return the metrics that fit beside a table, the most frequent first, and the metrics that do not fit."""
     names = list(dict(Counter(name for checkpoint in checkpoints for name in checkpoint.metrics).most_common()))
-    used = sum(max(len(visible(row[i])) for row in table) + 2 for i in range(len(table[0])))
+    used = sum(max(len(escape_control_characters(row[i])) for row in table) + 2 for i in range(len(table[0])))
     room = terminal_width() - used - min(max(map(len, marks), default=0), 24)
     shown: list[str] = []
     for name in names:
-        room -= max(len(visible(name)), _COLUMN) + 2
+        room -= max(len(escape_control_characters(name)), _COLUMN) + 2
         if room < 0:
             break
         shown.append(name)

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError
-from ckptkit.trainers import step_of
-from ckptkit.words import fold_lines, format_bytes, visible
+from ckptkit.trainers import find_step_of_path
+from ckptkit.words import escape_control_characters, fold_lines, format_bytes
 
 _quiet = False
 _NARROWEST = 16  # minimum width of a table column in characters, on a narrow terminal; no number is wider
@@ -28,13 +28,13 @@ _SOON = 0.5  # seconds before a progress bar appears; shorter work shows none
 _LEAST_LOGGED = 10**8  # bytes; smaller work finishes too soon to need lines in a log
 
 
-def be_quiet(wanted: bool) -> None:
-    """Print only errors and JSON from now on, if `wanted`."""
+def set_quiet(is_quiet: bool) -> None:
+    """Print only errors and JSON from now on, if `is_quiet`."""
     global _quiet  # noqa: PLW0603 - a process has one terminal
-    _quiet = _quiet or wanted
+    _quiet = _quiet or is_quiet
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="Print nothing but errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=set_quiet, help="Print nothing but errors.")]
 Json = Annotated[bool, typer.Option(help="Print one JSON object.")]
 
 
@@ -56,37 +56,37 @@ def current_directory() -> str:
     return "" if any(directory in word for word in sys.argv) else directory
 
 
-def printable(text: str) -> str:
+def as_printable(text: str) -> str:
     """Return text for a terminal: paths are relative as the user typed them, and control characters are escaped."""
     directory = current_directory()
-    return visible(text.replace(directory, "") if len(directory) > 1 else text)
+    return escape_control_characters(text.replace(directory, "") if len(directory) > 1 else text)
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a line to stderr, unless --quiet is given."""
     if not _quiet:
-        typer.echo(printable(text), err=True)
+        typer.echo(as_printable(text), err=True)
 
 
-def note_used(asked: Path | None, used: Path) -> None:
+def print_used_checkpoint(asked: Path | None, used: Path) -> None:
     """Print which checkpoint is used, if the user named no path, its run, or the step that it is a part of."""
     if used != asked:
-        is_part = asked is not None and step_of(asked) is not None and step_of(used) is None
+        is_part = asked is not None and find_step_of_path(asked) is not None and find_step_of_path(used) is None
         what = "the model" if is_part else "the latest complete checkpoint"
-        note(f"using {used}, {what}{f' of {asked}' if asked else ''}")
+        print_note(f"using {used}, {what}{f' of {asked}' if asked else ''}")
 
 
-def say(text: str) -> None:
+def print_text_line(text: str) -> None:
     """Print a line to stdout, unless --quiet is given."""
-    print_line(printable(text))
+    print_raw_line(as_printable(text))
 
 
-def with_count(text: str, number: int) -> str:
+def with_repeat_count(text: str, number: int) -> str:
     """Return a line with a count, `text  x3`, if it represents several."""
     return f"{text}  x{number}" if number > 1 else text
 
 
-def print_line(text: str) -> None:
+def print_raw_line(text: str) -> None:
     """Print a line to stdout with its escape sequences, unless --quiet is given."""
     if not _quiet:
         typer.echo(text)
@@ -120,21 +120,21 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": error.to_json()})
         return
-    typer.echo(printable(f"error: {error.line}"), err=True)
+    typer.echo(as_printable(f"error: {error.line}"), err=True)
     if error.hint:
-        typer.echo(printable(f"hint: {error.hint}"), err=True)
+        typer.echo(as_printable(f"hint: {error.hint}"), err=True)
 
 
 def print_problem(problem: CkptError) -> None:
     """Print a problem that a check found, in at most two lines, even with --quiet."""
-    typer.echo(printable(f"problem: {problem.line}"))
+    typer.echo(as_printable(f"problem: {problem.line}"))
     if problem.hint:
-        typer.echo(printable(f"  hint: {problem.hint}"))
+        typer.echo(as_printable(f"  hint: {problem.hint}"))
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
     """Print a table. On a narrow terminal, wide cells wrap onto further lines."""
-    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
+    cells = [[as_printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     if sys.stdout.isatty():
         room = terminal_width() - 2 * (len(widths) - 1)
@@ -142,7 +142,7 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
             widths[widths.index(max(widths))] -= 1
     for row in cells:
         for line in zip_longest(*map(fold_lines, row, widths), fillvalue=""):
-            say("  ".join(piece.ljust(width) for piece, width in zip(line, widths, strict=True)).rstrip())
+            print_text_line("  ".join(piece.ljust(width) for piece, width in zip(line, widths, strict=True)).rstrip())
 
 
 def print_files(files: Mapping[str, int]) -> None:
@@ -199,11 +199,11 @@ class ProgressLog:
         self.done += nbytes
         tenths = self.done * 10 // max(total, 1)
         if tenths > self.tenths and total >= _LEAST_LOGGED:
-            note(f"{self.verb}: {tenths}0% of {format_bytes(total)}")
+            print_note(f"{self.verb}: {tenths}0% of {format_bytes(total)}")
         self.tenths = tenths
 
 
-def age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Return an age as text: `45 s`, `3 min`, `2 h`, `5 d`."""
     for limit, divisor, unit in _AGES:
         if seconds < limit:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, print_json, say
+from ckptkit.cli.output import Json, Quiet, print_json, print_note, print_text_line
 from ckptkit.cli.sources import Also, each_with_others
-from ckptkit.io.path import spelled_like, to_live_path
+from ckptkit.io.path import as_typed, to_live_path
 
 
 def pin(
@@ -42,7 +42,7 @@ def pin(
         print_json({"pinned": pinned})
         return
     for path in pinned:
-        say(f"pinned {spelled_like(checkpoints[0], path)}")
+        print_text_line(f"pinned {as_typed(checkpoints[0], path)}")
 
 
 def unpin(
@@ -68,6 +68,6 @@ def unpin(
         print_json({"unpinned": unpinned})
         return
     for path in unpinned:
-        say(f"unpinned {spelled_like(checkpoints[0], path)}")
+        print_text_line(f"unpinned {as_typed(checkpoints[0], path)}")
     if not unpinned:
-        note("note: nothing was pinned here; `ckptkit ls RUN` shows the pins of a run")
+        print_note("note: nothing was pinned here; `ckptkit ls RUN` shows the pins of a run")

@@ -9,10 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, progress_bar, say, to_plain
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    format_age,
+    pick,
+    print_json,
+    print_note,
+    print_table,
+    print_text_line,
+    progress_bar,
+    to_plain,
+)
+from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.errors import Usage
-from ckptkit.io.joined import roots_of
+from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import to_live_path
 from ckptkit.words import format_bytes
 
@@ -86,13 +97,13 @@ def prune(
         for name, value in {**rules, "--also": also, "--jobs": jobs}.items():
             if value:
                 raise Usage(f"--uploads cannot be combined with {name}", hint="run the two one after the other")
-        prune_uploads(run, parse_age(older or _WEEK), yes=yes, json=json)
+        print_pruned_uploads(run, parse_age(older or _WEEK), yes=yes, json=json)
         return
     if older is not None:
         raise Usage("--older works only with --uploads", hint="use --keep-last N to delete old checkpoints")
     from ckptkit.runs.prune import prune as run_it
 
-    run = with_others(run, also)
+    run = join_also_directories(run, also)
     with progress_bar("demote") as progress:
         done = run_it(
             run,
@@ -122,7 +133,7 @@ def parse_age(text: str) -> float:
     return seconds
 
 
-def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
+def print_pruned_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
     """Print the unfinished uploads, and with `yes` abort the stale ones."""
     from ckptkit.runs.uploads import prune_uploads as run_it
 
@@ -140,11 +151,11 @@ def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
     if table:
         print_table(table, ("upload", "started", "host", "idle", "unfinished", "finished", "verdict"))
     for line in done.summary():
-        say(line)
+        print_text_line(line)
     if left := sum(upload.whole_bytes for upload in done.stale):
-        note(f"note: {format_bytes(left)} of finished objects stay there: delete them with the store's own tools")
+        print_note(f"note: {format_bytes(left)} of finished objects stay there: delete them with the store's own tools")
     if done.stale and not done.aborted:
-        note("hint: the same with --yes does it")
+        print_note("hint: the same with --yes does it")
 
 
 def upload_json(upload: OpenUpload) -> dict[str, Any]:
@@ -155,29 +166,29 @@ def upload_json(upload: OpenUpload) -> dict[str, Any]:
 
 def upload_row(upload: OpenUpload, verdict: str) -> tuple[object, ...]:
     sizes = (format_bytes(upload.sent_bytes), format_bytes(upload.whole_bytes) if upload.whole_bytes else "")
-    return (upload.path, upload.started, upload.host or "", age(upload.idle_seconds), *sizes, verdict)
+    return (upload.path, upload.started, upload.host or "", format_age(upload.idle_seconds), *sizes, verdict)
 
 
 def report(done: Pruned) -> None:
     """Print which checkpoints are kept, demoted and deleted, and why."""
     past = "d" if done.deleted else ""
     table = [
-        *rows(done.keep, "keep"),
-        *rows(done.demote, f"demote{past}"),
-        *rows(done.delete, f"delete{past}"),
-        *rows(done.other, "left alone"),
+        *prune_rows(done.keep, "keep"),
+        *prune_rows(done.demote, f"demote{past}"),
+        *prune_rows(done.delete, f"delete{past}"),
+        *prune_rows(done.other, "left alone"),
     ]
     print_table(table, ("checkpoint", "size", "frees", "verdict", "reason"))
     gone = [*done.demote, *done.delete]
     for line in done.summary():
-        say(line)
+        print_text_line(line)
     if done.deleted or not gone:
         return
     pin = f"; `ckptkit pin {gone[0].path}` protects a checkpoint from every rule"
-    note(f"hint: run the same command with --yes to do it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
+    print_note(f"hint: run the same command with --yes to do it{pin if len(local_paths_of(gone[0].path)) == 1 else ''}")
 
 
-def rows(entries: Iterable[PruneEntry], verdict: str) -> list[tuple[object, ...]]:
+def prune_rows(entries: Iterable[PruneEntry], verdict: str) -> list[tuple[object, ...]]:
     return [
         (
             entry.path.name,

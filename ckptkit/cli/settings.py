@@ -29,7 +29,7 @@ def with_options(
     With `over_a_file` the options override settings of a file: an option that is not given is None, and each flag also
     has a `--no-` form.
     """
-    make = override_option if over_a_file else option
+    make = override_option if over_a_file else option_of_setting
     options = [make(name, setting) for name, setting in settings.items() if name not in set(leave_out)]
 
     def change(command: Command) -> Command:
@@ -37,12 +37,12 @@ def with_options(
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         at = next(i for i, parameter in enumerate(own) if parameter.name == "quiet")
         every = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
-        return declare(command, [*every[:at], *options, *every[at:]])
+        return with_signature(command, [*every[:at], *options, *every[at:]])
 
     return change
 
 
-def declare(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
+def with_signature(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
     """Set the parameters that typer sees, and return the command."""
     command.__signature__ = inspect.signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -54,7 +54,9 @@ def name_options(command: Command) -> Command:
 
     Versions of typer derive them differently: 0.27 names an option `--DTYPE` if its placeholder is `DTYPE`.
     """
-    return declare(command, list(map(name_option, inspect.signature(command, eval_str=True).parameters.values())))
+    return with_signature(
+        command, list(map(name_option, inspect.signature(command, eval_str=True).parameters.values()))
+    )
 
 
 def name_option(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -80,18 +82,18 @@ def placeholder_of(kind: Any) -> str | None:
     return _PLACEHOLDERS.get(kind) or next(filter(None, map(placeholder_of, get_args(kind))), None)
 
 
-def option(name: str, setting: Setting) -> inspect.Parameter:
+def option_of_setting(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting: `--dry-run` for `dry_run`, and `--no-sync` for a `sync` that defaults to True."""
     default: Any = None if setting.default in (MISSING, ()) else setting.default
     if setting.kind is bool:
-        return parameter(f"no_{name}" if setting.default else name, bool, False, described(setting))
+        return keyword_only_parameter(f"no_{name}" if setting.default else name, bool, False, typer_option_of(setting))
     if setting.placeholder == _SIZE:
-        return parameter(name, int, f"{default / 10**9:g}GB", described(setting, parser=parse_bytes))
-    kind = type_name(setting)
-    return parameter(name, kind if default is not None else kind | None, default, described(setting))
+        return keyword_only_parameter(name, int, f"{default / 10**9:g}GB", typer_option_of(setting, parser=parse_bytes))
+    kind = option_type_of(setting)
+    return keyword_only_parameter(name, kind if default is not None else kind | None, default, typer_option_of(setting))
 
 
-def described(setting: Setting, **more: Any) -> Any:
+def typer_option_of(setting: Setting, **more: Any) -> Any:
     """Return typer's description of the option of a setting."""
     return typer.Option(help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
 
@@ -102,19 +104,19 @@ def override_option(name: str, setting: Setting) -> inspect.Parameter:
     text = setting.text if setting.default in (MISSING, None, ()) else f"{setting.text} [{shown}]"
     parser: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
     described = typer.Option(help=text, metavar=setting.placeholder, show_default=False, **parser)
-    return parameter(name, type_name(setting) | None, None, described)
+    return keyword_only_parameter(name, option_type_of(setting) | None, None, described)
 
 
-def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.Parameter:
+def keyword_only_parameter(name: str, kind: Any, default: object, described: Any) -> inspect.Parameter:
     annotation = Annotated[kind, described]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def type_name(setting: Setting) -> Any:
+def option_type_of(setting: Setting) -> Any:
     return list[str] if get_origin(setting.kind) is tuple else setting.kind
 
 
-def given(options: dict[str, Any]) -> dict[str, Any]:
+def given_settings(options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the user gave, by their field names: `no_sync=True` becomes `sync=False`."""
     values = {name: value for name, value in options.items() if value is not None and value != []}
     off = {name.removeprefix("no_"): not values.pop(name) for name in list(values) if name.startswith("no_")}

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import typer
 
-from ckptkit.cli.output import print_line, print_table, say, terminal_width
+from ckptkit.cli.output import print_raw_line, print_table, print_text_line, terminal_width
 from ckptkit.cli.pictures.shards import Owner, Rectangle, Row, ShardMap, map_shards
 from ckptkit.errors import Occupied
-from ckptkit.io.file import is_there
-from ckptkit.io.staging import publish
+from ckptkit.io.file import is_existing_path
+from ckptkit.io.staging import publish_file
 from ckptkit.layout import Layout
-from ckptkit.words import count, fold_lines, format_bytes, visible
+from ckptkit.words import count, escape_control_characters, fold_lines, format_bytes
 
 _MOST_ROWS = 32
 _WIDTH = 26  # width of a tensor's picture in characters
@@ -33,35 +33,35 @@ _TALLEST = 4  # maximum number of lines of a tensor sharded along two axes
 _NARROWEST = 3  # minimum width of a drawn shard in characters; narrower shards are sampled
 
 
-def show_map(layout: Layout) -> None:
+def print_shard_map(layout: Layout) -> None:
     """Print the shard map: a bar for each rank or file, and a line for each tensor or group of similar tensors."""
     shards = map_shards(layout)
-    say("")
-    show_owners(shards)
-    shown, left_out = shards.largest(_MOST_ROWS)
-    say("")
-    say(f"{'part of each rank'.ljust(_WIDTH)}    bytes  parts  tensor")
-    for start, rows in shards.headed(shown):
+    print_text_line("")
+    print_owner_table(shards)
+    shown, left_out = shards.split_off_largest_rows(_MOST_ROWS)
+    print_text_line("")
+    print_text_line(f"{'part of each rank'.ljust(_WIDTH)}    bytes  parts  tensor")
+    for start, rows in shards.rows_by_prefix(shown):
         if start:
-            say(f"{start}".rjust(_INDENT + len(start)))
+            print_text_line(f"{start}".rjust(_INDENT + len(start)))
         for row in rows:
-            for line in row_lines(row, start, shards):
-                print_line(line)
+            for line in tensor_lines(row, start, shards):
+                print_raw_line(line)
     if left_out:
         tensors = sum(row.repeats for row in left_out)
         nbytes = format_bytes(sum(row.nbytes for row in left_out))
-        say(f"left out: {count(tensors, 'smaller tensor')} of {count(len(left_out), 'kind')}, {nbytes}")
+        print_text_line(f"left out: {count(tensors, 'smaller tensor')} of {count(len(left_out), 'kind')}, {nbytes}")
 
 
-def show_owners(shards: ShardMap) -> None:
+def print_owner_table(shards: ShardMap) -> None:
     """Print the bytes of each rank or file."""
-    drawn = list(bars(shards, _WIDTH))
+    drawn = list(owner_bars(shards, _WIDTH))
     print_table([bar_row(bar, shards.by) for bar in drawn], (shards.by, "bytes", "", *["file"] * (shards.by == "file")))
     if len(shards.owners) > 1:
         fullest = max(shards.owners, key=lambda owner: owner.nbytes)
         times = fullest.nbytes / shards.mean if shards.mean else 1.0
         what = f"{count(len(shards.owners), shards.by)}, {format_bytes(shards.mean)} each on average"
-        say(f"{what}; {shards.by} {fullest.mark} has the most, {times:.2f} times the average")
+        print_text_line(f"{what}; {shards.by} {fullest.mark} has the most, {times:.2f} times the average")
 
 
 def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
@@ -74,20 +74,20 @@ def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
     return marks, size if is_one else f"{size} each", bar.bar, *name
 
 
-def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
+def tensor_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
     """Yield the lines of a tensor: its picture, its numbers, and its name without the prefix `start` of the heading."""
     numbers = f"  {format_bytes(row.nbytes):>7}  {len(row.shards):>5}  "
     times = f"  x{row.repeats}" if row.repeats > 1 else ""
     remarks = f"  ({', '.join(row.remarks)})" if row.remarks else ""
-    name = "  " * bool(start) + visible(row.label.removeprefix(start)) + times + remarks
+    name = "  " * bool(start) + escape_control_characters(row.label.removeprefix(start)) + times + remarks
     pieces = fold_lines(name, max(24, terminal_width() - _INDENT))
-    pictures = draw(row, shards.owners, _WIDTH)
+    pictures = draw_tensor_lines(row, shards.owners, _WIDTH)
     for i, (picture, piece) in enumerate(zip_longest(pictures, pieces)):
-        painted = paint(picture) if picture else " " * _WIDTH
+        painted = color_line(picture) if picture else " " * _WIDTH
         yield f"{painted}{numbers if i == 0 else ' ' * len(numbers)}{piece or ''}".rstrip()
 
 
-def paint(line: Line) -> str:
+def color_line(line: Line) -> str:
     """Return a line, on a color terminal in the owners' colors instead of fill characters."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return "".join(run.text for run in line)
@@ -101,11 +101,11 @@ def paint(line: Line) -> str:
 
 def write_shard_map(layout: Layout, dst: Path) -> None:
     """Draw the layout of a checkpoint into the SVG file `dst`. Raises `Occupied` if it exists."""
-    from ckptkit.cli.pictures.shard_svg import draw_shards, standalone
+    from ckptkit.cli.pictures.shard_svg import as_svg_file, draw_shards
 
-    if is_there(dst):
+    if is_existing_path(dst):
         raise Occupied("there is a file of this name", path=dst, hint="choose another")
-    publish(dst, standalone(draw_shards(map_shards(layout))).encode())
+    publish_file(dst, as_svg_file(draw_shards(map_shards(layout))).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class TextSpan:
 Line = tuple[TextSpan, ...]
 
 
-def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
+def draw_tensor_lines(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
     """Return a tensor as lines of `width` characters: one line, or several if it is sharded along two axes."""
     rectangles = row.cut.rectangles
     if not rectangles:
@@ -148,7 +148,7 @@ def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], w
     """Return a line with the shards side by side, each with its owner's mark; see `draw_samples` for many shards."""
     if len(parts) * _NARROWEST > width:
         return draw_samples(parts, owners, width)
-    ends = share_columns([part.right for part, _ in parts], width)
+    ends = end_columns([part.right for part, _ in parts], width)
     runs = []
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         owner = parts[i][1]
@@ -157,7 +157,7 @@ def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], w
     return tuple(runs)
 
 
-def share_columns(fractions: Sequence[float], width: int) -> list[int]:
+def end_columns(fractions: Sequence[float], width: int) -> list[int]:
     """Return the end columns of parts that end at these fractions of the width. Each part gets at least one column."""
     ends: list[int] = []
     for i, fraction in enumerate(fractions):
@@ -193,7 +193,7 @@ class Bar:
     bar: str
 
 
-def bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
+def owner_bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
     """Yield a bar of at most `width` characters for each owner, or for several if there are over `most_bars`."""
     full = max((owner.nbytes for owner in shards.owners), default=0) or 1
     together = ceil(len(shards.owners) / most_bars)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import note
+from ckptkit.cli.output import print_note
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
 
@@ -29,18 +29,18 @@ Also = Annotated[
 ]
 
 
-def with_others(src: Path, also: Sequence[Path] | None) -> Path:
+def join_also_directories(src: Path, also: Sequence[Path] | None) -> Path:
     """Return `src`, joined with the directories of --also, and print a note about them."""
     if not also:
         return src
-    from ckptkit.checkpoints.several_disks import join_places
+    from ckptkit.checkpoints.several_disks import join_directories
 
-    note(f"together with the files in {', '.join(map(str, also))}")
-    return join_places(src, also)
+    print_note(f"together with the files in {', '.join(map(str, also))}")
+    return join_directories(src, also)
 
 
 def each_with_others(sources: Sequence[Path], also: Sequence[Path] | None, hint: str) -> list[Path]:
     """Return the sources of a command that takes several. Raises `Usage` for --also with more than one of them."""
     if also and len(sources) > 1:
         raise Usage("--also: expected one checkpoint, found several", hint=hint)
-    return [with_others(source, also) for source in sources]
+    return [join_also_directories(source, also) for source in sources]

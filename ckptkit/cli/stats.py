@@ -11,16 +11,16 @@ from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
 from ckptkit.cli.output import (
     Json,
     Quiet,
-    note,
-    note_used,
     pick,
     print_json,
+    print_note,
     print_table,
+    print_text_line,
+    print_used_checkpoint,
     progress_bar,
-    say,
-    with_count,
+    with_repeat_count,
 )
-from ckptkit.cli.sources import Also, checkpoint_argument, with_others
+from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
 from ckptkit.words import count, per_cent
@@ -60,7 +60,7 @@ def stats(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
-    path = with_others(path, also)
+    path = join_also_directories(path, also)
     if other is not None:
         if include or exclude or tensors:
             raise Usage("--include, --exclude and --tensors cannot be combined with OTHER", hint="drop them or OTHER")
@@ -106,13 +106,13 @@ def count_json(counted: Count) -> dict[str, Any]:
 
 def report(path: Path, result: Stats, *, each: bool) -> None:
     """Print the result for a reader: a line for each module or tensor, and a line for all."""
-    note_used(path, result.path)
+    print_used_checkpoint(path, result.path)
     total = result.total
     rows: list[tuple[str, Count]] = [(tensor.name, tensor) for tensor in result.tensors]
     if not each:
         rows = [(f"{'  ' * branch.depth}{branch.label}", counted) for branch, counted in result.by_module()]
     for line in result.summary():
-        say(line)
+        print_text_line(line)
     columns = [one for one in COLUMNS if one.is_always_shown or any(one.write(counted) for _, counted in rows)]
     print_table(
         [(*(column.write(counted) for column in columns), name) for name, counted in [*rows, ("all", total)]],
@@ -128,7 +128,7 @@ class Column(NamedTuple):
     is_always_shown: bool = True
 
 
-def brief(value: float | None) -> str:
+def format_three_digits(value: float | None) -> str:
     """Return a number with three digits: `0.0123`, `-1.23e-5`; "" for None."""
     if value is None:
         return ""
@@ -137,11 +137,11 @@ def brief(value: float | None) -> str:
 
 
 COLUMNS = (
-    Column("norm", lambda counted: brief(counted.moments.norm if counted.moments.finite else None)),
-    Column("mean", lambda counted: brief(counted.moments.mean if counted.moments.finite else None)),
-    Column("std", lambda counted: brief(counted.moments.deviation if counted.moments.finite else None)),
-    Column("low", lambda counted: brief(counted.low)),
-    Column("high", lambda counted: brief(counted.high)),
+    Column("norm", lambda counted: format_three_digits(counted.moments.norm if counted.moments.finite else None)),
+    Column("mean", lambda counted: format_three_digits(counted.moments.mean if counted.moments.finite else None)),
+    Column("std", lambda counted: format_three_digits(counted.moments.deviation if counted.moments.finite else None)),
+    Column("low", lambda counted: format_three_digits(counted.low)),
+    Column("high", lambda counted: format_three_digits(counted.high)),
     Column("zero", lambda counted: f"{100 * counted.zero / counted.numbers:.2g}%" if counted.zero else "", False),
     Column("NaN", lambda counted: f"{counted.nan:,}" if counted.nan else "", False),
     Column("Inf", lambda counted: f"{counted.inf:,}" if counted.inf else "", False),
@@ -158,18 +158,18 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     if json:
         print_json(movement_json(result))
         return
-    note(f"from {result.a} to {result.b}")
+    print_note(f"from {result.a} to {result.b}")
     for text in result.notes:
-        note(f"note: {text}")
+        print_note(f"note: {text}")
     kinds = result.by_kind
     print_table(
         [movement_row(movement) for movement in kinds[:top]], ("change", "max", "cosine", "equal", "most", "parameter")
     )
     if len(kinds) > top:
-        say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
+        print_text_line(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
     total = result.whole
-    angle = f", cosine {cosine(total)}" if cosine(total) else ""
-    say(
+    angle = f", cosine {format_cosine(total)}" if format_cosine(total) else ""
+    print_text_line(
         f"all of {count(total.tensors, 'tensor')} together: change {total.change:.3g}{angle}, "
         f"{per_cent(total.equal)} equal"
     )
@@ -182,14 +182,14 @@ def movement_row(movement: Movement) -> tuple[str, ...]:
     return (
         f"{movement.change:.3g}",
         f"{distance.max_abs:.3g}" + (f", {distance.strange:,} NaN/Inf" if distance.strange else ""),
-        cosine(movement),
+        format_cosine(movement),
         per_cent(movement.equal),
         layers if movement.tensors > 1 else "",
-        with_count(movement.name, movement.tensors),
+        with_repeat_count(movement.name, movement.tensors),
     )
 
 
-def cosine(movement: Movement) -> str:
+def format_cosine(movement: Movement) -> str:
     value = movement.distance.cosine
     return "" if value is None else f"{value:.4f}"
 

@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, print_json, reserve_stdout, say
-from ckptkit.cli.settings import given, with_options
-from ckptkit.entry_points import load
+from ckptkit.cli.output import Json, Quiet, print_json, print_note, print_text_line, reserve_stdout
+from ckptkit.cli.settings import given_settings, with_options
+from ckptkit.entry_points import import_object
 from ckptkit.io.destination import to_destination
-from ckptkit.io.path import to_local, to_path
+from ckptkit.io.path import to_local_path, to_path
 from ckptkit.settings import Setting, settings_of
-from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, settings, settings_in
-from ckptkit.training.data.documents import find_files
-from ckptkit.training.models.config import require_known
-from ckptkit.training.resume import find_resume
+from ckptkit.training.config import (
+    SETTINGS,
+    Device,
+    TrainConfig,
+    settings_from_file,
+    settings_of_resumed_run,
+    train_settings,
+)
+from ckptkit.training.data.documents import find_data_files
+from ckptkit.training.models.config import require_known_model
+from ckptkit.training.resume import find_resume_candidates
 from ckptkit.training.smoke.smoke import SCRIPTS
 from ckptkit.words import format_bytes
 
@@ -34,7 +41,7 @@ DEVICE = typer.Option(help="Where to train.")
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
-@with_options(settings(), over_a_file=True)
+@with_options(train_settings(), over_a_file=True)
 def train(
     run: Annotated[
         Path,
@@ -74,29 +81,29 @@ def train(
     of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 130 ended by
     Ctrl-C; 143 ended by SIGTERM, and saved.
     """
-    values = settings_in(config, resume) if config else find_settings(run, resume)
+    values = settings_from_file(config, resume) if config else settings_of_resumed_run(run, resume)
     is_first = os.environ.get("RANK", "0") == "0"  # one note for all ranks under torchrun
     if is_first and values and not config:
-        note(f"settings from {run / SETTINGS}")
-    values = values | given(options)
+        print_note(f"settings from {run / SETTINGS}")
+    values = values | given_settings(options)
     chosen = TrainConfig(run=run, resume=resume, **values)
     if is_first:  # find errors about the run, the model and the data before torch is imported
-        find_resume(chosen)
-        require_known(chosen.model)
-        find_files(chosen.data)
+        find_resume_candidates(chosen)
+        require_known_model(chosen.model)
+        find_data_files(chosen.data)
         if "save_every" not in values and chosen.steps > chosen.save_every:
-            note(f"saving every {chosen.save_every} steps and at the end (--save-every)")
-    from ckptkit.training.launch import torchrun_place
+            print_note(f"saving every {chosen.save_every} steps and at the end (--save-every)")
+    from ckptkit.training.launch import find_torchrun_rank
     from ckptkit.training.train import train as work
 
-    if torchrun_place():
+    if find_torchrun_rank():
         reserve_stdout()
     printer = TrainPrinter(chosen.steps)
     try:
-        work(run, resume=resume, config=config, nproc=nproc, report=printer.report, **given(options))
+        work(run, resume=resume, config=config, nproc=nproc, report=printer.print_message, **given_settings(options))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    if torchrun_place():  # without Python's shutdown, for the reason given in `launch.run_rank`
+    if find_torchrun_rank():  # without Python's shutdown, for the reason given in `launch.run_rank`
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(printer.exit_code)
@@ -110,12 +117,12 @@ class TrainPrinter:
     last_step: int
     exit_code: int = 0
 
-    def report(self, message: StepMetrics | Note) -> None:
+    def print_message(self, message: StepMetrics | Note) -> None:
         """Print a line about a step, or the text of a note."""
         from ckptkit.training.loop import Note
 
         if isinstance(message, Note):
-            note(message.text)
+            print_note(message.text)
             self.exit_code = TERMINATED if message.ended_early else self.exit_code
             return
         facts = [
@@ -130,20 +137,28 @@ class TrainPrinter:
         if message.memory_allocated is not None and message.memory_reserved is not None:
             used, reserved = format_bytes(message.memory_allocated), format_bytes(message.memory_reserved)
             facts.append(f"{used} of {reserved} used")
-        say("  ".join(facts))
+        print_text_line("  ".join(facts))
         if message.checkpoint:
-            note(f"saved {message.checkpoint}")
+            print_note(f"saved {message.checkpoint}")
 
 
 def script_settings() -> dict[str, Setting]:
     """Return the options of every plugin that `smoke` can check a script with."""
-    return {name: setting for known in SCRIPTS.values() for name, setting in settings_of(load(known.options)).items()}
+    return {
+        name: setting
+        for known in SCRIPTS.values()
+        for name, setting in settings_of(import_object(known.options)).items()
+    }
 
 
 @with_options(script_settings(), over_a_file=True)
 def smoke(
-    run: Annotated[Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the run.")] = Path("run"),
-    out: Annotated[Path, typer.Option(parser=to_local, metavar="DIR", help="Where to write the export.")] = Path("out"),
+    run: Annotated[Path, typer.Option(parser=to_local_path, metavar="DIR", help="Where to write the run.")] = Path(
+        "run"
+    ),
+    out: Annotated[Path, typer.Option(parser=to_local_path, metavar="DIR", help="Where to write the export.")] = Path(
+        "out"
+    ),
     nproc: Annotated[int, typer.Option(min=1, help="Number of training processes.")] = 2,
     untied: Annotated[bool, typer.Option(help="Do not share embedding and output weights.")] = False,
     device: Annotated[Device, DEVICE] = "auto",
@@ -168,16 +183,16 @@ def smoke(
     """
     from ckptkit.training.smoke.smoke import smoke as make_checks
 
-    options = {"nproc": nproc, "tied": not untied, "device": device, "overwrite": overwrite, **given(script)}
-    checks = make_checks(run, out, report=note_check if json else show_check, **options)
+    options = {"nproc": nproc, "tied": not untied, "device": device, "overwrite": overwrite, **given_settings(script)}
+    checks = make_checks(run, out, report=print_check_note if json else print_check_row, **options)
     ok = all(check.ok is not False for check in checks)
     if json:
         print_json({"ok": ok, "checks": checks})
     else:
         failed, skipped = ([check.name for check in checks if check.ok is result] for result in (False, None))
         verdict = f"failed: {', '.join(failed)}" if failed else "all checks passed"
-        say(verdict + (f"; skipped: {', '.join(skipped)}" if skipped else ""))
-        note(f"the results are in {run}" + (f", the export is in {out}" if out.exists() else ""))
+        print_text_line(verdict + (f"; skipped: {', '.join(skipped)}" if skipped else ""))
+        print_note(f"the results are in {run}" + (f", the export is in {out}" if out.exists() else ""))
     raise typer.Exit(0 if ok else 1)
 
 
@@ -185,10 +200,12 @@ _LONGEST = len("equal logits in transformers")  # length of the longest name of 
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
 
 
-def show_check(check: Check) -> None:
+def print_check_row(check: Check) -> None:
     """Print a row about a check."""
-    say(f"{check.name:<{_LONGEST}}  {MARKS[check.ok]:<7}  {f'{check.seconds:.1f} s':>6}  {check.detail}".rstrip())
+    print_text_line(
+        f"{check.name:<{_LONGEST}}  {MARKS[check.ok]:<7}  {f'{check.seconds:.1f} s':>6}  {check.detail}".rstrip()
+    )
 
 
-def note_check(check: Check) -> None:
-    note(f"{check.name}: {MARKS[check.ok]}")
+def print_check_note(check: Check) -> None:
+    print_note(f"{check.name}: {MARKS[check.ok]}")

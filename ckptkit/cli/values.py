@@ -86,23 +86,23 @@ def parse_plain_values(parameters: Any) -> None:
 def parse_value(parameter: Parameter, leave_to_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
     """Return the parsed value of a parameter, from the command line or its default."""
     try:
-        parsed = read(parameter, value)
+        parsed = parse_values(parameter, value)
     except (AttributeError, ValueError):  # older versions of typer have no `type_descriptor`, and do not use pydantic
         return leave_to_typer(ctx, value)
     return parsed if parameter.callback is None else parameter.callback(ctx, parameter, parsed)
 
 
-def read(parameter: Parameter, value: Any) -> Any:
+def parse_values(parameter: Parameter, value: Any) -> Any:
     """Return a parsed value, or a list of them. Raises `ValueError` for values that typer must handle."""
     is_many = parameter.multiple or parameter.nargs == -1
     if parameter.required and not value:
         raise ValueError("missing")
     if value is None:
         return () if is_many else None
-    return [read_one(parameter, item) for item in value] if is_many else read_one(parameter, value)
+    return [parse_single_value(parameter, item) for item in value] if is_many else parse_single_value(parameter, value)
 
 
-def read_one(parameter: Parameter, value: Any) -> Any:
+def parse_single_value(parameter: Parameter, value: Any) -> Any:
     """Return a single parsed value. Raises `ValueError` for values that typer must handle."""
     described = parameter.type_descriptor
     kind = get_args(described.annotation)[0] if described.is_list else described.annotation

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.conversion import Jobs, Map
 from ckptkit.cli.output import (
     Json,
     Quiet,
-    note,
     pick,
     print_json,
+    print_note,
     print_problem,
     print_table,
+    print_text_line,
     progress_bar,
-    say,
     to_plain,
 )
-from ckptkit.cli.sources import Also, each_with_others, with_others
+from ckptkit.cli.sources import Also, each_with_others, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.file import missing_path_error
-from ckptkit.io.path import to_local, to_path
+from ckptkit.io.path import to_local_path, to_path
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ def verify(
 
     Exit codes: 0 no problems; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.checkpoints.other_kinds import members_of, other_kind_of
+    from ckptkit.checkpoints.other_kinds import directories_in_group, find_other_kind
     from ckptkit.checks.verify import verify as check
 
     paths = each_with_others(paths, also, "verify them one by one")
     if base is None:
-        paths = [member for path in paths for member in members_of(path)]
-    deltas = {path: kind for path in paths if (kind := other_kind_of(path))}
+        paths = [member for path in paths for member in directories_in_group(path)]
+    deltas = {path: kind for path in paths if (kind := find_other_kind(path))}
     if base and (others := [path for path in paths if path not in deltas]):
         if not others[0].exists():
             raise missing_path_error(others[0])
@@ -88,7 +88,7 @@ def verify(
         raise Usage(f"--base: expected a delta, found {others[0]}", hint=hint)
     if deltas and (fast or against or stats):
         raise Usage("--fast, --against and --stats cannot be combined with deltas", hint="drop them")
-    verified: list[Verified] = [kind.check(path, base=base, jobs=jobs) for path, kind in deltas.items()]
+    verified: list[Verified] = [kind.verify_directory(path, base=base, jobs=jobs) for path, kind in deltas.items()]
     checkpoints = [path for path in paths if path not in deltas]
     with progress_bar("verify") as progress:
         if checkpoints or not deltas:
@@ -112,9 +112,9 @@ def verify(
         report(verified, deltas, fast=fast)
         report_comparison(verified)
         if stats and is_ok:
-            report_numbers(numbers)
+            report_suspicious_tensors(numbers)
         if not is_ok and (stats or (against and not any(part.compared is not None for part in verified))):
-            note("nothing else was checked")
+            print_note("nothing else was checked")
     raise typer.Exit(0 if is_ok else 1)
 
 
@@ -122,7 +122,7 @@ def manifest(
     path: Annotated[
         Path,
         typer.Argument(
-            parser=to_local, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."
+            parser=to_local_path, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."
         ),
     ],
     overwrite: Annotated[bool, typer.Option(help="Replace an existing manifest.")] = False,
@@ -141,7 +141,7 @@ def manifest(
     """
     from ckptkit.checks.make_manifest import make_manifest
 
-    path = with_others(path, also)
+    path = join_also_directories(path, also)
     with progress_bar("manifest") as progress:
         written = make_manifest(path, overwrite=overwrite, jobs=jobs, progress=progress)
     if json:
@@ -149,9 +149,9 @@ def manifest(
         return
     for part in written:
         amount = f"{count(len(part.sums), 'file')}, {format_bytes(part.nbytes)}"
-        say(f"wrote {part.path / 'ckptkit.json'}: checksums of {amount}")
-        for text in describe_left(part.left_behind, "not in the manifest"):
-            note(f"note: {text}")
+        print_text_line(f"wrote {part.path / 'ckptkit.json'}: checksums of {amount}")
+        for text in describe_not_copied(part.left_behind, "not in the manifest"):
+            print_note(f"note: {text}")
 
 
 def to_json(verified: Sequence[Verified]) -> dict[str, Any]:
@@ -187,18 +187,18 @@ def report(verified: Sequence[Verified], deltas: Collection[Path], *, fast: bool
     ]
     print_table(rows, ("", "size", "checked", "unchecked", "manifest", "checkpoint"))
     for text in dict.fromkeys(part.loss for part in verified if part.loss):
-        note(f"warning: {text}")
+        print_note(f"warning: {text}")
     for part in verified:
         for text in part.notes:
-            note(f"note: {part.path}: {text}")
-        for text in describe_left(part.left_behind, "not checked"):
-            note(f"note: {part.left_behind[0].root}: {text}")
+            print_note(f"note: {part.path}: {text}")
+        for text in describe_not_copied(part.left_behind, "not checked"):
+            print_note(f"note: {part.left_behind[0].root}: {text}")
         for problem in part.problems:
             print_problem(problem)
     if fast and not all(part.proved_files for part in verified):
-        note("only the structure was checked: drop --fast to read every byte")
+        print_note("only the structure was checked: drop --fast to read every byte")
     elif any(part.unchecked_bytes and not part.has_manifest and part.path not in deltas for part in verified):
-        note("unchecked bytes have no checksum: run `ckptkit manifest` to record checksums for later checks")
+        print_note("unchecked bytes have no checksum: run `ckptkit manifest` to record checksums for later checks")
 
 
 def report_comparison(verified: Sequence[Verified]) -> None:
@@ -206,26 +206,37 @@ def report_comparison(verified: Sequence[Verified]) -> None:
     pairs = [part.compared for part in verified if part.compared is not None]
     for pair in pairs:
         equal = "are the same" if pair.has_same_entries else "differ"
-        say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}")
+        print_text_line(
+            f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}"
+        )
         if not pair.has_same_entries:
-            note(f"hint: `ckptkit diff {pair.a} {pair.b}` says by how much they differ")
+            print_note(f"hint: `ckptkit diff {pair.a} {pair.b}` says by how much they differ")
     for text in dict.fromkeys(text for pair in pairs for text in pair.notes):
-        note(f"note: {text}")
+        print_note(f"note: {text}")
 
 
-def report_numbers(numbers: Sequence[TensorStats]) -> None:
+def report_suspicious_tensors(tensors: Sequence[TensorStats]) -> None:
     """Print the tensors with NaN, Inf, denormal or constant values, which are suspicious but not a problem."""
     rows = [
-        (tensor.nan or "", tensor.inf or "", tensor.denormal or "", describe_sameness(tensor), tensor.spec, tensor.name)
-        for tensor in numbers
+        (
+            tensor.nan or "",
+            tensor.inf or "",
+            tensor.denormal or "",
+            describe_constant_tensor(tensor),
+            tensor.spec,
+            tensor.name,
+        )
+        for tensor in tensors
         if tensor.nan or tensor.inf or tensor.denormal or tensor.is_constant or tensor.is_all_zero
     ]
     if rows:
         print_table(rows, ("NaN", "Inf", "denormal", "all", "", "tensor"))
-    say(f"{count(len(rows), 'tensor')} of {len(numbers):,} with NaN, Inf, denormals, or all numbers the same")
+    print_text_line(
+        f"{count(len(rows), 'tensor')} of {len(tensors):,} with NaN, Inf, denormals, or all numbers the same"
+    )
 
 
-def describe_sameness(tensor: TensorStats) -> str:
+def describe_constant_tensor(tensor: TensorStats) -> str:
     """Return the value of a constant tensor as text, "" for other tensors."""
     if tensor.is_all_zero:
         return "0"

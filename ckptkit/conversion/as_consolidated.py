@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.conversion.convert import draft_of
+from ckptkit.conversion.convert import draft_conversion
 from ckptkit.errors import Mismatch, Unsupported, and_more
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.gc_pause import collector_paused
@@ -38,14 +38,14 @@ class ConsolidatedView:
 
 
 @collector_paused()
-def as_consolidated(source: Source, options: Keywords, dst: Path) -> ConsolidatedView:
+def open_as_consolidated(source: Source, options: Keywords, dst: Path) -> ConsolidatedView:
     """Open a checkpoint as `consolidate` would write it with these options to `dst`.
 
     Raises `Unsupported` for an adapter, and for weights that have to be computed.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(to_model_path(source))
     asked = ConvertOptions.of(options, to="hf")
-    conversion = draft_of([checkpoint.with_base(asked.base)], dst, asked)
+    conversion = draft_conversion([checkpoint.with_base(asked.base)], dst, asked)
     draft = conversion.drafts[0]
     if len(conversion.drafts) > 1 or any(file.name == _ADAPTER for file in draft.files):
         hint = "copy the adapter itself: it is small, and each save contains all of it"
@@ -54,11 +54,11 @@ def as_consolidated(source: Source, options: Keywords, dst: Path) -> Consolidate
         name = min(draft.recipes)
         hint = f"run `ckptkit consolidate {checkpoint.path} OUT` first, and pass OUT"
         raise Unsupported("the weights have to be computed first", path=checkpoint.path, tensor=name, hint=hint)
-    layout = replace(locate(draft.wanted), blobs={}, twins={}, keys={})
+    layout = replace(locate_all_chunks(draft.wanted), blobs={}, twins={}, keys={})
     return ConsolidatedView(checkpoint, conversion, layout)
 
 
-def both_consolidated(
+def open_both_as_consolidated(
     base: Source, new: Source, dtype: Sequence[str], dst: Path
 ) -> tuple[ConsolidatedView, ConsolidatedView]:
     """Open two checkpoints of one model as `consolidate` would write both, in the dtypes of the first.
@@ -69,17 +69,17 @@ def both_consolidated(
     opened = [one if isinstance(one, Checkpoint) else Checkpoint.open(to_model_path(one)) for one in (base, new)]
     found_in = [one.companions.found_in for one in opened]
     sides = [
-        as_consolidated(one, options_for(dtype, None if own else other), dst)
+        open_as_consolidated(one, consolidate_options_for(dtype, None if own else other), dst)
         for one, own, other in zip(opened, found_in, found_in[::-1], strict=True)
     ]
     one, two = sides
-    two = replace(two, layout=locate(edits.cast_to(two.layout, one.layout.specs)))
+    two = replace(two, layout=locate_all_chunks(edits.cast_to_specs(two.layout, one.layout.specs)))
     require_same_specs(one, two)
     in_order = {name: two.layout.tensors[name] for name in one.layout.tensors}
     return one, replace(two, layout=replace(two.layout, tensors=in_order))
 
 
-def options_for(dtype: Sequence[str], base: Path | None) -> Keywords:
+def consolidate_options_for(dtype: Sequence[str], base: Path | None) -> Keywords:
     """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
     asked: Keywords = {"dtype": dtype} if dtype else {}
     return {**asked, "base": str(base)} if base is not None else asked

@@ -8,18 +8,18 @@ from math import fsum, isclose, isfinite
 from pathlib import Path
 from typing import Unpack
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.convert import run_conversion
 from ckptkit.errors import Usage
-from ckptkit.state.options import ConvertOptions, Keywords, spell_out
+from ckptkit.state.options import ConvertOptions, Keywords, with_spelled_options
 from ckptkit.state.report import Converted
 from ckptkit.words import count
 
 _TOLERANCE = 1e-6  # weights whose sum is this close to 1 need no note about the division
 
 
-@spell_out
+@with_spelled_options
 def average(
     sources: Source | Sequence[Source],
     dst: str | Path,
@@ -58,13 +58,13 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     given = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
     if last is None:
         if len(given) < 2:
-            path = path_of(given[0]) if given else None
+            path = path_of_source(given[0]) if given else None
             hint = "pass another checkpoint, or --last N for the last N of a run"
             raise Usage("expected at least 2 checkpoints to average, found 1", path=path, hint=hint)
         return [Checkpoint.open(source) for source in given]
     if len(given) != 1:
         raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")
-    run = path_of(given[0])
+    run = path_of_source(given[0])
     complete = RunFolder(run).up_to_latest()
     if not 0 < last <= len(complete):
         message = f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}"

@@ -10,33 +10,33 @@ from collections.abc import Sequence
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.entry_points import load
+from ckptkit.entry_points import import_object
 from ckptkit.layout import Layout
 from ckptkit.models.names import KEEP
 from ckptkit.state.model import Model
 from ckptkit.state.options import MODULE, QUANTIZERS, ConvertOptions
 from ckptkit.state.steps import (
-    cast,
+    cast_to_requested,
     fit_config,
-    has_known_names,
-    open_model,
+    is_plain_llama,
+    open_selected_model,
     record_dtype,
     refuse_copies,
     resize_vocabulary,
-    restore_keys,
+    restore_key_paths,
     translate_names,
-    unwrap,
+    without_trainer_prefix,
 )
 
 
 def build_model(components: Sequence[Component], options: ConvertOptions) -> Model:  # noqa: C901 - one list of all steps
     """Return the model that will be written: of one component, merged with adapters, or as a mean of several."""
     if options.merge:
-        from ckptkit.adapters.merge import merge
+        from ckptkit.adapters.merge import merge_adapters
 
-        model = merge(components, options)
+        model = merge_adapters(components, options)
     else:
-        model = open_models(components, options)
+        model = open_and_join_models(components, options)
         if options.vocab_size is not None:
             model = resize_vocabulary(model, options.vocab_size)
         if options.from_base:
@@ -45,11 +45,11 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
             model = copy_from_base(model, options)
         if options.is_for_hub:
             model = fit_config(model, options)
-            model = compare_with_sources(model, options)
+            model = with_notes_on_base(model, options)
         if not options.writer.is_model_only:
-            model = restore_keys(model, options)
+            model = restore_key_paths(model, options)
     if options.dtype:
-        model = cast(model, options)
+        model = cast_to_requested(model, options)
         if options.quantize is None and model.may_be_quantized:
             from ckptkit.state.quantized.plain import check_casts
 
@@ -57,63 +57,63 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
     if model.companions.config is not None:
         model = record_dtype(model, options)
     if options.quantize is not None:
-        model = load(QUANTIZERS[options.quantize].quantize)(model, options)
+        model = import_object(QUANTIZERS[options.quantize].quantize)(model, options)
     if options.weights:
-        from ckptkit.state.mean import average
+        from ckptkit.state.mean import average_siblings
 
-        model = average(model, options)
-    if model.part.masters is not None or may_leave_remainders(model, options):
-        from ckptkit.state.masters import make_masters, note_remainders
+        model = average_siblings(model, options)
+    if model.part.masters is not None or may_omit_remainders(model, options):
+        from ckptkit.state.masters import add_master_recipes, with_note_on_remainders
 
-        model = note_remainders(model) if model.part.masters is None else make_masters(model)
+        model = with_note_on_remainders(model) if model.part.masters is None else add_master_recipes(model)
     return model
 
 
-def open_models(components: Sequence[Component], options: ConvertOptions) -> Model:
+def open_and_join_models(components: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the weights in a component under the names that `options` ask for, together with those of more components.
 
     A component's own fp32 master weights are joined in the same way.
     """
-    models = [open_named(component, options) for component in components]
+    models = [open_model_with_names(component, options) for component in components]
     if len(models) > 1:
-        from ckptkit.state.mean import align
+        from ckptkit.state.mean import align_models
 
-        return align(models)
+        return align_models(models)
     (model,) = models
     if model.part.masters is None:
         return model
     from ckptkit.state.masters import join_masters
 
-    return join_masters(model, open_named(model.part, options, model.part.masters))
+    return join_masters(model, open_model_with_names(model.part, options, model.part.masters))
 
 
-def open_named(component: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
-    """Return the weights in a component, or in a layout `instead`, under the names that `options` ask for."""
-    model = open_model(component, options, instead)
+def open_model_with_names(component: Component, options: ConvertOptions, replacement: Layout | None = None) -> Model:
+    """Return the weights in a component, or in a layout `replacement`, under the names that `options` ask for."""
+    model = open_selected_model(component, options, replacement)
     if options.is_for_hub:
         refuse_copies(model)
     if options.quantize is not None or model.may_be_quantized:
         from ckptkit.state.quantized.plain import dequantize_if_asked
 
         model = dequantize_if_asked(model, options)
-    if options.wanted_names != KEEP and not options.rename and needs_names(model, options):
-        model = unwrap(model)
-    if needs_names(model, options):
+    if options.wanted_names != KEEP and not options.rename and may_need_renaming(model, options):
+        model = without_trainer_prefix(model)
+    if may_need_renaming(model, options):
         model = translate_names(model, options.wanted_names, options)
     if options.text_only:
-        from ckptkit.state.text_only import take_text
+        from ckptkit.state.text_only import extract_text_model
 
-        model = take_text(model)
+        model = extract_text_model(model)
     return model
 
 
-def needs_names(model: Model, options: ConvertOptions) -> bool:
+def may_need_renaming(model: Model, options: ConvertOptions) -> bool:
     """Return whether the tensors may need other names or rows than they have."""
     is_asked = options.map is not None or options.vocab_size is not None
-    return is_asked or not (options.is_for_hub and has_known_names(model))
+    return is_asked or not (options.is_for_hub and is_plain_llama(model))
 
 
-def compare_with_sources(model: Model, options: ConvertOptions) -> Model:
+def with_notes_on_base(model: Model, options: ConvertOptions) -> Model:
     """Add notes on differences from the base, and correct the number of predictor layers in config.json."""
     # with --text-only, the base has the names of the larger model
     if (options.base or model.config.get("_name_or_path")) and not options.text_only:
@@ -121,35 +121,37 @@ def compare_with_sources(model: Model, options: ConvertOptions) -> Model:
 
         model = compare_with_base(model, options)
     if any(word in str(model.config) for word in ("mtp", "nextn")):
-        from ckptkit.models.predictors import with_counts
+        from ckptkit.models.predictors import with_present_mtp_layers
 
-        config, words = with_counts(model.config, model.layout.tensors)
-        model = model.with_config(config).say(*words)
+        config, words = with_present_mtp_layers(model.config, model.layout.tensors)
+        model = model.with_config(config).with_remarks(*words)
     return model
 
 
-def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:
+def may_omit_remainders(model: Model, options: ConvertOptions) -> bool:
     """Return whether the optimizer may have low bits of the weights that the export leaves out."""
     dtypes = (tensor.spec.dtype.name for tensor in model.part.layout.tensors.values())
     is_export = options.writer.is_model_only and options.weights_from is None and not options.merge
     return is_export and "int16" in dtypes
 
 
-def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Component], list[str]]:
+def choose_model_components(
+    checkpoints: Sequence[Checkpoint], options: ConvertOptions
+) -> tuple[list[Component], list[str]]:
     """Return the component of each checkpoint with the model to write, and notes on the alternatives."""
-    parts, notes = zip(*(choose_model(checkpoint, options) for checkpoint in checkpoints), strict=True)
+    parts, notes = zip(*(choose_model_component(checkpoint, options) for checkpoint in checkpoints), strict=True)
     return list(parts), list(dict.fromkeys(filter(None, notes)))
 
 
-def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, str]:
+def choose_model_component(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, str]:
     """Return the component with the model to write, and a note if there is an alternative; else ""."""
     takes_states = options.salvage or options.weights_from == MODULE or checkpoint.model_component.masters is not None
-    exported = None if takes_states else checkpoint.exported
+    exported = None if takes_states else checkpoint.exported_weights
     if exported is None:
         return checkpoint.model_component, ""
-    from ckptkit.adapters.empty import find_empty  # deferred: rarely needed
+    from ckptkit.adapters.empty import find_empty_adapter_error  # deferred: rarely needed
 
     name, states = exported.path.name, checkpoint.model_component.place
-    if error := find_empty(exported.layout):
+    if error := find_empty_adapter_error(exported.layout):
         return checkpoint.model_component, f"used the states in `{states}`, not `{name}`: {error.message}"
     return exported, f"used `{name}`, the exported model; pass `{states}` to use the weights in its states"

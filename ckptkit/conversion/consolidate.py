@@ -7,11 +7,11 @@ from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.conversion.convert import convert
-from ckptkit.state.options import Keywords, spell_out
+from ckptkit.state.options import Keywords, with_spelled_options
 from ckptkit.state.report import Converted
 
 
-@spell_out
+@with_spelled_options
 def consolidate(src: Source, dst: str | Path, **options: Unpack[Keywords]) -> Converted:
     """Write the model weights of the checkpoint at `src` to directory or URL `dst`, with config and tokenizer.
 

@@ -13,40 +13,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, path_of_source
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
+from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.conversion.build_model import build_model, choose_models
+from ckptkit.conversion.build_model import build_model, choose_model_components
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
-from ckptkit.formats import format_of_file, writable_formats
+from ckptkit.formats import find_format_of_file_name, writable_formats
 from ckptkit.io.destination import to_destination
-from ckptkit.io.file import is_there
-from ckptkit.io.path import is_remote, remarks_on_id
+from ckptkit.io.file import is_existing_path
+from ckptkit.io.path import is_remote, remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.models.names.weights import NOT_ASKED, names_of_training
+from ckptkit.models.names.weights import NOT_ASKED, training_state_names
 from ckptkit.state.directories import (
-    check_free,
-    files_taken,
+    companion_and_output_paths,
     require_directory_name,
+    require_free_or_replaceable,
     require_outside,
     require_separate_destination,
 )
 from ckptkit.state.draft import Conversion, draft_of_model
-from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, spell_out
-from ckptkit.state.pipeline import write
-from ckptkit.state.report import Converted, Written, complete, report
+from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, with_spelled_options
+from ckptkit.state.pipeline import write_output
+from ckptkit.state.report import Converted, Written, complete_result, predict_result
 from ckptkit.state.selection import LIKE
-from ckptkit.words import count, either
+from ckptkit.words import count, join_with_or
 
 if TYPE_CHECKING:
     from ckptkit.conversion.salvaging.repair import SurveyFunction
 
 
-@spell_out
+@with_spelled_options
 def convert(
     src: Source,
     dst: str | Path,
@@ -72,9 +72,9 @@ def convert(
     never received a gradient, get zeros. For the other options see `ConvertOptions`. Raises a `CkptError`, and leaves
     `dst` unchanged, if anything does not fit or a checksum differs.
     """
-    to = to or format_of_file(to_destination(dst).name)
+    to = to or find_format_of_file_name(to_destination(dst).name)
     if to is None:
-        formats = either((*writable_formats(), ADAPTER))
+        formats = join_with_or((*writable_formats(), ADAPTER))
         raise Usage(f"--to: expected {formats}, found none", hint="pass --to with one of them")
     own = ConvertOptions.of(
         options,
@@ -94,19 +94,19 @@ def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertO
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
     try:
-        return report_on(sources, dst, options, write)
+        return plan_and_convert(sources, dst, options, write_output)
     except Corrupt as error:
-        if len(sources) == 1 and (older := older_than_latest(path_of(sources[0]))):
+        if len(sources) == 1 and (older := find_checkpoint_before_latest(path_of_source(sources[0]))):
             error.hint = f"{f'{error.hint}; or ' if error.hint else ''}pass {older.path}, the checkpoint before it"
         raise
 
 
-def older_than_latest(run: Path) -> Checkpoint | None:
+def find_checkpoint_before_latest(run: Path) -> Checkpoint | None:
     """Return the last checkpoint of a run before the latest one that can be read; None without one, or for no run."""
     newest = Checkpoint.at(run)
-    if not run.is_dir() or (newest.is_direct and not newest.is_run_with_strays):
+    if not run.is_dir() or (newest.is_at_own_path and not newest.is_run_with_strays):
         return None
-    complete = [checkpoint for checkpoint in named_in(run) if checkpoint.is_complete]
+    complete = [checkpoint for checkpoint in checkpoints_named_in_run(run) if checkpoint.is_complete]
     for checkpoint in complete[-2::-1]:
         with suppress(Corrupt, IOFailure, Unsafe, Unsupported):
             if checkpoint.layout.names:
@@ -114,7 +114,7 @@ def older_than_latest(run: Path) -> Checkpoint | None:
     return None
 
 
-def report_on(
+def plan_and_convert(
     sources: Sequence[Source],
     dst: str | Path,
     options: ConvertOptions,
@@ -122,46 +122,48 @@ def report_on(
 ) -> Converted:
     """Plan a conversion, do the `work` unless it is a dry run, and return the result."""
     began = time.perf_counter()
-    conversion = plan(sources, to_destination(dst), options)
-    prospect = report(conversion, time.perf_counter() - began)
+    conversion = plan_conversion(sources, to_destination(dst), options)
+    prospect = predict_result(conversion, time.perf_counter() - began)
     if options.dry_run:
         return prospect
     written = work(conversion)
-    return complete(conversion, prospect, written, time.perf_counter() - began)
+    return complete_result(conversion, prospect, written, time.perf_counter() - began)
 
 
 @collector_paused()
-def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
+def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
     """Plan a conversion: locate every byte and lay out the output files. Writes nothing."""
     writer = options.writer
     require_directory_name(dst, writer)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
-        if partial := find_parts(checkpoint):
+        if partial := find_partial_file_error(checkpoint):
             raise partial
         require_separate_destination(checkpoint, dst, writer)
     named = filter(None, (options.base, *(rule.partition(LIKE)[2] for rule in options.dtype)))
     for path in filter(Path.exists, map(Path, named)):  # an id of the Hub is no path
         require_outside(path, dst)
-    check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
+    require_free_or_replaceable(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
         conversion = draft_salvage(checkpoints[0], dst, options)
     else:
-        conversion = draft_of(checkpoints, dst, options).say(*warn_of_inconsistencies(checkpoints, options))
-        if is_there(checkpoints[0].path / ACCOUNT):  # the source is itself the result of a salvage
+        conversion = draft_conversion(checkpoints, dst, options).with_notes(
+            *warn_of_inconsistencies(checkpoints, options)
+        )
+        if is_existing_path(checkpoints[0].path / ACCOUNT):  # the source is itself the result of a salvage
             from ckptkit.conversion.salvaging.salvage import with_earlier_account
 
             conversion = with_earlier_account(conversion, checkpoints[0].path)
-    conversion = with_left_behind(conversion, checkpoints)
+    conversion = with_not_copied_files(conversion, checkpoints)
     if options.strict:
-        require_all_taken(conversion)
+        require_all_copied_or_explained(conversion)
     if options.overwrite and not is_remote(dst):  # in a store, the process that claims `dst` checks
-        check_replaceable(dst, conversion.file_sizes, by_training=conversion.replaces_training)
+        check_replaceable(dst, conversion.file_sizes, output_is_training=conversion.is_training_file)
     is_known = conversion.is_fitted or options.salvage  # a salvage lists the missing tensors itself
     hint = "pass --base MODEL to compare its shapes with a config.json"
-    doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := find_doubt(one))]
+    doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := find_partial_file_doubt(one))]
     cautions = (Caution(f"{path}: {doubt}; {hint}") for path, doubt in doubts)
-    return conversion.say(*cautions, *remarks_on_id(options.base))
+    return conversion.with_notes(*cautions, *remarks_on_hub_id(options.base))
 
 
 def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> Iterator[Caution]:
@@ -170,43 +172,45 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
     Raises `Mismatch` for states that do not fit their parameters, if the output format requires it.
     """
     for checkpoint in checkpoints:
-        if options.writer.is_model_only or not any(map(options.edits.admit, names_of_training(checkpoint.layout))):
-            yield from warn_of_weights(checkpoint)
+        if options.writer.is_model_only or not any(
+            map(options.edits.is_selected, training_state_names(checkpoint.layout))
+        ):
+            yield from warn_of_inconsistent_weights(checkpoint)
             continue
         for inconsistency in examine_checkpoint(checkpoint, RULES):
             if inconsistency.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
                 raise inconsistency.to_error(checkpoint.path)
             if inconsistency.certainty > Certainty.NOTE:
-                yield Caution(f"{checkpoint.path}: {inconsistency.line}")
+                yield Caution(f"{checkpoint.path}: {inconsistency.message_with_tensor}")
 
 
-def warn_of_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
+def warn_of_inconsistent_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
     """Yield a warning for each inconsistency of a checkpoint whose weights alone are written."""
     for inconsistency in examine_checkpoint(checkpoint, OF_EXPORTS):
-        yield Caution(f"{checkpoint.path}: {inconsistency.line}")
+        yield Caution(f"{checkpoint.path}: {inconsistency.message_with_tensor}")
 
 
 def draft_salvage(
-    checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: SurveyFunction | None = None
+    checkpoint: Checkpoint, dst: Path, options: ConvertOptions, survey: SurveyFunction | None = None
 ) -> Conversion:
-    """Plan the output of the undamaged tensors. By default, `look` reads every byte to find the damage."""
-    from ckptkit.conversion.salvaging.salvage import salvage
+    """Plan the output of the undamaged tensors. By default, `survey` reads every byte to find the damage."""
+    from ckptkit.conversion.salvaging.salvage import survey_and_repair
 
-    salvaged = salvage(checkpoint, dst, options, look)
-    return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
+    salvaged = survey_and_repair(checkpoint, dst, options, survey)
+    return salvaged.with_account(draft_conversion([salvaged.checkpoint], dst, options))
 
 
-def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
+def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
     """Plan the conversion of opened checkpoints: all components of one, or only the model or the adapters."""
     if options.weights_from == MODULE:
-        checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
+        checkpoints = [checkpoint.with_low_precision_copies() for checkpoint in checkpoints]
     if options.weights_from == MASTER:
-        from ckptkit.state.masters import with_masters
+        from ckptkit.state.masters import with_master_weights
 
-        checkpoints = [with_masters(checkpoint, options) for checkpoint in checkpoints]
+        checkpoints = [with_master_weights(checkpoint, options) for checkpoint in checkpoints]
     if not (options.writer.is_model_only or options.weights or options.merge):
         return draft_training(checkpoints[0], dst, options)
-    parts, remarks = choose_models(checkpoints, options)
+    parts, remarks = choose_model_components(checkpoints, options)
     if not options.merge:
         if any(may_be_adapted(part.layout.tensors) for part in parts):
             from ckptkit.adapters.draft import draft_adapters, open_adapters
@@ -225,41 +229,41 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 def draft_training(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
     """Plan the output of all components of a checkpoint, with the optimizer in the form that the format needs."""
     if options.dtype and any(tensor.spec.dtype.name == "int16" for tensor in checkpoint.layout.tensors.values()):
-        from ckptkit.state.masters import require_completed
+        from ckptkit.state.masters import refuse_cast_with_remainders
 
-        require_completed(checkpoint, options)
+        refuse_cast_with_remainders(checkpoint, options)
     if options.writer.needs_names:
         from ckptkit.state.by_names import draft_by_names
 
         return draft_by_names(checkpoint, dst, options)
-    from ckptkit.state.parts import draft_parts
+    from ckptkit.state.parts import draft_components
 
-    return draft_parts(checkpoint, dst, options)
+    return draft_components(checkpoint, dst, options)
 
 
-def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:
+def with_not_copied_files(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:
     """Return the conversion with the files of its sources that it does not copy."""
     read = {path for draft in conversion.drafts for path in draft.read} | set(conversion.copied_files.values())
     read |= {entries.read.root / name for entries in conversion.entries for name in entries.read.files}
     files: list[LeftBehind] = []
     for checkpoint in checkpoints:
-        used = {*read, *files_taken(checkpoint, conversion.made, conversion.output)}
+        used = {*read, *companion_and_output_paths(checkpoint, conversion.made, conversion.output)}
         if len(checkpoints) > 1:  # `conversion` only knows the files of the first source
             layout = checkpoint.model_component.layout
             used |= {layout.root / name for name in layout.files}
-        files += checkpoint.left_behind(used)
+        files += checkpoint.list_not_copied_files(used)
     return replace(conversion, left_behind=tuple(files))
 
 
-def require_all_taken(conversion: Conversion) -> None:
+def require_all_copied_or_explained(conversion: Conversion) -> None:
     """Raise `Mismatch` if a tensor or file of the sources would not be copied although no rule or option says so."""
     for entries in conversion.entries:
-        for left in entries.groups():
+        for left in entries.dropped_by_reason():
             if left.why in NOT_ASKED:
                 message = f"`{left.name}` would be lost: {count(left.entries, 'tensor')} ({left.why})"
                 hint = f"drop it with --exclude '{left.name}*', or drop --strict"
                 raise Mismatch(message, path=conversion.origins[0].path, hint=hint)
     for file in conversion.left_behind:
-        if not file.is_known:
+        if not file.is_expected:
             hint = "move the file elsewhere, or drop --strict"
             raise Mismatch(f"`{file.name}` would not be copied ({file.why})", path=file.path, hint=hint)

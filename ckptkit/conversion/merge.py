@@ -11,12 +11,12 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.convert import run_conversion
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_model_path
-from ckptkit.state.options import ConvertOptions, Keywords, spell_out
+from ckptkit.state.options import ConvertOptions, Keywords, with_spelled_options
 from ckptkit.state.report import Converted
 from ckptkit.words import count
 
 
-@spell_out
+@with_spelled_options
 def merge(
     model: Source,
     adapters: Source | Sequence[Source],

@@ -10,13 +10,13 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.convert import run_conversion
 from ckptkit.formats import writable_formats
 from ckptkit.io.path import path_beside
-from ckptkit.state.options import ConvertOptions, Keywords, spell_out
+from ckptkit.state.options import ConvertOptions, Keywords, with_spelled_options
 from ckptkit.state.report import Converted
 
 RUN = "run"  # default output directory of `ckptkit train`
 
 
-@spell_out
+@with_spelled_options
 def reshard(
     src: Source | None = None,
     dst: str | Path | None = None,
@@ -37,11 +37,11 @@ def reshard(
     own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
     asked = ConvertOptions.of(options, to="dcp", optimizer_order=optimizer_order, **own)
     source = Checkpoint.open(src if src is not None else default_source())
-    asked = replace(asked, to=own_format(source))
+    asked = replace(asked, to=format_for_reshard(source))
     return run_conversion([source], dst if dst is not None else default_output(source.path, to), asked)
 
 
-def own_format(source: Checkpoint) -> str:
+def format_for_reshard(source: Checkpoint) -> str:
     formats = {part.reader.name for part in source.components if part.reader.is_sharded}
     return formats.pop() if len(formats) == 1 and formats <= set(writable_formats()) else "dcp"
 

@@ -16,16 +16,16 @@ from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe,
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Shape
-from ckptkit.layout.renames import by_rule, renaming, rules_for
+from ckptkit.layout.renames import match_names_by_rule, renaming_function, rules_for
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.models.companions import find_companions, read_config
-from ckptkit.models.expected import Form, closest, forms_for
+from ckptkit.models.companions import find_companions, read_config_json
+from ckptkit.models.expected import Form, closest_form, forms_of_model
 from ckptkit.models.fit import without_extra_state
 from ckptkit.models.names import HUB
 from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.weights import Weights, find_weights, has_weights
-from ckptkit.models.vocabulary import is_by_token, vocabulary_of
-from ckptkit.state.names import ask_names
+from ckptkit.models.vocabulary import find_vocabulary_size, is_by_token
+from ckptkit.state.names import collect_name_arguments
 from ckptkit.state.quantized.find import find_quantized
 
 Shapes = Mapping[str, Shape]
@@ -69,16 +69,16 @@ class LoadTarget:
         return without_extra_state(self.weights.layout)[0].shapes if self.weights else {}
 
     @cached_property
-    def misfits(self) -> KeyMismatch | None:
+    def key_mismatch(self) -> KeyMismatch | None:
         """Return the missing and unexpected tensors; None if it is unknown which tensors the model has."""
-        if self.model is None or self.form is None or not self.is_plain:
+        if self.model is None or self.best_matching_form is None or not self.has_plain_weights:
             return None
-        return KeyMismatch.of(self.plain_shapes, self.form, self.model)
+        return KeyMismatch.of(self.plain_shapes, self.best_matching_form, self.model)
 
     @cached_property
     def renames(self) -> Mapping[str, str]:
         """Return the model's name by checkpoint name, for tensors that one renaming rule maps onto the model."""
-        return self.misfits.renamed() if self.misfits and self.checkpoint.family is None else {}
+        return self.key_mismatch.renames_of_extra() if self.key_mismatch and self.checkpoint.family is None else {}
 
     @cached_property
     def hub_shapes(self) -> Shapes:
@@ -90,7 +90,9 @@ class LoadTarget:
         if self.weights is None or self.model is None:
             return None
         try:
-            named, _ = name_weights(self.weights, ask_names(self.checkpoint, HUB, self.model.config or None, rows=rows))
+            named, _ = name_weights(
+                self.weights, collect_name_arguments(self.checkpoint, HUB, self.model.config or None, rows=rows)
+            )
         except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
             return None
         return named.layout.shapes
@@ -111,7 +113,7 @@ class LoadTarget:
         return self.asked.name if self.asked else None
 
     @cached_property
-    def adapted(self) -> Adapted | None:
+    def adapters_in_model(self) -> Adapted | None:
         """Return the adapters among the model's tensors; None if there are none."""
         try:
             is_likely = self.weights is not None and may_be_adapted(self.weights.layout.tensors)
@@ -130,16 +132,16 @@ class LoadTarget:
         return quantized.method if quantized else None
 
     @property
-    def is_plain(self) -> bool:
+    def has_plain_weights(self) -> bool:
         """Return whether the model's tensors are plain weights: no adapter, and not quantized."""
-        return self.weights is not None and self.adapted is None and self.quantization is None
+        return self.weights is not None and self.adapters_in_model is None and self.quantization is None
 
     @cached_property
-    def form(self) -> Form | None:
+    def best_matching_form(self) -> Form | None:
         """Return the model's form, on disk or in memory, whose names match the tensors best; None if none is known."""
         if self.model is None or not self.model.forms:
             return None
-        return closest(self.model.forms, self.shapes.keys())
+        return closest_form(self.model.forms, self.shapes.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +157,22 @@ class KeyMismatch:
     @classmethod
     def of(cls, shapes: Shapes, form: Form, model: TargetModel) -> KeyMismatch:
         """Compare tensors with a form of the model. Tensors that the model's own files contain are never `extra`."""
-        missing = {name: form.shapes[name] for name in form.shapes if name in form.needed and name not in shapes}
+        missing = {name: form.shapes[name] for name in form.shapes if name in form.needed_names and name not in shapes}
         extra = {name: shape for name, shape in shapes.items() if name not in form.shapes and name not in model.specs}
         tied = {name: form.shapes[name] for name in form.tied if name in form.shapes and name not in shapes}
-        return cls(missing, extra, tied, len(form.needed), vocabulary_of(model.config))
+        return cls(missing, extra, tied, len(form.needed_names), find_vocabulary_size(model.config))
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra)
 
-    def renamed(self) -> dict[str, str]:
+    def renames_of_extra(self) -> dict[str, str]:
         """Return the model's name for each `extra` tensor that a rule explains. Ignores padding of the vocabulary."""
         resized = {
             name: shape if self.rows is None or not is_by_token(name) else (self.rows, *shape[1:])
             for name, shape in self.extra.items()
         }
-        by_rule_pairs = by_rule(resized, dict(self.missing))
-        new_name = renaming(rules_for(by_rule_pairs, by_rule_pairs) or ())
+        by_rule_pairs = match_names_by_rule(resized, dict(self.missing))
+        new_name = renaming_function(rules_for(by_rule_pairs, by_rule_pairs) or ())
         remaining = {name: new_name(name) for name in resized if name not in by_rule_pairs}
         return by_rule_pairs | {old: new for old, new in remaining.items() if self.tied.get(new) == resized[old]}
 
@@ -194,7 +196,7 @@ class TargetModel:
     def open(cls, source: str) -> TargetModel:
         """Open the model in a directory, a checkpoint, a config.json or a Hub repository. Raises `NotACheckpoint`."""
         if source.endswith(".json") and Path(source).is_file():
-            return cls.of(source, read_config(Path(source)) or {}, {})
+            return cls.of(source, read_config_json(Path(source)) or {}, {})
         try:
             specs = Checkpoint.open(to_model_path(source)).weights.layout.specs
         except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
@@ -212,7 +214,7 @@ class TargetModel:
         """Return the model that a config describes; `specs` are those of its weights, {} without weights."""
         by_weights = Form({name: spec.shape for name, spec in specs.items()}) if specs else None
         try:
-            forms = forms_for(config, lambda: frozenset(specs) or None) if config else ()
+            forms = forms_of_model(config, lambda: frozenset(specs) or None) if config else ()
             reason = None
         except Unsupported as error:
             forms, reason = (), error.message

@@ -12,9 +12,9 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert, draft_salvage
 from ckptkit.conversion.reshard import reshard
-from ckptkit.conversion.salvaging.repair import look_at_sizes, look_at_structure
+from ckptkit.conversion.salvaging.repair import survey_file_sizes, survey_structure
 from ckptkit.diagnosis.exports import reopen_by_headers
-from ckptkit.diagnosis.finding import SHARDS, Finding, Fix, Value, group
+from ckptkit.diagnosis.finding import SHARDS, Finding, Fix, Value, group_findings
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io.path import is_remote
 from ckptkit.state.options import ConvertOptions
@@ -57,10 +57,10 @@ def run_fix(fix: Fix, checkpoint: Checkpoint, output: str | Path, **more: Any) -
     """Run a fix for this checkpoint. Writes to `output`; `more` are further options."""
     if fix.verb not in _MAKERS:
         return consolidate(reopen_by_headers(checkpoint), output, **more)
-    return _MAKERS[fix.verb](checkpoint, output, **options_of(fix), **more)
+    return _MAKERS[fix.verb](checkpoint, output, **options_without_also(fix), **more)
 
 
-def options_of(fix: Fix) -> dict[str, Any]:
+def options_without_also(fix: Fix) -> dict[str, Any]:
     """Return the options of a command without `also`: the open checkpoint already contains these directories."""
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in fix.options}
     return {name: value for name, value in options.items() if name != "also"}
@@ -71,16 +71,18 @@ def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Trial:
 
     The trial fails if every weight would come from the other checkpoint.
     """
-    check = look_at_sizes if is_remote(checkpoint.path) else look_at_structure
-    conversion = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
+    check = survey_file_sizes if is_remote(checkpoint.path) else survey_structure
+    conversion = ConvertOptions.of({}, **{"to": "hf", **options_without_also(fix)})
     account = draft_salvage(checkpoint.with_base(conversion.base), Path(fix.paths[1]), conversion, check).salvaged
     assert account is not None
     weights = account.weights
     if weights.filled and not weights.own:
-        return Trial(Corrupt(f"{weights.share(weights.filled)} come from {account.other}", path=account.source))
-    words = [f"keeps {weights.share(weights.own)}"]
-    words += [f"takes {weights.share(weights.filled)} from {account.other}"] if weights.filled else []
-    words += [f"loses {weights.share(weights.lost)}"] if weights.lost else []
+        return Trial(
+            Corrupt(f"{weights.describe_fraction(weights.filled)} come from {account.other}", path=account.source)
+        )
+    words = [f"keeps {weights.describe_fraction(weights.own)}"]
+    words += [f"takes {weights.describe_fraction(weights.filled)} from {account.other}"] if weights.filled else []
+    words += [f"loses {weights.describe_fraction(weights.lost)}"] if weights.lost else []
     return Trial(remark=", ".join(words) if weights.filled or weights.lost else "")
 
 
@@ -94,11 +96,11 @@ class ChosenFixes:
 
 def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: DryRun) -> ChosenFixes:
     """Return the findings, grouped, with the fewest commands that fix them and that pass `dry_run`."""
-    grouped = group(findings)
+    grouped = group_findings(findings)
     if any(finding.code == "other_model" for finding in grouped):  # no command can create the requested model
         return ChosenFixes(tuple(replace(finding, fixed_by=None) for finding in grouped))
     suggested = list(dict.fromkeys(finding.fixed_by for finding in grouped if finding.fixed_by))
-    joint = join_all(suggested, is_sharded=checkpoint.model_component.reader.name == SHARDS)
+    joint = joined_fix_by_fix(suggested, is_sharded=checkpoint.model_component.reader.name == SHARDS)
     trial = cache(dry_run)
     chosen: dict[Fix, Fix | None] = {}
     for fix in suggested:
@@ -128,16 +130,16 @@ def fallback_commands(fix: Fix) -> Iterator[Fix]:
     elif fix.verb == _EXPORT and "rename" in options and "names" not in options:
         yield Fix.of(fix.verb, *fix.paths, **options, names="keep")
     elif fix.verb == _RESHARD:
-        yield as_shards(fix)
+        yield as_convert_to_shards(fix)
 
 
-def as_shards(fix: Fix) -> Fix:
+def as_convert_to_shards(fix: Fix) -> Fix:
     """Return the `convert` command that does the work of a `reshard`: it writes DCP shards for as many ranks."""
     options = dict(fix.options)
     return Fix.of(_CONVERT, *fix.paths, **{**options, "to": SHARDS, "world_size": options["to"]})
 
 
-def join_all(fixes: Collection[Fix], *, is_sharded: bool) -> dict[Fix, Fix]:
+def joined_fix_by_fix(fixes: Collection[Fix], *, is_sharded: bool) -> dict[Fix, Fix]:
     """Map each command to one command with the options of all commands that have its verb and paths.
 
     Commands whose options conflict stay separate. If the checkpoint `is_sharded`, a `reshard` joins a `convert`.
@@ -146,7 +148,7 @@ def join_all(fixes: Collection[Fix], *, is_sharded: bool) -> dict[Fix, Fix]:
     converted = {fix.paths for fix in equivalent if fix.verb == _CONVERT and ("to", SHARDS) in fix.options}
     for fix in fixes if is_sharded else ():
         if fix.verb == _RESHARD and fix.paths in converted:
-            equivalent[fix] = as_shards(fix)
+            equivalent[fix] = as_convert_to_shards(fix)
     alike: dict[tuple[object, ...], list[Fix]] = {}
     for fix, same in equivalent.items():
         if not _NEVER_JOINED & dict(fix.options).keys():

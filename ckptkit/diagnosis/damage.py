@@ -7,27 +7,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
+from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, export, rewrite
+from ckptkit.diagnosis.finding import Finding, export_fix, rewrite_fix
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.io.path import is_remote, spelled_like
-from ckptkit.runs.ls import look_at
+from ckptkit.io.path import as_typed, is_remote
+from ckptkit.runs.ls import make_listed
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
 
-def look_for_damage(checkpoint: Checkpoint, check: Callable[[Path], Sequence[CkptError]]) -> Damage:
+def problems_by_component(checkpoint: Checkpoint, check: Callable[[Path], Sequence[CkptError]]) -> Damage:
     """Return the problems of each component of a checkpoint, by its path.
 
     `check` returns the problems of a local component; it may read the beginning of each entry. For a component in an
     object store only the metadata is read. Raises `IOFailure` if a component could not be checked.
     """
     problems_by_path = {
-        part.path: problems_of(part) if is_remote(part.path) else check(part.path) for part in checkpoint.components
+        part.path: problems_reading_component(part) if is_remote(part.path) else check(part.path)
+        for part in checkpoint.components
     }
     problems_by_path |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
     for problem in (problem for problems in problems_by_path.values() for problem in problems):
@@ -36,7 +37,7 @@ def look_for_damage(checkpoint: Checkpoint, check: Callable[[Path], Sequence[Ckp
     return {path: problems for path, problems in problems_by_path.items() if problems}
 
 
-def problems_of(component: Component) -> Sequence[CkptError]:
+def problems_reading_component(component: Component) -> Sequence[CkptError]:
     """Return the reasons why a component cannot be read, () if it can."""
     problems = Problems()
     try:
@@ -46,9 +47,9 @@ def problems_of(component: Component) -> Sequence[CkptError]:
             component.reader.read(component.path, problems.add)
         except (Corrupt, Unsafe, Unsupported) as reason:
             problems.add(reason)
-        if not problems.list():
+        if not problems.all_problems():
             problems.add(error)
-    return problems.list()
+    return problems.all_problems()
 
 
 def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None = None) -> Iterator[Finding]:
@@ -57,57 +58,57 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
     A salvage does not restore a lost config.json or tokenizer: for those the fix copies them from `model`, if given.
     """
     complete = find_complete_checkpoint(checkpoint) if damage else None
-    fix = rewrite(checkpoint, salvage=True, fill_from=complete) if damage else None
-    copy = export(checkpoint, base=str(model)) if damage and model is not None else None
+    fix = rewrite_fix(checkpoint, salvage=True, fill_from=complete) if damage else None
+    copy = export_fix(checkpoint, base=str(model)) if damage and model is not None else None
     other = f"; {complete.name} beside it is complete" if complete else ""
     for problem in (problem for problems in damage.values() for problem in problems):
-        where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
+        where = "" if problem.path is None else f"{path_in_checkpoint(checkpoint.path, problem.path)}: "
         hint = f" ({problem.hint})" if problem.hint else ""
         message = f"{where}{problem.message}{hint}{other}"
-        chosen_fix = copy if is_beside(checkpoint, problem) else fix
+        chosen_fix = copy if is_about_model_file(checkpoint, problem) else fix
         yield Finding(problem.code, problem.tensor, message, chosen_fix if isinstance(problem, Corrupt) else None)
 
 
-def is_beside(checkpoint: Checkpoint, problem: CkptError) -> bool:
+def is_about_model_file(checkpoint: Checkpoint, problem: CkptError) -> bool:
     """Return whether a problem concerns a JSON file without tensors or metadata, such as config.json."""
     path, parts = problem.path, checkpoint.components
     if path is None or path.suffix != ".json" or path.parent not in [part.path for part in parts]:
         return False
-    return not any(part.reader.owns(path.name) for part in parts)
+    return not any(part.reader.owns_file(path.name) for part in parts)
 
 
 def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
     """Return the latest other checkpoint of the run without missing or truncated files; None if there is none."""
-    if checkpoint.own_step is None:
+    if checkpoint.step_in_name is None:
         return None
     try:
-        others = reversed(named_in(spelled_like(checkpoint.path, checkpoint.path.absolute().parent)))
-        listed = (look_at(other) for other in others if other.name != checkpoint.name)
+        others = reversed(checkpoints_named_in_run(as_typed(checkpoint.path, checkpoint.path.absolute().parent)))
+        listed = (make_listed(other) for other in others if other.name != checkpoint.name)
         return next((other.path for other in listed if other.is_complete), None)
     except IOFailure:
         return None
 
 
-def name_in(root: Path, path: Path) -> str:
+def path_in_checkpoint(root: Path, path: Path) -> str:
     """Return the path of a file relative to the checkpoint, or its full path if it is outside of it."""
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)
 
 
-def find_torch_version(case: LoadTarget) -> Iterator[Finding]:
+def find_torch_version(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if a later torch wrote the metadata and the installed torch fails to read it."""
     try:
         own = version("torch")  # without importing it
     except PackageNotFoundError:
         return
-    for component in case.checkpoint.components:
-        needed = component.reader.least_torch(component.path)
-        if needed is not None and numbers(own) < numbers(needed):
+    for component in target.checkpoint.components:
+        needed = component.reader.least_torch_version(component.path)
+        if needed is not None and version_numbers(own) < version_numbers(needed):
             message = f"torch {needed} or later wrote the metadata, and torch {own} fails on it with a ValueError"
-            yield Finding("torch_version", None, message, rewrite(case.checkpoint))
+            yield Finding("torch_version", None, message, rewrite_fix(target.checkpoint))
             return
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split("+", maxsplit=1)[0].split(".")[:2] if number.isdecimal())
 
 
@@ -116,18 +117,18 @@ _BY_NAME = frozenset(["layer_gap", "layer_lacks", "empty_weight"])
 _BY_SHAPE = frozenset(["bias"])  # likewise `find_shapes`
 
 
-def find_inconsistencies(case: LoadTarget) -> Iterator[Finding]:
+def find_inconsistencies(target: LoadTarget) -> Iterator[Finding]:
     """Yield the entries that contradict the rest of the checkpoint, with the command that removes a wrong prefix."""
-    for inconsistency in case.inconsistencies:
+    for inconsistency in target.inconsistencies:
         code, prefix = inconsistency.code, re.escape(inconsistency.data.get("prefix", ""))
-        is_reported = case.misfits is not None and (
-            code in _BY_SHAPE or (code in _BY_NAME and bool(case.misfits.missing))
+        is_reported = target.key_mismatch is not None and (
+            code in _BY_SHAPE or (code in _BY_NAME and bool(target.key_mismatch.missing))
         )
         if is_reported or inconsistency.certainty <= Certainty.NOTE:
             continue
         fix = None
         if code in ("wrapped_state", "wrapped_weight"):
-            fix = rewrite(case.checkpoint, rename=(rf"(^|\.){prefix}=>\1",))
+            fix = rewrite_fix(target.checkpoint, rename=(rf"(^|\.){prefix}=>\1",))
         elif code == "prefixed_state":
-            fix = rewrite(case.checkpoint, rename=(rf"^{prefix}=>",))
+            fix = rewrite_fix(target.checkpoint, rename=(rf"^{prefix}=>",))
         yield Finding(code, inconsistency.tensor, inconsistency.message, fix, inconsistency.names)

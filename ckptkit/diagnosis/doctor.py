@@ -8,45 +8,77 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.adapters.empty import EMPTY
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, path_of_source
 from ckptkit.checkpoints.examination.inconsistency import Certainty
-from ckptkit.checkpoints.find_components import describe_left
-from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
+from ckptkit.checkpoints.find_components import describe_not_copied
+from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
 from ckptkit.checkpoints.optimizers.masters import REMAINDERS, remainders_in
-from ckptkit.checks.verify import verify_part
+from ckptkit.checks.verify import verify_component
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
-from ckptkit.diagnosis.damage import find_damage, find_inconsistencies, find_torch_version, look_for_damage
-from ckptkit.diagnosis.exports import find_broken_export, find_config_dtype, find_empty_adapter, find_index
+from ckptkit.diagnosis.damage import find_damage, find_inconsistencies, find_torch_version, problems_by_component
+from ckptkit.diagnosis.exports import (
+    find_broken_export,
+    find_empty_adapter,
+    find_invalid_config_dtype,
+    find_missing_index,
+)
 from ckptkit.diagnosis.finding import Finding, Fix
-from ckptkit.diagnosis.group_map import find_unlisted
-from ckptkit.diagnosis.names import find_names, find_wrappers
-from ckptkit.diagnosis.optimizer import find_groups, find_missing_states, list_missing_states
+from ckptkit.diagnosis.group_map import find_unlisted_parameters
+from ckptkit.diagnosis.names import find_name_mismatches, find_wrapper_prefixes
+from ckptkit.diagnosis.optimizer import find_group_differences, find_missing_states, list_missing_states
 from ckptkit.diagnosis.other_checkpoint import compare_with_checkpoint
-from ckptkit.diagnosis.ranks import find_ranks
-from ckptkit.diagnosis.shapes import compared_ties, find_shapes, find_ties, find_unserved
+from ckptkit.diagnosis.ranks import find_rank_dependent_state
+from ckptkit.diagnosis.shapes import (
+    comparable_ties,
+    find_missing_towers_and_layers,
+    find_shape_mismatches,
+    find_tie_problems,
+)
 from ckptkit.diagnosis.weights import (
-    find_adapters,
+    find_ambiguous_model,
     find_declared_quantized,
     find_extra_state,
-    find_model,
-    find_predictors,
-    find_quantized,
-    find_tokens,
+    find_missing_predictors,
+    find_tokens_without_row,
+    find_undeclared_quantized,
+    find_unmerged_adapters,
 )
-from ckptkit.errors import CkptError, and_more, too_small
-from ckptkit.io.path import remarks_on_id
+from ckptkit.errors import CkptError, and_more, too_small_error
+from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
-from ckptkit.summary import Summarized, first_few
+from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import count
 
 # what doctor looks for in a readable checkpoint, in the order of the output
 KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
-    *(find_torch_version, find_index, find_config_dtype, find_empty_adapter, find_model, find_adapters),
-    *(find_quantized, find_declared_quantized, find_tokens, find_extra_state, find_predictors, find_wrappers),
-    *(find_names, find_unserved, find_shapes, find_ties, find_missing_states, find_ranks, find_groups),
-    *(compare_with_checkpoint, find_unlisted, find_inconsistencies),
+    *(
+        find_torch_version,
+        find_missing_index,
+        find_invalid_config_dtype,
+        find_empty_adapter,
+        find_ambiguous_model,
+        find_unmerged_adapters,
+    ),
+    *(
+        find_undeclared_quantized,
+        find_declared_quantized,
+        find_tokens_without_row,
+        find_extra_state,
+        find_missing_predictors,
+        find_wrapper_prefixes,
+    ),
+    *(
+        find_name_mismatches,
+        find_missing_towers_and_layers,
+        find_shape_mismatches,
+        find_tie_problems,
+        find_missing_states,
+        find_rank_dependent_state,
+        find_group_differences,
+    ),
+    *(compare_with_checkpoint, find_unlisted_parameters, find_inconsistencies),
 )
 
 
@@ -85,7 +117,7 @@ class Diagnosis(Summarized):
 
     def summary(self) -> Iterator[str]:
         yield self.verdict
-        yield from first_few((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
+        yield from first_lines_and_rest((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
         yield from [f"fixed: {self.fixed.verdict}"] if self.fixed else []
         yield self.not_read
 
@@ -109,13 +141,18 @@ def doctor(
     Raises `NotACheckpoint` if there is no checkpoint, `Usage` if the model does not exist.
     """
     if world_size is not None and world_size < 1:
-        raise too_small("world_size", 1, world_size)
+        raise too_small_error("world_size", 1, world_size)
     checkpoint = Checkpoint.open(ckpt)
-    case, findings = open_case(checkpoint, model, like, world_size)
+    case, findings = open_load_target(checkpoint, model, like, world_size)
     findings += [finding for kind in KINDS for finding in kind(case)] if case else []
     chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
-    notes = (*remarks_on_id(model), *note_unfinished(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
-    read = tuple(dict.fromkeys(name for tie in compared_ties(case).items() for name in tie)) if case else ()
+    notes = (
+        *remarks_on_hub_id(model),
+        *note_on_unfinished_checkpoint(path_of_source(ckpt), checkpoint),
+        *notes_on_skipped_checks(case),
+        *chosen.notes,
+    )
+    read = tuple(dict.fromkeys(name for tie in comparable_ties(case).items() for name in tie)) if case else ()
     diagnosis = Diagnosis(checkpoint.path, chosen.findings, notes, compared=read)
     if fix is None:
         return diagnosis
@@ -132,19 +169,19 @@ def doctor(
     converted = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
     left_out = [f"not copied: `{entry.name}`" for entry in converted.dropped]
-    left_out += describe_left(converted.left_behind, "not copied")
+    left_out += describe_not_copied(converted.left_behind, "not copied")
     fixed = replace(fixed, notes=(*converted.notes, *left_out, *fixed.notes))
     return replace(diagnosis, fixed_by=certain[0], fixed=fixed)
 
 
-def open_case(
+def open_load_target(
     checkpoint: Checkpoint, model: str | Path | None = None, like: Source | None = None, world_size: int | None = None
 ) -> tuple[LoadTarget | None, list[Finding]]:
     """Return the checkpoint with its target, None if its model cannot be read, and the damage that was found."""
     if broken := find_broken_export(checkpoint):
         return None, broken
-    damage = look_for_damage(checkpoint, check_part)
-    if not damage and (part := find_parts(checkpoint)):
+    damage = problems_by_component(checkpoint, component_problems)
+    if not damage and (part := find_partial_file_error(checkpoint)):
         damage = {checkpoint.model_component.path: [part]}
     findings = list(find_damage(checkpoint, damage, model))
     if checkpoint.model_component.path in damage:
@@ -154,9 +191,9 @@ def open_case(
     return LoadTarget(readable, open_model(readable, model), other, world_size), findings
 
 
-def check_part(path: Path) -> Sequence[CkptError]:
+def component_problems(path: Path) -> Sequence[CkptError]:
     """Return the problems of a component, except an empty adapter: `find_empty_adapter` says more about it."""
-    return [problem for problem in verify_part(path, fast=True).problems if problem.code != EMPTY]
+    return [problem for problem in verify_component(path, fast=True).problems if problem.code != EMPTY]
 
 
 def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:
@@ -169,44 +206,44 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
     return TargetModel.of(str(own.found_in / CONFIG), own.config, {}, asked=False)
 
 
-def notes_on(case: LoadTarget | None) -> Iterator[str]:
+def notes_on_skipped_checks(target: LoadTarget | None) -> Iterator[str]:
     """Yield the checks that doctor skipped, and differences that may be intended."""
-    if case is None:
+    if target is None:
         yield "nothing else was checked"
         return
-    if case.misfits is None and (doubt := find_doubt(case.checkpoint)):
+    if target.key_mismatch is None and (doubt := find_partial_file_doubt(target.checkpoint)):
         yield doubt
-    states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
+    states = [] if target.checkpoint.model_component.reader.is_sharded else list(list_missing_states(target))
     if states:
         what = f"`{states[0].tensor}`{and_more(len(states) - 1)}"
         yield (
             f"the optimizer has no state of {what}: the parameter is frozen, or never received a gradient. In the "
             f"second case torch's `set_optimizer_state_dict` fails; to fix that: {states[0].fix}"
         )
-    if case.weights and (names := remainders_in(case.layout, case.weights.layout.specs)):
+    if target.weights and (names := remainders_in(target.layout, target.weights.layout.specs)):
         yield (
             f"the optimizer has remainders of the masters of {count(len(names), 'weight')} in {REMAINDERS}, such as "
             f"`{names[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
         )
-    yield from (one.line for one in case.inconsistencies if one.certainty is Certainty.NOTE)
-    if case.model is None:
-        if case.like is None:
+    yield from (one.message_with_tensor for one in target.inconsistencies if one.certainty is Certainty.NOTE)
+    if target.model is None:
+        if target.like is None:
             yield "no config.json is here: names and shapes were not compared (pass --model or --like)"
         return
-    if case.model.reason is not None:
-        yield f"names and shapes were not compared with {case.model.name}: {case.model.reason}"
-    dtypes_there = {spec.dtype for name, spec in case.model.specs.items() if name in case.shapes}
-    dtypes_here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
+    if target.model.reason is not None:
+        yield f"names and shapes were not compared with {target.model.name}: {target.model.reason}"
+    dtypes_there = {spec.dtype for name, spec in target.model.specs.items() if name in target.shapes}
+    dtypes_here = {spec.dtype for name, spec in target.weights.layout.specs.items()} if target.weights else set()
     if dtypes_there and dtypes_here and dtypes_there != dtypes_here:
         one, two = (", ".join(sorted(dtype.name for dtype in dtypes)) for dtypes in (dtypes_here, dtypes_there))
-        yield f"expected weights in {two} as in {case.model.name}, found {one}: a load converts them silently"
+        yield f"expected weights in {two} as in {target.model.name}, found {one}: a load converts them silently"
 
 
-def note_unfinished(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
+def note_on_unfinished_checkpoint(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note if the run at `asked` has a later checkpoint that is not complete."""
     if asked == checkpoint.path or not asked.is_dir():
         return
-    named = [one for one in named_in(asked) if (one.own_step or 0) > (checkpoint.own_step or 0)]
+    named = [one for one in checkpoints_named_in_run(asked) if (one.step_in_name or 0) > (checkpoint.step_in_name or 0)]
     later = [one.name for one in named if not one.is_complete]
     if later:
         yield f"later, and unfinished: {', '.join(later)}"

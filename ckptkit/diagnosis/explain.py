@@ -8,7 +8,7 @@ from functools import partial
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix
-from ckptkit.diagnosis.doctor import open_case
+from ckptkit.diagnosis.doctor import open_load_target
 from ckptkit.diagnosis.explanations import MatchedMessage
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.messages import MESSAGES
@@ -24,10 +24,10 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     ckptkit knows messages of torch, transformers and others. It searches `error` and its causes. Returns () for any
     other error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
     """
-    text = error if isinstance(error, str) else "\n".join(words_of(error))
+    text = error if isinstance(error, str) else "\n".join(texts_of_error(error))
     text = _SOURCE.sub("", text[:_MAX_CHARACTERS])
     checkpoint = Checkpoint.open(ckpt)
-    case, findings = open_case(checkpoint)
+    case, findings = open_load_target(checkpoint)
     meanings: list[Finding] = []
     for message in MESSAGES:
         for parts in dict.fromkeys(match.groups() for match in message.pattern.finditer(text)):
@@ -36,7 +36,7 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings
 
 
-def words_of(error: BaseException) -> Iterator[str]:
+def texts_of_error(error: BaseException) -> Iterator[str]:
     """Yield the text and notes of an error and of its causes."""
     seen: set[int] = set()
     current: BaseException | None = error

@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.adapters.empty import find_empty
+from ckptkit.adapters.empty import find_empty_adapter_error
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, TargetModel
-from ckptkit.diagnosis.finding import Finding, Fix, export, is_model, output_path_for, rewrite
+from ckptkit.diagnosis.finding import Finding, Fix, export_fix, is_loadable_model, output_path_for, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats.hf.format import INDEX
-from ckptkit.formats.hf.headers import HeaderFiles, layout_of_headers
+from ckptkit.formats.hf.headers import HeaderFiles, find_layout_in_headers
 from ckptkit.formats.indices import read_index
 from ckptkit.io.file import names_in
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.companions import CONFIG, find_companions
-from ckptkit.models.expected import closest
+from ckptkit.models.expected import closest_form
 
 _HF = "hf"
 _UNREAD = (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported)
@@ -33,7 +33,7 @@ _EXPERT = (r"(\.experts)\.([^.]+)\.weight([0-9]+)$", r"\1.\3.\2.weight")
 def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
     """Return the problems of a model's index or headers; [] unless its tensors are certainly complete."""
     component = checkpoint.model_component
-    broken = read_export(component) if may_be_broken(component) else None
+    broken = find_complete_export(component) if may_be_broken_export(component) else None
     if broken is None:
         return []
     headers, index = broken
@@ -49,7 +49,7 @@ def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
     return findings
 
 
-def may_be_broken(component: Component) -> bool:
+def may_be_broken_export(component: Component) -> bool:
     """Return whether a directory of safetensors cannot be read, or contains files that its index does not list."""
     if component.reader.name != _HF or not component.path.is_dir():
         return False
@@ -61,15 +61,15 @@ def may_be_broken(component: Component) -> bool:
         return True
 
 
-def read_export(component: Component) -> tuple[HeaderFiles, Mapping[str, str] | None] | None:
+def find_complete_export(component: Component) -> tuple[HeaderFiles, Mapping[str, str] | None] | None:
     """Return the headers of a model's files, and its index; None unless they certainly list the complete model.
 
     This is certain if they are exactly the tensors that config.json describes, or if the files are a complete numbered
     series and no tensor is missing.
     """
     try:
-        headers = layout_of_headers(component.path, _HF)
-        index = index_in(component.path)
+        headers = find_layout_in_headers(component.path, _HF)
+        index = find_index_in(component.path)
         config = find_companions(component.path, component.base).config
     except _UNREAD:
         return None
@@ -77,13 +77,13 @@ def read_export(component: Component) -> tuple[HeaderFiles, Mapping[str, str] | 
         return None
     model = TargetModel.of(CONFIG, config or {}, {})
     shapes = headers.layout.shapes
-    misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model) if model.forms else None
+    misfits = KeyMismatch.of(shapes, closest_form(model.forms, shapes.keys()), model) if model.forms else None
     is_complete = headers.is_series and not (misfits and misfits.missing)
     fits = misfits is not None and not misfits
     return (headers, index) if is_complete or fits else None
 
 
-def index_in(root: Path) -> Mapping[str, str] | None:
+def find_index_in(root: Path) -> Mapping[str, str] | None:
     """Return the file of each tensor as the index lists it; {} if the index cannot be read, None if there is none."""
     try:
         return read_index(root / INDEX)[0] if INDEX in names_in(root) else None
@@ -94,49 +94,49 @@ def index_in(root: Path) -> Mapping[str, str] | None:
 def reopen_by_headers(checkpoint: Checkpoint) -> Checkpoint:
     """Return a broken export as a checkpoint whose tensors come from the file headers instead of the index."""
     component = checkpoint.model_component
-    broken = read_export(component)
+    broken = find_complete_export(component)
     assert broken is not None
     return replace(checkpoint, components=(replace(component, salvaged=broken[0].layout),))
 
 
-def find_index(case: LoadTarget) -> Iterator[Finding]:
+def find_missing_index(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if several numbered files have no index. transformers needs it."""
-    component = case.checkpoint.model_component
+    component = target.checkpoint.model_component
     files, is_of_ranks = component.layout.paths, component.layout.world_size is not None
     if component.reader.name != _HF or is_of_ranks or len(files) < 2:
         return
     if not (component.path / INDEX).exists():
         message = f"`{INDEX}` is missing beside {len(files)} files, so transformers finds no model"
-        yield Finding("index", None, message, export(case.checkpoint))
+        yield Finding("index", None, message, export_fix(target.checkpoint))
 
 
-def find_config_dtype(case: LoadTarget) -> Iterator[Finding]:
+def find_invalid_config_dtype(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if config.json names a dtype that torch does not have, such as an empty string."""
-    own = case.checkpoint.companions
+    own = target.checkpoint.companions
     config = own.config or {}
     named = {key: config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
-    for key, value in named.items() if is_model(case.checkpoint) else ():
+    for key, value in named.items() if is_loadable_model(target.checkpoint) else ():
         if value != "auto" and value.removeprefix("torch.") not in DTYPES:
             message = f"`{key}` of {CONFIG} is `{value}`: transformers fails with an AttributeError of torch"
-            yield Finding("config_dtype", None, message, export(case.checkpoint))
+            yield Finding("config_dtype", None, message, export_fix(target.checkpoint))
 
 
-def find_empty_adapter(case: LoadTarget) -> Iterator[Finding]:
+def find_empty_adapter(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if the saved adapter has tensors without elements. The training state may contain its weights."""
-    checkpoint = case.checkpoint
-    saved = checkpoint.exported or checkpoint.model_component
-    error = find_empty(saved.layout) if saved.is_adapter else None
+    checkpoint = target.checkpoint
+    saved = checkpoint.exported_weights or checkpoint.model_component
+    error = find_empty_adapter_error(saved.layout) if saved.is_adapter else None
     if error is None:
         return
     if saved is checkpoint.model_component:
         yield Finding("empty_adapter", error.tensor, f"{error.message} ({error.hint})")
     else:
         message = f"{error.message}; `{checkpoint.model_component.place}` contains the weights"
-        yield Finding("empty_adapter", error.tensor, message, export(checkpoint))
+        yield Finding("empty_adapter", error.tensor, message, export_fix(checkpoint))
 
 
 def find_named_experts(
-    case: LoadTarget, model: TargetModel, misfits: KeyMismatch
+    target: LoadTarget, model: TargetModel, misfits: KeyMismatch
 ) -> tuple[KeyMismatch, Finding] | None:
     """Return the finding that experts have their number at the end of the name, and the mismatch without them.
 
@@ -146,11 +146,11 @@ def find_named_experts(
     names = tuple(name for name in misfits.extra if pattern.search(name))
     if not names:
         return None
-    new_names = {name: pattern.sub(_EXPERT[1], name) for name in case.plain_shapes}
-    shapes = {new_names[name]: shape for name, shape in case.plain_shapes.items()}
-    rest = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
-    if len(shapes) != len(case.plain_shapes) or any(new_names[name] in rest.extra for name in names):
+    new_names = {name: pattern.sub(_EXPERT[1], name) for name in target.plain_shapes}
+    shapes = {new_names[name]: shape for name, shape in target.plain_shapes.items()}
+    rest = KeyMismatch.of(shapes, closest_form(model.forms, shapes.keys()), model)
+    if len(shapes) != len(target.plain_shapes) or any(new_names[name] in rest.extra for name in names):
         return None
     message = f"the expert's number is at the end of the name: in {model.name} it is `{new_names[names[0]]}`"
-    fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=case.base)
+    fix = rewrite_fix(target.checkpoint, rename=("=>".join(_EXPERT),), base=target.base)
     return rest, Finding("expert_names", names[0], message, fix, names)

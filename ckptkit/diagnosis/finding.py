@@ -11,9 +11,9 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import get_writer, writable_formats
 from ckptkit.io.file import names_in
-from ckptkit.io.joined import roots_of
+from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import path_beside
-from ckptkit.layout.renames import fold
+from ckptkit.layout.renames import fold_numbers
 from ckptkit.settings import option_name
 
 _MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # one of the names that `from_pretrained` reads
@@ -43,39 +43,43 @@ class Fix:
         return cls(verb, paths, tuple(given))
 
     @property
-    def words(self) -> list[str]:
+    def process_arguments(self) -> list[str]:
         """Return the unquoted arguments of the process, `ckptkit` first."""
-        words = ["ckptkit", self.verb, *map(shell_word, self.paths)]
+        words = ["ckptkit", self.verb, *map(as_shell_argument, self.paths)]
         for name, value in self.options:
             for item in value if isinstance(value, tuple) else (value,):
-                words += [option_name(name)] if item is True else [option_name(name), shell_word(item)]
+                words += [option_name(name)] if item is True else [option_name(name), as_shell_argument(item)]
         return words
 
     def __str__(self) -> str:
         """Return the command as one line, quoted for a shell."""
-        return shlex.join(self.words)
+        return shlex.join(self.process_arguments)
 
 
-def shell_word(word: object) -> str:
+def as_shell_argument(word: object) -> str:
     """Return an argument as text. A path that starts with `-` gets the prefix `./`."""
     return f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
 
 
 def make_fix(verb: str, checkpoint: Checkpoint, target: Path, **options: Value | None) -> Fix:
     """Return a command that writes another checkpoint. `--also` names the other directories of the source."""
-    source, *more_roots = roots_of(checkpoint.path)
+    source, *more_roots = local_paths_of(checkpoint.path)
     return Fix.of(verb, source, target, also=tuple(more_roots), **options)
 
 
-def rewrite(checkpoint: Checkpoint, *, base: str | None = None, **options: Value | None) -> Fix:
+def rewrite_fix(checkpoint: Checkpoint, *, base: str | None = None, **options: Value | None) -> Fix:
     """Return the command that writes a checkpoint again in its own format, with its optimizer.
 
     A model without training state is exported, with the config of `base` if given.
     """
-    return export(checkpoint, base=base, **options) if is_model(checkpoint) else convert(checkpoint, **options)
+    return (
+        export_fix(checkpoint, base=base, **options)
+        if is_loadable_model(checkpoint)
+        else convert_fix(checkpoint, **options)
+    )
 
 
-def convert(checkpoint: Checkpoint, **options: Value | None) -> Fix:
+def convert_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     """Return the command that writes a training checkpoint again: in its own format, or as DCP if that is read-only."""
     source, own = checkpoint.path, checkpoint.model_component.reader.name
     to = own if own in writable_formats() and not get_writer(own).needs_names else SHARDS
@@ -83,21 +87,21 @@ def convert(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     return make_fix("convert", checkpoint, output_path_for(source, "fixed", suffix), to=to, **options)
 
 
-def export(checkpoint: Checkpoint, **options: Value | None) -> Fix:
+def export_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     """Return the command that exports the model of a checkpoint, with the config of `base` if given."""
     return make_fix("consolidate", checkpoint, output_path_for(checkpoint.path, "model"), **options)
 
 
-def reshard(checkpoint: Checkpoint, world_size: int, **options: Value | None) -> Fix:
+def reshard_fix(checkpoint: Checkpoint, world_size: int, **options: Value | None) -> Fix:
     """Return the command that writes a checkpoint for `world_size` ranks."""
     return make_fix("reshard", checkpoint, output_path_for(checkpoint.path, "fixed"), to=world_size, **options)
 
 
-def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
+def world_size_fix(checkpoint: Checkpoint, world_size: int) -> Fix:
     """Return the command that makes a checkpoint load on `world_size` ranks, or if possible on any number."""
     target = checkpoint.model_component.reader.resized_as
     if not target:
-        return reshard(checkpoint, world_size)
+        return reshard_fix(checkpoint, world_size)
     return Fix.of("convert", checkpoint.path, output_path_for(checkpoint.path, target), to=target)
 
 
@@ -107,7 +111,7 @@ def output_path_for(path: Path, word: str, suffix: str = "") -> Path:
     return path_beside(local, f"{local.stem if local.is_file() else local.name}-{word}{suffix}")
 
 
-def is_model(checkpoint: Checkpoint) -> bool:
+def is_loadable_model(checkpoint: Checkpoint) -> bool:
     """Return whether the weights are in files that `from_pretrained` finds by their names."""
     part = checkpoint.model_component
     if part.reader.is_model_only or part.reader.is_sharded or not part.path.is_dir():
@@ -159,20 +163,22 @@ class Finding:
         return len(self.names) or int(self.tensor is not None)
 
 
-def group(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def group_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Merge findings that differ only in numbers, such as the layer: `layers.*.q_proj.weight`."""
     grouped: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
-        name = None if finding.tensor is None else fold(finding.tensor)
+        name = None if finding.tensor is None else fold_numbers(finding.tensor)
         grouped.setdefault((finding.code, name, finding.message, finding.fixed_by), []).append(finding)
     return tuple(merge_findings(alike) for alike in grouped.values())
 
 
-def merge_findings(alike: list[Finding]) -> Finding:
+def merge_findings(findings: list[Finding]) -> Finding:
     """Return one finding for several with the same message and the same name up to numbers."""
-    first, *others = alike
-    every = (name for finding in alike for name in finding.names or filter(None, (finding.tensor,)))
+    first, *others = findings
+    every = (name for finding in findings for name in finding.names or filter(None, (finding.tensor,)))
     names = tuple(dict.fromkeys(every))
     if not others and not (first.names and first.tensor):
         return replace(first, names=names)
-    return replace(first, tensor=fold(first.tensor) if first.tensor and len(names) > 1 else first.tensor, names=names)
+    return replace(
+        first, tensor=fold_numbers(first.tensor) if first.tensor and len(names) > 1 else first.tensor, names=names
+    )

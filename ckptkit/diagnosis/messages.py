@@ -47,7 +47,7 @@ MESSAGES: tuple[Message, ...] = (
         "parameter never received a gradient, so torch saved no state: `ckptkit doctor CKPT` lists all of them. If "
         "the key is a weight, the names differ: by `_orig_mod.` (torch.compile), by `module.` (DDP), by a key such "
         "as `model`, or because the head is tied. `ckptkit doctor CKPT --model MODEL` says which, and how to fix it.",
-        explanations.explain_key,
+        explanations.explain_key_not_in_shards,
     ),
     Message(
         "cannot pickle code objects",
@@ -62,7 +62,7 @@ MESSAGES: tuple[Message, ...] = (
         "optimizer_state",
         "The parameter requires a gradient, but received none before the checkpoint was saved. Complete the "
         "optimizer with `--complete-optimizer`, or load with `StateDictOptions(strict=False)`.",
-        explanations.find_states,
+        explanations.explain_missing_states,
     ),
     Message(
         "Missing key(s) in state_dict: …",
@@ -71,7 +71,7 @@ MESSAGES: tuple[Message, ...] = (
         "The state dict does not contain these parameters under the names that the model uses. If as many keys are "
         "unexpected as are missing, only a prefix or a wrapper differs. If the names look quite different, another "
         "trainer wrote them: see [Names](names.md).",
-        explanations.find_keys,
+        explanations.explain_missing_keys,
     ),
     Message(
         "Unexpected key(s) in state_dict: …",
@@ -79,7 +79,7 @@ MESSAGES: tuple[Message, ...] = (
         "unexpected",
         "The state dict has tensors that the model does not have: from another wrapper or an adapter, a module's "
         "`_extra_state`, or a head that this model lacks.",
-        explanations.find_unexpected,
+        explanations.explain_unexpected_keys,
     ),
     Message(
         "'DeviceMesh' object has no attribute '_preserve_rank_order'",
@@ -95,7 +95,7 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "The name is the same, the shape differs. If only the first number differs, for the embedding and the head,"
         " the vocabulary was padded: `--vocab-size` fixes it. Otherwise the config belongs to another model.",
-        explanations.find_size_by_name,
+        explanations.explain_shape_mismatch_by_name,
     ),
     Message(
         "Size mismatch between saved … and current: … for …",
@@ -104,7 +104,7 @@ MESSAGES: tuple[Message, ...] = (
         "The name is the same, the shape differs: the vocabulary was padded, or the config belongs to another model. "
         "If the current size is a single large number, it is FSDP1's flat parameter: load inside "
         "`FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)`, or with `get_state_dict`.",
-        explanations.find_size,
+        explanations.explain_shape_mismatch,
     ),
     Message(
         "You set `ignore_mismatched_sizes` to `False`, thus raising an error",
@@ -112,7 +112,7 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "The table above the message lists the tensors whose shapes differ. `ckptkit doctor CKPT --model MODEL` "
         "says why. `ignore_mismatched_sizes=True` would fill them with random numbers.",
-        explanations.find_misfits,
+        explanations.explain_misfits,
     ),
     Message(
         "were not initialized from the model checkpoint at … and are newly initialized: …",
@@ -120,7 +120,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "transformers only prints a warning, but do not continue: these tensors are random now. The names in the file "
         "differ from the model's names: by a prefix, a wrapper, an adapter, or because they belong to another family.",
-        explanations.find_misfits,
+        explanations.explain_misfits,
     ),
     Message(
         "LOAD REPORT…from: …",
@@ -129,7 +129,7 @@ MESSAGES: tuple[Message, ...] = (
         "transformers only prints a warning, but do not continue if the table lists `MISSING`: those tensors are "
         "random now. If as many are `UNEXPECTED`, the names in the file differ from the model's names: by a prefix, a "
         "wrapper, an adapter, or because they belong to another family. `MISMATCH` means another shape.",
-        explanations.find_misfits,
+        explanations.explain_misfits,
     ),
     Message(
         "loaded state dict has a different number of parameter groups",
@@ -138,7 +138,7 @@ MESSAGES: tuple[Message, ...] = (
         "The optimizer was built with another number of groups than the saved one: for example with and without "
         "weight decay, or with one learning rate per layer. Build it with the saved groups; `ckptkit doctor CKPT "
         "--like OTHER` compares two checkpoints.",
-        explanations.find_groups,
+        explanations.explain_group_sizes,
     ),
     Message(
         "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
@@ -147,7 +147,7 @@ MESSAGES: tuple[Message, ...] = (
         "A group lists another number of parameters: since the save, parameters were frozen or added, or an adapter "
         "was added. Parameter indices do not show which parameters changed. To keep the states of the other "
         "parameters, rewrite the optimizer by name: `ckptkit convert CKPT OUT --to dcp --optimizer-keys names`.",
-        explanations.find_groups,
+        explanations.explain_group_sizes,
     ),
     Message(
         "The state of _OptimStateKey(… is empty. This should happen when use_orig_params=True.",
@@ -172,7 +172,7 @@ MESSAGES: tuple[Message, ...] = (
         "ZeRO's files can only be loaded by as many ranks as saved them. Any number of ranks loads a universal "
         'checkpoint with `"checkpoint": {"load_universal": true}`. To make one, run `ckptkit convert SRC OUT --to '
         "universal`.",
-        explanations.find_ranks,
+        explanations.explain_rank_count,
     ),
     Message(
         "Unable to find latest file at …, if trying to load latest checkpoint",
@@ -188,7 +188,7 @@ MESSAGES: tuple[Message, ...] = (
         "world_size",
         "`consolidated.*.pth` are the parts of tensor-parallel ranks, and the same number of processes must load "
         "them. `ckptkit consolidate` joins them into one model.",
-        explanations.find_ranks,
+        explanations.explain_rank_count,
     ),
     Message(
         "No such file or directory: …",
@@ -197,7 +197,7 @@ MESSAGES: tuple[Message, ...] = (
         "If the file is `.metadata`, the save did not finish, or the file is only on the first node. If it is "
         "`__3_0` or similar, that rank's shard is on another node. If it is `model_world_size_8_rank_0.pt`, another "
         "number of ranks saved the checkpoint.",
-        explanations.find_file,
+        explanations.explain_missing_file,
     ),
     Message(
         "metadata is None",
@@ -205,7 +205,7 @@ MESSAGES: tuple[Message, ...] = (
         "incomplete",
         "torch could not read a `.metadata`: the save did not finish, the directory is wrong, or, if the traceback "
         "also says `too many values to unpack`, a later torch wrote the metadata.",
-        explanations.find_version,
+        explanations.explain_torch_version,
     ),
     Message(
         "too many values to unpack (expected 5",
@@ -213,7 +213,7 @@ MESSAGES: tuple[Message, ...] = (
         "torch_version",
         "torch 2.15 or later wrote `.metadata`, and describes tensors by six properties. `ckptkit reshard` and "
         "`ckptkit convert --to dcp` write metadata that every torch reads.",
-        explanations.find_version,
+        explanations.explain_torch_version,
     ),
     Message(
         "Invalid checkpoint metadata for …, expected BytesStorageMetadata but found …",
@@ -221,7 +221,7 @@ MESSAGES: tuple[Message, ...] = (
         "kind",
         "The checkpoint has a tensor where the state to load into has a number or another object: a learning rate "
         "that became a tensor, or a key at another level.",
-        explanations.find_kind,
+        explanations.explain_tensor_instead_of_value,
     ),
     Message(
         "Weights only load failed",
@@ -230,7 +230,7 @@ MESSAGES: tuple[Message, ...] = (
         "The file contains Python objects beside tensors: arguments, a numpy random state, or a loss scaler. "
         "`weights_only=False` runs any code in the file. ckptkit reads the tensors without running code: use "
         "`ckptkit consolidate` for the model, `ckptkit convert --to dcp` for everything.",
-        explanations.find_model,
+        explanations.explain_missing_model,
     ),
     Message(
         "Unsupported operand …",
@@ -255,7 +255,7 @@ MESSAGES: tuple[Message, ...] = (
         "The directory is a training checkpoint, such as FSDP's `pytorch_model_fsdp_0` or ZeRO shards, but "
         "`from_pretrained` expects safetensors: run `ckptkit consolidate CKPT OUT`. Several safetensors files need "
         "an index: `ckptkit doctor MODEL --fix OUT` writes one.",
-        explanations.find_model,
+        explanations.explain_missing_model,
     ),
     Message(
         "Can't find a valid checkpoint at …",
@@ -263,7 +263,7 @@ MESSAGES: tuple[Message, ...] = (
         "no_model",
         "The Trainer looks for a model file or for FSDP's directories, and the job now uses another strategy than "
         "the one that saved: FSDP's shards need `--fsdp` again. `ckptkit inspect` shows what the checkpoint contains.",
-        explanations.find_model,
+        explanations.explain_missing_model,
     ),
     Message(
         "Parameter '…' found in sharded model state dict but missing from full state dict",
@@ -271,7 +271,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "The model to load into is wrapped or compiled differently from the model in the file. `ckptkit doctor CKPT "
         "--model MODEL` shows the rule (`--rename`) that makes the names equal.",
-        explanations.explain_key,
+        explanations.explain_key_not_in_shards,
     ),
     Message(
         "PytorchStreamReader failed …",

@@ -9,23 +9,23 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
-from ckptkit.diagnosis.finding import Finding, Value, convert, export, is_model, rewrite
-from ckptkit.diagnosis.shapes import is_another_model, pairs_of
+from ckptkit.diagnosis.finding import Finding, Value, convert_fix, export_fix, is_loadable_model, rewrite_fix
+from ckptkit.diagnosis.shapes import differing_shapes, is_another_model
 from ckptkit.errors import Mismatch
-from ckptkit.layout.renames import by_change, few_globs, rules_for
+from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for
 from ckptkit.layout.wrappers import WRAPPERS
-from ckptkit.models.expected import closest
-from ckptkit.models.fit import abridge
+from ckptkit.models.expected import closest_form
+from ckptkit.models.fit import join_few_names
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.names import HUB
 from ckptkit.models.names.weights import find_model_key
-from ckptkit.models.predictors import predictors_in
+from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
-from ckptkit.models.vocabulary import rows_of, vocabulary_of
+from ckptkit.models.vocabulary import find_vocabulary_size, row_count_by_name
 from ckptkit.words import count
 
 
-def say_renamed(
+def findings_on_renames(
     checkpoint: Checkpoint, pairs: Mapping[str, str], rules: Sequence[str] | None, whose: str, base: str | None = None
 ) -> Iterator[Finding]:
     """Yield a finding for each kind of rename in `pairs`, which maps old names to new names.
@@ -33,8 +33,8 @@ def say_renamed(
     `whose` is the model or checkpoint that uses the new names. `rules` rename all names in `pairs`; None if too many
     rules would be needed.
     """
-    fix = rewrite(checkpoint, rename=tuple(rules), base=base) if rules else None
-    for line, members in by_change(pairs):
+    fix = rewrite_fix(checkpoint, rename=tuple(rules), base=base) if rules else None
+    for line, members in group_by_change(pairs):
         yield Finding("renamed", line.old, f"{whose} uses the name `{line.new}`", fix, members)
 
 
@@ -42,11 +42,11 @@ _IN_MEMORY = "transformers"  # family of transformers' in-memory names
 _MAX_GLOBS = 8
 
 
-def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
+def find_wrapper_prefixes(target: LoadTarget) -> Iterator[Finding]:
     """Yield the prefixes of wrappers in names, if the model to load does not have these wrappers."""
-    if case.weights is None or not (case.asked or is_model(case.checkpoint)):
+    if target.weights is None or not (target.asked or is_loadable_model(target.checkpoint)):
         return
-    raw = raw_names(case)
+    raw = names_without_wrappers(target)
     for wrapper in WRAPPERS:
         prefix, whose = wrapper.text.rstrip("."), wrapper.whose
         names = tuple(name for name, own in raw.items() if prefix in name.split(".") and prefix not in own.split("."))
@@ -54,16 +54,16 @@ def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
             message = (
                 f"the names start with `{prefix}.` (added by {whose}); a model without that wrapper will not find them"
             )
-            if is_model(case.checkpoint):  # an export drops the prefixes of wrappers
-                fix = export(case.checkpoint, base=case.base)
+            if is_loadable_model(target.checkpoint):  # an export drops the prefixes of wrappers
+                fix = export_fix(target.checkpoint, base=target.base)
             else:
-                fix = rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(prefix)}\.=>\1",))
+                fix = rewrite_fix(target.checkpoint, rename=(rf"(^|\.){re.escape(prefix)}\.=>\1",))
             yield Finding("wrapper", names[0], message, fix, names)
 
 
-def raw_names(case: LoadTarget) -> dict[str, str]:
+def names_without_wrappers(target: LoadTarget) -> dict[str, str]:
     """Return the name without wrapper prefixes, by the name in the checkpoint below the model's key."""
-    weights = case.weights
+    weights = target.weights
     if weights is None:
         return {}
     prefix = find_model_key(weights.whole)
@@ -71,36 +71,36 @@ def raw_names(case: LoadTarget) -> dict[str, str]:
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 
 
-def find_names(case: LoadTarget) -> Iterator[Finding]:
+def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
     """Yield missing and unexpected tensors, with the rule, family or prefix that fixes them, if there is one."""
-    model, misfits = case.model, case.misfits
-    if model is None or misfits is None or is_another_model(case, pairs_of(case)):
+    model, misfits = target.model, target.key_mismatch
+    if model is None or misfits is None or is_another_model(target, differing_shapes(target)):
         return
     if not misfits:
-        yield from find_transposed(case, model)
-        yield from find_names_on_disk(case, model)
+        yield from find_transposed(target, model)
+        yield from find_names_on_disk(target, model)
         return
     # if nothing is missing, another family of names cannot be the reason
-    on_hub = translate_to_hub(case, model) if misfits.missing else None
+    on_hub = translate_to_hub(target, model) if misfits.missing else None
     if on_hub is not None:
         if not model.asked:
             return  # the trainer that wrote these names can load them
         shapes, finding = on_hub
         yield finding
-        misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
+        misfits = KeyMismatch.of(shapes, closest_form(model.forms, shapes.keys()), model)
     # each explanation removes its tensors from the mismatch, so the order matters: family, experts, rules
-    experts = find_named_experts(case, model, misfits)
+    experts = find_named_experts(target, model, misfits)
     if experts is not None:
         misfits, finding = experts
         yield finding
-    pairs = misfits.renamed()
+    pairs = misfits.renames_of_extra()
     if pairs:
-        rules = rules_for(pairs, case.shapes.keys())
-        yield from say_renamed(case.checkpoint, pairs, rules, model.name, case.base)
+        rules = rules_for(pairs, target.shapes.keys())
+        yield from findings_on_renames(target.checkpoint, pairs, rules, model.name, target.base)
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
     extra = [name for name in misfits.extra if name not in pairs]
     if missing and len(missing) == misfits.needed:
-        wanted, found = count(len(missing), "tensor"), abridge(sorted(case.shapes, key=len))
+        wanted, found = count(len(missing), "tensor"), join_few_names(sorted(target.shapes, key=len))
         message = f"expected the {wanted} of {model.name}, found none of them under any name; found {found}"
         yield Finding("other_model", None, message)
         return
@@ -108,93 +108,93 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
         cause = "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
         message = f"missing: {model.name} has this tensor{cause if name == HEAD else ''}"
         yield Finding("missing", name, message)
-    if model.asked or is_model(case.checkpoint):
-        heads = predictors_in(extra, model.config)
-        yield from find_unexpected(case, model, [name for name in extra if name not in heads])
+    if model.asked or is_loadable_model(target.checkpoint):
+        heads = mtp_tensor_names(extra, model.config)
+        yield from find_unexpected_tensors(target, model, [name for name in extra if name not in heads])
 
 
-def translate_to_hub(case: LoadTarget, model: TargetModel) -> tuple[Shapes, Finding] | None:
+def translate_to_hub(target: LoadTarget, model: TargetModel) -> tuple[Shapes, Finding] | None:
     """Return the tensors' shapes by their names on the Hub, and the finding that suggests the translation.
 
     Returns None if the names are not another family's, or ckptkit cannot translate them.
     """
-    shapes = case.shapes_on_hub(None)
-    rows = vocabulary_of(model.config)
+    shapes = target.shapes_on_hub(None)
+    rows = find_vocabulary_size(model.config)
     options: dict[str, Value] = {}
     if shapes is None and rows is not None:
-        shapes = case.shapes_on_hub(rows)
+        shapes = target.shapes_on_hub(rows)
         options = {"vocab_size": rows}
-    if shapes is None or shapes.keys() == case.shapes.keys() or case.weights is None:
+    if shapes is None or shapes.keys() == target.shapes.keys() or target.weights is None:
         return None
-    family = case.checkpoint.family
-    whose = family.whose if family else "the model's names in memory"
-    names = tuple(name for name in case.shapes if name not in shapes)
+    family = target.checkpoint.family
+    whose = family.possessive if family else "the model's names in memory"
+    names = tuple(name for name in target.shapes if name not in shapes)
     message = f"the names are {whose}, and {model.name} uses the Hub's"
     if options:
-        padded = max(rows_of(case.weights.layout.tensors).values(), default=0)
+        padded = max(row_count_by_name(target.weights.layout.tensors).values(), default=0)
         message += f"; the vocabulary is padded to {padded} rows, its own is {rows}"
-    has_optimizer = case.layout.blobs or case.weights.left_out
-    if is_model(case.checkpoint) or not has_optimizer:
-        fix = export(case.checkpoint, **options, base=model.name)
+    has_optimizer = target.layout.blobs or target.weights.left_out
+    if is_loadable_model(target.checkpoint) or not has_optimizer:
+        fix = export_fix(target.checkpoint, **options, base=model.name)
     else:
-        fix = convert(case.checkpoint, names=HUB, **options, base=model.name)
+        fix = convert_fix(target.checkpoint, names=HUB, **options, base=model.name)
     return shapes, Finding("family", names[0] if names else None, message, fix, names)
 
 
-def find_transposed(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+def find_transposed(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     """Yield a finding if a family has the Hub's names but stores some tensors transposed."""
-    family = case.checkpoint.family
+    family = target.checkpoint.family
     if family is None or not model.asked:
         return
-    names = tuple(name for name, shape in case.shapes.items() if case.hub_shapes.get(name, shape) != shape)
+    names = tuple(name for name, shape in target.shapes.items() if target.hub_shapes.get(name, shape) != shape)
     if names:
-        here, there = (list(shapes[names[0]]) for shapes in (case.shapes, case.hub_shapes))
+        here, there = (list(shapes[names[0]]) for shapes in (target.shapes, target.hub_shapes))
         message = f"{family.name} stores this tensor as {here}, and {model.name} as {there}"
-        yield Finding("family", names[0], message, export(case.checkpoint, base=model.name), names)
+        yield Finding("family", names[0], message, export_fix(target.checkpoint, base=model.name), names)
 
 
-def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+def find_names_on_disk(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     """Yield a finding if shards have the names of files, but the model in memory has others (transformers 5)."""
     memory = model.forms[-1]
-    names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
-    if is_model(case.checkpoint) or not (model.asked and names):
+    names = tuple(name for name in target.plain_shapes if name not in memory.shapes)
+    if is_loadable_model(target.checkpoint) or not (model.asked and names):
         return
     message = f"the name is one for files; in memory {model.name} has another name, which torch's load asks for"
-    fix = convert(case.checkpoint, names=_IN_MEMORY, base=model.name)
+    fix = convert_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)
     yield Finding("family", names[0], message, fix, names)
 
 
-def find_unexpected(case: LoadTarget, model: TargetModel, extra: list[str]) -> Iterator[Finding]:
+def find_unexpected_tensors(target: LoadTarget, model: TargetModel, extra: list[str]) -> Iterator[Finding]:
     """Yield the tensors that a model does not have. Never suggests to drop a tensor that may have been trained."""
-    assert case.weights is not None
+    assert target.weights is not None
     message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
-    head = trained_class_of(case, model) if any(map(is_trained_head, extra)) else None
-    fix = export(case.checkpoint, base=model.name) if head else None
+    head = find_trained_class(target, model) if any(map(is_trained_head, extra)) else None
+    fix = export_fix(target.checkpoint, base=model.name) if head else None
     for name in extra:
-        if may_be_trained(case, name):
+        if may_be_trained(target, name):
             whose = f"; it belongs to the head of {head}" if head and is_trained_head(name) else ""
             yield Finding("unexpected", name, message + whose, fix if whose else None)
-    extra = [name for name in extra if not may_be_trained(case, name)]
-    came_from = case.weights.came_from
+    extra = [name for name in extra if not may_be_trained(target, name)]
+    came_from = target.weights.came_from
     names = {came_from.get(name, name) for name in extra}
-    others = set(case.checkpoint.model_component.layout.names) - names
-    globs = few_globs(sorted(names), others, _MAX_GLOBS)
-    fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
+    others = set(target.checkpoint.model_component.layout.names) - names
+    globs = find_few_globs(sorted(names), others, _MAX_GLOBS)
+    fix = rewrite_fix(target.checkpoint, exclude=globs, base=model.name) if globs else None
     yield from (Finding("unexpected", name, message, fix) for name in extra)
 
 
-def may_be_trained(case: LoadTarget, name: str) -> bool:
+def may_be_trained(target: LoadTarget, name: str) -> bool:
     """Return whether a tensor may have been trained: its dtype is a float and its name is not that of a buffer."""
-    spec = case.weights.layout.specs.get(name) if case.weights else None
+    spec = target.weights.layout.specs.get(name) if target.weights else None
     return spec is None or (spec.dtype.kind == "float" and not is_buffer(name))
 
 
-def trained_class_of(case: LoadTarget, model: TargetModel) -> str | None:
+def find_trained_class(target: LoadTarget, model: TargetModel) -> str | None:
     """Return the class that has the head in the checkpoint, if the model's own class has another; else None."""
-    if case.form is None or not model.config:
+    if target.best_matching_form is None or not model.config:
         return None
     try:
-        config, _ = with_trained_class(case.plain_shapes, model.config, case.form)
+        config, _ = with_trained_class(target.plain_shapes, model.config, target.best_matching_form)
     except Mismatch:
         return None
     return str(config["architectures"][0]) if config is not model.config else None

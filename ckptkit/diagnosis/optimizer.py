@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
-from ckptkit.checkpoints.optimizers.missing_states import States, find_states, flattened_states
+from ckptkit.checkpoints.optimizers.missing_states import States, find_optimizer_states, states_of_flattened_optimizers
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, reshard, rewrite
+from ckptkit.diagnosis.finding import Finding, Fix, reshard_fix, rewrite_fix
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Layout
 from ckptkit.words import count
@@ -16,74 +16,76 @@ from ckptkit.words import count
 _MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
 
 
-def find_missing_states(case: LoadTarget) -> Iterator[Finding]:
+def find_missing_states(target: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters without a state in a sharded checkpoint, whose loader asks for the state of every parameter.
 
     For a file of torch.save, `doctor` adds a note instead: only some loaders ask for every state.
     """
-    if case.checkpoint.model_component.reader.is_sharded and case.adapted is None:
-        yield from list_missing_states(case)
+    if target.checkpoint.model_component.reader.is_sharded and target.adapters_in_model is None:
+        yield from list_missing_states(target)
 
 
-def list_missing_states(case: LoadTarget) -> Iterator[Finding]:
+def list_missing_states(target: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters without optimizer state, for any format."""
-    is_sharded = case.checkpoint.model_component.reader.is_sharded
+    is_sharded = target.checkpoint.model_component.reader.is_sharded
     error_text = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
-    for states in named_states(case.layout):
-        for name in without_state(states) if not is_misnamed(case, states) else ():
+    for states in states_with_names(target.layout):
+        for name in parameters_lacking_state(states) if not has_misnamed_states(target, states) else ():
             message = (
                 "the optimizer has no state for this parameter because it never received a gradient; "
                 f"unless it is frozen, torch's load fails with {error_text}"
             )
             key = ".".join([*map(str, states.above), "state", name])
-            yield Finding("optimizer_state", key, message, complete_fix(case))
+            yield Finding("optimizer_state", key, message, complete_optimizer_fix(target))
 
 
-def is_misnamed(case: LoadTarget, states: States) -> bool:
+def has_misnamed_states(target: LoadTarget, states: States) -> bool:
     """Return whether the optimizer has states under unknown names, perhaps of the parameters without a state."""
     above = f"{'.'.join(map(str, states.above))}.state."
-    is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in case.inconsistencies)
-    return is_unknown or bool(states.strays)
+    is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in target.inconsistencies)
+    return is_unknown or bool(states.ungrouped_parameters)
 
 
-def complete_fix(case: LoadTarget) -> Fix:
+def complete_optimizer_fix(target: LoadTarget) -> Fix:
     """Return the command that gives every parameter a state."""
-    is_sharded = case.checkpoint.model_component.reader.is_sharded
-    ranks = (case.world_size or case.layout.world_size) if is_sharded else None
+    is_sharded = target.checkpoint.model_component.reader.is_sharded
+    ranks = (target.world_size or target.layout.world_size) if is_sharded else None
     if ranks:
-        return reshard(case.checkpoint, ranks, complete_optimizer=True)
-    return rewrite(case.checkpoint, complete_optimizer=True)
+        return reshard_fix(target.checkpoint, ranks, complete_optimizer=True)
+    return rewrite_fix(target.checkpoint, complete_optimizer=True)
 
 
-def named_states(layout: Layout) -> list[States]:
+def states_with_names(layout: Layout) -> list[States]:
     """Return the states of the optimizers that identify parameters by name and have valid groups."""
     try:
-        states_list = find_states(layout)
+        states_list = find_optimizer_states(layout)
     except Corrupt:
-        states_list = list(flattened_states(layout))
-    return [states for states in states_list if states.optimizer is None or states.optimizer.is_named]
+        states_list = list(states_of_flattened_optimizers(layout))
+    return [states for states in states_list if states.optimizer is None or states.optimizer.has_parameter_names]
 
 
-def without_state(states: States) -> list[str]:
+def parameters_lacking_state(states: States) -> list[str]:
     """Return the listed parameters that have no state; [] if no parameter has one."""
-    return states.lacking if states.of else []
+    return states.parameters_without_state if states.of else []
 
 
-def find_groups(case: LoadTarget) -> Iterator[Finding]:
+def find_group_differences(target: LoadTarget) -> Iterator[Finding]:
     """Yield the optimizers whose groups differ from the other checkpoint's, or that use indices where it uses names."""
-    if case.like is None:
+    if target.like is None:
         return
-    pairs = zip(optimizers_in(case.layout), optimizers_in(case.like.layout), strict=False)
+    pairs = zip(readable_optimizers_in(target.layout), readable_optimizers_in(target.like.layout), strict=False)
     for ours, theirs in pairs:
-        if ours.is_named != theirs.is_named:
-            our_keys, their_keys = (NAMES if one.is_named else IDS for one in (ours, theirs))
-            message = f"expected {their_keys} of parameters as in {case.like.path}, found {our_keys}"
-            yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=their_keys))
+        if ours.has_parameter_names != theirs.has_parameter_names:
+            our_keys, their_keys = (NAMES if one.has_parameter_names else IDS for one in (ours, theirs))
+            message = f"expected {their_keys} of parameters as in {target.like.path}, found {our_keys}"
+            yield Finding(
+                "optimizer_keys", ours.name, message, rewrite_fix(target.checkpoint, optimizer_keys=their_keys)
+            )
         else:
-            yield from find_difference(ours, theirs, case.like.path)
+            yield from find_first_group_difference(ours, theirs, target.like.path)
 
 
-def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator[Finding]:
+def find_first_group_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator[Finding]:
     """Yield the first difference between the parameter groups of two optimizers."""
     our_sizes, their_sizes = ([len(group) for group in one.groups] for one in (ours, theirs))
     if len(our_sizes) != len(their_sizes):
@@ -99,13 +101,13 @@ def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator
             "torch fails with `loaded state dict contains a parameter group that doesn't match the size`"
         )
         yield Finding("groups", ours.name, message)
-    elif ours.is_named and (moved := find_moved(ours, theirs)):
+    elif ours.has_parameter_names and (moved := find_moved_parameter(ours, theirs)):
         name, one, two = moved
         message = f"expected the parameter in group {two} as in {other}, found it in group {one}"
         yield Finding("groups", f"{ours.name}.{name}", message)
 
 
-def find_moved(ours: Optimizer, theirs: Optimizer) -> tuple[str, int, int] | None:
+def find_moved_parameter(ours: Optimizer, theirs: Optimizer) -> tuple[str, int, int] | None:
     """Return the first parameter that is in another group, with its group here and there."""
     group_there = {name: number for number, group in enumerate(theirs.groups) for name in group}
     moved = (
@@ -117,7 +119,7 @@ def find_moved(ours: Optimizer, theirs: Optimizer) -> tuple[str, int, int] | Non
     return next(moved, None)
 
 
-def optimizers_in(layout: Layout) -> list[Optimizer]:
+def readable_optimizers_in(layout: Layout) -> list[Optimizer]:
     """Return the optimizers that have groups; [] if the groups are invalid."""
     try:
         return find_optimizers(layout)

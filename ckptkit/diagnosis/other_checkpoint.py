@@ -7,53 +7,53 @@ from pathlib import Path
 
 from ckptkit.checks.renames import shapes_of_entries
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, rewrite
-from ckptkit.diagnosis.names import say_renamed
-from ckptkit.diagnosis.optimizer import named_states, without_state
+from ckptkit.diagnosis.finding import Finding, Fix, rewrite_fix
+from ckptkit.diagnosis.names import findings_on_renames
+from ckptkit.diagnosis.optimizer import parameters_lacking_state, states_with_names
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.renames import by_rule, fold, rules_for
+from ckptkit.layout.renames import fold_numbers, match_names_by_rule, rules_for
 from ckptkit.models.names import HUB
-from ckptkit.state.matching import Side, match, pair_parts, with_names_of_hub
-from ckptkit.trainers import owner_of_key
+from ckptkit.state.matching import Side, match_layouts, pair_components, with_hub_names_on_both
+from ckptkit.trainers import find_owner_rank_of_key
 
 _MAX_RULES = 8
 
 
-def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
+def compare_with_checkpoint(target: LoadTarget) -> Iterator[Finding]:
     """Yield the entries that another checkpoint has and this one lacks, or has under another name, shape or dtype."""
-    if case.like is None:
+    if target.like is None:
         return
-    our_family, their_family = case.checkpoint.family, case.like.family
+    our_family, their_family = target.checkpoint.family, target.like.family
     if our_family is not their_family:
         one, other = (family.name if family else HUB for family in (our_family, their_family))
-        message = f"the names are {one}'s here, and {other}'s in {case.like.path}"
-        yield Finding("family", None, message, rewrite(case.checkpoint, names=other))
-    for pair in pair_parts(case.checkpoint, case.like)[0]:
-        one_side, other_side = with_names_of_hub(case.checkpoint, case.like, pair)
-        ours, theirs, _ = match(one_side.layout, other_side.layout)
+        message = f"the names are {one}'s here, and {other}'s in {target.like.path}"
+        yield Finding("family", None, message, rewrite_fix(target.checkpoint, names=other))
+    for pair in pair_components(target.checkpoint, target.like)[0]:
+        one_side, other_side = with_hub_names_on_both(target.checkpoint, target.like, pair)
+        ours, theirs, _ = match_layouts(one_side.layout, other_side.layout)
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
-            yield from find_key(case, case.like.path, ours, theirs)
-            yield from find_missing_and_extra(case, case.like.path, ours, theirs)
-            yield from find_specs(case, case.like.path, ours, theirs)
-            yield from find_kinds(case, case.like.path, ours, theirs)
+            yield from find_model_key_difference(target, target.like.path, ours, theirs)
+            yield from find_missing_and_extra(target, target.like.path, ours, theirs)
+            yield from find_spec_differences(target, target.like.path, ours, theirs)
+            yield from find_tensors_that_are_values(target, target.like.path, ours, theirs)
 
 
-def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_model_key_difference(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield a finding if the model is under another key than in the other checkpoint."""
     if ours.wrapper == theirs.wrapper or any(get_format(side.layout.format).is_model_only for side in (ours, theirs)):
         return
     here, there = (f"under `{side.wrapper}`" if side.wrapper else "under no key" for side in (ours, theirs))
     is_simple = not ours.wrapper and "." not in theirs.wrapper and not ours.left_out
-    fix = rewrite(case.checkpoint, under=theirs.wrapper) if is_simple else None
+    fix = rewrite_fix(target.checkpoint, under=theirs.wrapper) if is_simple else None
     yield Finding("key", None, f"expected the model {there} as in {other}, found it {here}", fix)
 
 
-def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_missing_and_extra(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
-    is_sharded = case.checkpoint.model_component.reader.is_sharded
+    is_sharded = target.checkpoint.model_component.reader.is_sharded
     reported_states = entries_of_missing_states(ours.layout, theirs.layout) if is_sharded else set()
     missing = {
         name: shape
@@ -65,10 +65,10 @@ def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Si
         for name, shape in shapes_of_entries(ours.layout).items()
         if name not in theirs.layout.names and not is_per_rank(ours.layout, name)
     }
-    pairs = by_rule(extra, missing)
+    pairs = match_names_by_rule(extra, missing)
     own = {old: new for old, new in pairs.items() if old in ours.weights}
     rules = rules_for(own, ours.weights) if own else None  # the rules for the model rename its optimizer too
-    yield from say_renamed(case.checkpoint, pairs, rules, str(other))
+    yield from findings_on_renames(target.checkpoint, pairs, rules, str(other))
     for name in missing:
         if name not in pairs.values():
             message = (
@@ -80,9 +80,9 @@ def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Si
             yield Finding("unexpected", name, f"{other} does not have it: `load_state_dict` refuses it")
 
 
-def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_tensors_that_are_values(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield entries that are tensors here and plain values in the other. torch can load the opposite."""
-    is_sharded = case.checkpoint.model_component.reader.is_sharded
+    is_sharded = target.checkpoint.model_component.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
         message = (
             f"a tensor here, a plain value in {other}: torch's load fails with `Invalid checkpoint metadata`; "
@@ -91,7 +91,7 @@ def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
         yield Finding("kind", name, message)
 
 
-def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_spec_differences(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield the tensors that have another shape or dtype in the other checkpoint."""
     specs = theirs.layout.specs
     pairs = {name: (spec, specs[name]) for name, spec in ours.layout.specs.items() if specs.get(name, spec) != spec}
@@ -99,7 +99,7 @@ def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
     for name, (one, two) in shapes.items():
         yield Finding("shape", name, f"expected {list(two.shape)} as in {other}, found {list(one.shape)}")
     dtypes = {name: (one, two) for name, (one, two) in pairs.items() if name not in shapes}
-    fix = fix_dtypes(case, dtypes, ours, theirs)
+    fix = find_dtype_fix(target, dtypes, ours, theirs)
     changes: dict[tuple[DType, DType], list[str]] = {}
     for name, (one, two) in dtypes.items():
         changes.setdefault((one.dtype, two.dtype), []).append(name)
@@ -108,7 +108,7 @@ def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
         yield Finding("dtype", names[0], message, fix, tuple(names))
 
 
-def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
+def find_dtype_fix(target: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
     """Return the command that casts tensors to the other checkpoint's dtypes; None if one cannot be cast."""
     weight_dtypes = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
     is_simple = len(weight_dtypes) == 1 and any(name in ours.weights for name in pairs)
@@ -116,32 +116,33 @@ def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: S
     other_dtypes = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
     uniform_kinds = uniformly_changed_kinds(other_dtypes, ours.layout)
     globs = {
-        name: f"*.{kind}" if (kind := entry_kind(name)) in uniform_kinds else f"*{fold(name)}" for name in other_dtypes
+        name: f"*.{kind}" if (kind := last_name_component(name)) in uniform_kinds else f"*{fold_numbers(name)}"
+        for name in other_dtypes
     }
     rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in other_dtypes.items())
-    if not rules or len(rules) > _MAX_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
+    if not rules or len(rules) > _MAX_RULES or not all(a.dtype.is_castable_to(b.dtype) for a, b in pairs.values()):
         return None
-    return rewrite(case.checkpoint, dtype=tuple(rules))
+    return rewrite_fix(target.checkpoint, dtype=tuple(rules))
 
 
 def uniformly_changed_kinds(changed: Mapping[str, DType], layout: Layout) -> set[str]:
     """Return the last words of names, such as `exp_avg`, whose tensors all change to the same dtype."""
     dtypes_by_kind: dict[str, set[DType | None]] = {}
     for name in layout.tensors:
-        dtypes_by_kind.setdefault(entry_kind(name), set()).add(changed.get(name) if "." in name else None)
+        dtypes_by_kind.setdefault(last_name_component(name), set()).add(changed.get(name) if "." in name else None)
     return {kind for kind, dtypes in dtypes_by_kind.items() if len(dtypes) == 1 and None not in dtypes}
 
 
-def entry_kind(name: str) -> str:
+def last_name_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 
 def entries_of_missing_states(ours: Layout, theirs: Layout) -> set[str]:
     """Return the state entries that are missing for whole parameters: `find_missing_states` reports these."""
-    lacking = {name for states in named_states(ours) for name in without_state(states)}
-    present = (state for states in named_states(theirs) for name, state in states.of.items() if name in lacking)
+    lacking = {name for states in states_with_names(ours) for name in parameters_lacking_state(states)}
+    present = (state for states in states_with_names(theirs) for name, state in states.of.items() if name in lacking)
     return {entry for state in present for entry in state.values()}
 
 
 def is_per_rank(layout: Layout, name: str) -> bool:
-    return owner_of_key(layout.key(name)) is not None
+    return find_owner_rank_of_key(layout.key(name)) is not None

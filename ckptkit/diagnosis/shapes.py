@@ -11,16 +11,16 @@ from pathlib import Path
 
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
-from ckptkit.diagnosis.finding import Finding, Fix, export, is_model, rewrite
+from ckptkit.diagnosis.finding import Finding, Fix, export_fix, is_loadable_model, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, first_of
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.renames import few_globs
+from ckptkit.layout.renames import find_few_globs
 from ckptkit.models.companions import Companions
-from ckptkit.models.fit import check_equal, ties_of
+from ckptkit.models.fit import require_equal_tied, ties_to_drop
 from ckptkit.models.known_types import find_embedding
-from ckptkit.models.vocabulary import vocabulary_in
+from ckptkit.models.vocabulary import vocabulary_of_config
 from ckptkit.words import count
 
 _TOWERS = {
@@ -31,26 +31,31 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
 _MAX_GLOBS = 3
 
 
-def find_unserved(case: LoadTarget) -> Iterator[Finding]:
+def find_missing_towers_and_layers(target: LoadTarget) -> Iterator[Finding]:
     """Yield the towers and layers that the config declares and that have no tensors."""
-    model = case.model
-    is_for_use = case.asked or is_model(case.checkpoint)
-    if model is None or not (case.shapes and is_for_use) or case.adapted or case.misfits is not None:
-        return  # if the model's tensors are known, `find_names` reports the missing ones
+    model = target.model
+    is_for_use = target.asked or is_loadable_model(target.checkpoint)
+    if (
+        model is None
+        or not (target.shapes and is_for_use)
+        or target.adapters_in_model
+        or target.key_mismatch is not None
+    ):
+        return  # if the model's tensors are known, `find_name_mismatches` reports the missing ones
     for key, words in _TOWERS.items():
-        if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
-            fix = from_base(case, model, filter(words.search, model.specs))
+        if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in target.shapes):
+            fix = find_fill_from_model_fix(target, model, filter(words.search, model.specs))
             message = f"{model.name} declares `{key}`, but the checkpoint has no tensors of it"
             yield Finding("layers", None, message, fix)
-    yield from find_layers(case, model)
+    yield from find_missing_layers(target, model)
 
 
-def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+def find_missing_layers(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     """Yield a finding if fewer layers have tensors than the config declares."""
     inner = model.config.get("text_config")
     count = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
     # towers for images or audio have numbered layers too
-    names = [name for name in case.shapes if not any(words.search(name) for words in _TOWERS.values())]
+    names = [name for name in target.shapes if not any(words.search(name) for words in _TOWERS.values())]
     numbers = {int(number) for name in names for number in LAYER.findall(name)}
     missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
     if numbers and missing:
@@ -58,68 +63,80 @@ def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
         yield Finding("layers", None, f"expected {count} layers (num_hidden_layers of {model.name}), {absent}")
 
 
-def from_base(case: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
+def find_fill_from_model_fix(target: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
     """Return the command that copies missing tensors from the model that the user named; None if it lacks them."""
-    names = [name for name in wanted if name not in case.shapes]
-    globs = few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
-    return export(case.checkpoint, from_base=globs, base=model.name) if globs else None
+    names = [name for name in wanted if name not in target.shapes]
+    globs = find_few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
+    return export_fix(target.checkpoint, from_base=globs, base=model.name) if globs else None
 
 
 Pairs = Mapping[str, tuple[Shape, Shape]]
 
 
-def find_shapes(case: LoadTarget) -> Iterator[Finding]:
+def find_shape_mismatches(target: LoadTarget) -> Iterator[Finding]:
     """Yield the tensors whose shape differs from the model's."""
-    if case.model is None or case.form is None or case.weights is None or not case.is_plain:
+    if (
+        target.model is None
+        or target.best_matching_form is None
+        or target.weights is None
+        or not target.has_plain_weights
+    ):
         return
-    pairs = pairs_of(case)
-    vocabulary = vocabulary_in(case.model.config)
+    pairs = differing_shapes(target)
+    vocabulary = vocabulary_of_config(target.model.config)
     padded = {
-        name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.renames.get(name, name), *pair))
+        name: found
+        for name, pair in pairs.items()
+        if (found := vocabulary.find_row_counts(target.renames.get(name, name), *pair))
     }
     for name, (here, expected_rows) in padded.items():
         message = (
-            f"expected {expected_rows} rows (vocab_size of {case.model.name}), found {here}: one of the two is padded"
+            f"expected {expected_rows} rows (vocab_size of {target.model.name}), found {here}: one of the two is padded"
         )
-        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=expected_rows, base=case.base))
+        yield Finding(
+            "vocabulary", name, message, rewrite_fix(target.checkpoint, vocab_size=expected_rows, base=target.base)
+        )
     others = {name: pair for name, pair in pairs.items() if name not in padded}
-    if is_another_model(case, others):
-        yield different_model_finding(case, others)
+    if is_another_model(target, others):
+        yield different_model_finding(target, others)
         return
-    yield from find_other_model(case, others)
+    yield from find_config_mismatch(target, others)
     for name, (shape, wanted) in others.items():
-        yield Finding("shape", name, f"expected {list(wanted)} as in {case.model.name}, found {list(shape)}")
+        yield Finding("shape", name, f"expected {list(wanted)} as in {target.model.name}, found {list(shape)}")
 
 
-def pairs_of(case: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
+def differing_shapes(target: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
     """Return the shapes here and in the model that differ, unless the family stores another shape than the Hub."""
-    if case.form is None or not case.is_plain:
+    if target.best_matching_form is None or not target.has_plain_weights:
         return {}
-    expected = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
-    pairs = {name: (shape, expected[name]) for name, shape in case.shapes.items() if expected[name] != shape}
-    if not pairs or case.checkpoint.family is None:
+    expected = {
+        name: target.best_matching_form.shapes.get(target.renames.get(name, name), shape)
+        for name, shape in target.shapes.items()
+    }
+    pairs = {name: (shape, expected[name]) for name, shape in target.shapes.items() if expected[name] != shape}
+    if not pairs or target.checkpoint.family is None:
         return pairs
-    return {name: pair for name, pair in pairs.items() if case.hub_shapes.get(name) != pair[1]}
+    return {name: pair for name, pair in pairs.items() if target.hub_shapes.get(name) != pair[1]}
 
 
-def is_another_model(case: LoadTarget, pairs: Pairs) -> bool:
+def is_another_model(target: LoadTarget, pairs: Pairs) -> bool:
     """Return whether more than half of the tensors have another shape: then the model is a different one."""
-    return 2 * len(pairs) > len(case.shapes)
+    return 2 * len(pairs) > len(target.shapes)
 
 
-def different_model_finding(case: LoadTarget, pairs: Pairs) -> Finding:
+def different_model_finding(target: LoadTarget, pairs: Pairs) -> Finding:
     """Return the finding that the model is a different one, with the sizes of both."""
-    assert case.model is not None
-    assert case.form is not None
-    here, there = (describe_sizes(shapes) for shapes in (case.shapes, case.form.shapes))
+    assert target.model is not None
+    assert target.best_matching_form is not None
+    here, there = (describe_sizes(shapes) for shapes in (target.shapes, target.best_matching_form.shapes))
     name, (shape, wanted) = next(iter(pairs.items()))
     example = f"such as `{name}`: expected {list(wanted)}, found {list(shape)}"
     message = (
-        f"{case.model.name} is another model: {here} here, {there} in its config; "
-        f"{len(pairs)} of {len(case.shapes)} tensors have another shape, {example}"
+        f"{target.model.name} is another model: {here} here, {there} in its config; "
+        f"{len(pairs)} of {len(target.shapes)} tensors have another shape, {example}"
     )
-    own = case.checkpoint.companions
-    fix = export(case.checkpoint, base=str(own.found_in)) if case.asked and own.config is not None else None
+    own = target.checkpoint.companions
+    fix = export_fix(target.checkpoint, base=str(own.found_in)) if target.asked and own.config is not None else None
     return Finding("config", None, message, fix)
 
 
@@ -131,65 +148,65 @@ def describe_sizes(shapes: Mapping[str, Shape]) -> str:
     return f"{count(len(layers), 'layer')}{width}" if layers else f"{count(len(shapes), 'tensor')}{width}"
 
 
-def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
+def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
     """Yield a finding if the model's config differs from the checkpoint's own config in sizes or in the computation."""
-    model = case.asked
+    model = target.asked
     if model is None or not model.config:
         return
     try:
-        own = ModelFacts.of(case.checkpoint)
+        own = ModelFacts.of(target.checkpoint)
     except (Corrupt, IOFailure, Unsafe):  # `find_damage` reports files that cannot be read
         return
-    differ = own.compare(ModelFacts(Path(model.name), Companions(config=dict(model.config)))).certain
+    differ = own.compare(ModelFacts(Path(model.name), Companions(config=dict(model.config)))).certain_differences
     if not differ:
         return
     words = first_of([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)
     if pairs:
-        fix = None if own.config is None else export(case.checkpoint, base=str(own.found_in))
+        fix = None if own.config is None else export_fix(target.checkpoint, base=str(own.config_directory))
         yield Finding("config", None, f"{model.name} is another model: {words}", fix)
     else:
-        where = f"{own.described_in} in {own.found_in}"
+        where = f"{own.described_in} in {own.config_directory}"
         message = f"{model.name} differs from {where} in keys that change the computation: {words}"
         yield Finding("config", None, message)
 
 
-def find_ties(case: LoadTarget) -> Iterator[Finding]:
+def find_tie_problems(target: LoadTarget) -> Iterator[Finding]:
     """Yield problems with tied tensors. Loaders use the source of the tie for both names.
 
     Sharded checkpoints need both names, as the model's state dict has both. Reads both tensors from disk.
     """
-    model, weights = case.model, case.weights
-    if model is None or weights is None or not case.is_plain:
+    model, weights = target.model, target.weights
+    if model is None or weights is None or not target.has_plain_weights:
         return
-    compared = compared_ties(case)
-    for name, source in ties_of(weights.layout, model.config, case.form).items():
-        if name in case.renames.values():
+    compared = comparable_ties(target)
+    for name, source in ties_to_drop(weights.layout, model.config, target.best_matching_form).items():
+        if name in target.renames.values():
             continue
         if name not in weights.layout.tensors:
-            if source in weights.layout.tensors and case.checkpoint.model_component.reader.is_sharded and model.asked:
+            if source in weights.layout.tensors and target.checkpoint.model_component.reader.is_sharded and model.asked:
                 message = f"missing, but tied to `{source}`; a model in memory has both, so torch's load asks for both"
-                yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
-        elif name in compared and differs(weights.layout, name, source):
+                yield Finding("tie", name, message, export_fix(target.checkpoint, base=model.name))
+        elif name in compared and has_different_bytes(weights.layout, name, source):
             message = (
                 f"the config of {model.name} ties it to `{source}`, but their values differ: a load loses one of them"
             )
             yield Finding("tie", name, message)
 
 
-def compared_ties(case: LoadTarget) -> dict[str, str]:
+def comparable_ties(target: LoadTarget) -> dict[str, str]:
     """Return the tied tensors that doctor reads and compares: both tensors are present and on a local disk."""
-    model, weights = case.model, case.weights
-    if model is None or weights is None or not case.is_plain or is_remote(weights.layout.root):
+    model, weights = target.model, target.weights
+    if model is None or weights is None or not target.has_plain_weights or is_remote(weights.layout.root):
         return {}
-    ties = ties_of(weights.layout, model.config, case.form).items()
-    present = weights.layout.tensors.keys() - set(case.renames.values())
+    ties = ties_to_drop(weights.layout, model.config, target.best_matching_form).items()
+    present = weights.layout.tensors.keys() - set(target.renames.values())
     return {name: source for name, source in ties if name in present and source in weights.layout.tensors}
 
 
-def differs(layout: Layout, name: str, source: str) -> bool:
+def has_different_bytes(layout: Layout, name: str, source: str) -> bool:
     """Return whether two tensors that should be equal differ."""
     try:
-        check_equal(layout, name, source)
+        require_equal_tied(layout, name, source)
     except Mismatch:
         return True
     except Unsupported:

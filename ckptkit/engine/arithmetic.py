@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from ckptkit.errors import Unsupported, translate_os_errors
-from ckptkit.io.allocation import TemporaryFile, check_room
+from ckptkit.io.allocation import TemporaryFile, require_free_space
 from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import Chunk, Layout
 from ckptkit.layout.dtypes import DTYPES
@@ -36,7 +36,7 @@ class Arithmetic:
         return values if self.shift == 0 else values + np.float32(self.shift)
 
 
-def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
+def apply_arithmetic(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
     """Return a located layout in which `changes` are applied to tensors.
 
     Each result is rounded once to the tensor's dtype. Raises `Unsupported` for a tensor whose dtype is not float32,
@@ -46,7 +46,7 @@ def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
         return layout
     kept = TemporaryFile()
     chunks = [chunk for name in changes for chunk in layout.tensors[name].chunks]
-    check_room(kept.path, sum(chunk.box.numel * chunk.dtype.itemsize for chunk in chunks))
+    require_free_space(kept.path, sum(chunk.box.numel * chunk.dtype.itemsize for chunk in chunks))
     tensors = dict(layout.tensors)
     with translate_os_errors(kept.path), kept.path.open("r+b") as out, closing(OpenFiles(layout.root)) as files:
         for name, change in changes.items():
@@ -56,36 +56,36 @@ def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
                     f"expected float32, bfloat16 or float16, found {tensor.spec.dtype}: ckptkit must change the values"
                 )
                 raise Unsupported(message, path=layout.path, tensor=name, hint="keep the names with --names keep")
-            changed = tuple(compute_chunk(chunk, change, files, out, str(kept.path)) for chunk in tensor.chunks)
+            changed = tuple(append_computed_chunk(chunk, change, files, out, str(kept.path)) for chunk in tensor.chunks)
             tensors[name] = replace(tensor, chunks=changed)
     return replace(layout, tensors=tensors, keeper=(layout.keeper, kept))
 
 
-def compute_chunk(chunk: Chunk, change: Arithmetic, files: OpenFiles, out: BinaryIO, path: str) -> Chunk:
+def append_computed_chunk(chunk: Chunk, change: Arithmetic, files: OpenFiles, out: BinaryIO, path: str) -> Chunk:
     """Append the changed elements of a chunk to `out`, if a file has them or they are zeros; return the new chunk."""
     offset, written = out.tell(), 0
     if chunk.is_zeros:
-        written = append(bytes(chunk.box.numel * chunk.dtype.itemsize), chunk, change, out)
+        written = append_changed_elements(bytes(chunk.box.numel * chunk.dtype.itemsize), chunk, change, out)
         return Chunk(chunk.box, path, offset, written, chunk.dtype)
     if not chunk.is_in_file:
         return chunk
     while written < chunk.length:
         data = read_at(files[chunk.path], min(_PIECE, chunk.length - written), chunk.offset + written)
-        written += append(data, chunk, change, out)
+        written += append_changed_elements(data, chunk, change, out)
     return chunk._replace(path=path, offset=offset, crc32=None, run=None)
 
 
-def append(data: bytes, chunk: Chunk, change: Callable[[Array], Array], out: BinaryIO) -> int:
+def append_changed_elements(data: bytes, chunk: Chunk, change: Callable[[Array], Array], out: BinaryIO) -> int:
     """Change the elements in `data`, append them to `out` in the dtype of the chunk, and return their size in bytes."""
     import numpy as np
 
-    from ckptkit.layout.casting import cast, widener
+    from ckptkit.layout.casting import cast_into, widener
 
     stored = np.frombuffer(data, f"u{chunk.dtype.itemsize}")
     changed = change(widener(chunk.dtype)(stored))
     if chunk.dtype != _FLOAT32:
         rounded = np.empty_like(stored)
-        cast(changed, _FLOAT32, chunk.dtype, rounded)
+        cast_into(changed, _FLOAT32, chunk.dtype, rounded)
         changed = rounded
     out.write(changed.tobytes())
     return len(data)

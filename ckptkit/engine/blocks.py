@@ -13,7 +13,7 @@ from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, ReadRun
 from ckptkit.layout.box import Box, BoxIndex, cut_box, cut_rows, span_of
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, same
+from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, unchanged_box
 
 # Gather the elements of a box from its chunks into one buffer.
 #
@@ -42,24 +42,28 @@ class Gatherer:
         """Return a buffer of one block, for elements that must be reordered or cast."""
         return memoryview(bytearray(BLOCK_BYTES))
 
-    def fill(self, parts: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview) -> list[ReadRun]:
-        """Write `box` into `out`, row-major, as `dtype`, from `parts` that tile it. Returns the contiguous reads."""
+    def gather_box(
+        self, chunk_boxes: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview
+    ) -> list[ReadRun]:
+        """Write `box` into `out`, row-major, as `dtype`, from `chunk_boxes` that tile it. Returns the reads."""
         pieces: list[ReadRun] = []
-        for chunk, part_box in parts:
+        for chunk, part_box in chunk_boxes:
             target_span = span_of(part_box, box, None)
             source_span = span_of(part_box, chunk.box, chunk.strides)
             if target_span.is_run and source_span.is_run and chunk.dtype == dtype:
                 target = out[
                     target_span.start * dtype.itemsize : (target_span.start + target_span.length) * dtype.itemsize
                 ]
-                pieces.append(self.read_into(chunk, source_span.start * dtype.itemsize, target))
+                pieces.append(self.read_chunk_into(chunk, source_span.start * dtype.itemsize, target))
             else:
                 from ckptkit.engine.rearrange import Rearrangement
 
-                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).read_into(part_box, box, out))
+                pieces.extend(
+                    Rearrangement(self.read_chunk_into, self.scratch, chunk, dtype).read_region_into(part_box, box, out)
+                )
         return pieces
 
-    def read_into(self, chunk: Chunk, start: int, target: memoryview) -> ReadRun:
+    def read_chunk_into(self, chunk: Chunk, start: int, target: memoryview) -> ReadRun:
         """Fill `target` with the bytes of a chunk from byte `start` on, or with zeros for a chunk of zeros."""
         if chunk.is_zeros:
             target[:] = bytes(len(target))
@@ -73,7 +77,7 @@ class Gatherer:
                 crc = crc32(step_target, crc)
         return ReadRun(chunk, start, len(target), crc)
 
-    def load(self, path: str, offset: int, target: memoryview) -> None:
+    def read_file_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a file from `offset` on."""
         self.files[path].read_into(target, offset)
 
@@ -81,7 +85,7 @@ class Gatherer:
         crc = 0
         for start in range(0, length, BLOCK_BYTES):
             target = self.scratch[: min(BLOCK_BYTES, length - start)]
-            self.load(path, offset + start, target)
+            self.read_file_into(path, offset + start, target)
             crc = crc32(target, crc)
         return crc
 
@@ -118,54 +122,56 @@ class BlockInputs(NamedTuple):
     copies: tuple[Copy, ...]
     boxes: BoxIndex
 
-    def of(self, box: Box) -> Input:
+    def input_for_block(self, box: Box) -> Input:
         region = self.region(box)
         return Input(
-            self.source, region, tuple((self.copies[i].src, part_box) for i, part_box in self.boxes.meeting(region))
+            self.source,
+            region,
+            tuple((self.copies[i].src, part_box) for i, part_box in self.boxes.intersections_with(region)),
         )
 
 
-def blocks(plan: Plan) -> Iterator[Block]:
+def blocks_of_plan(plan: Plan) -> Iterator[Block]:
     """Yield the blocks of a plan in the order of its targets. A block has at most `BLOCK_BYTES`."""
     for target in plan.targets:
-        yield from blocks_of(plan, target)
+        yield from blocks_of_target(plan, target)
 
 
-def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
+def blocks_of_target(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     """Yield the blocks of one target in the order of its bytes, small enough for elements of `itemsize` bytes too."""
-    wanted = wanted_of(target, len(plan.sources))
+    wanted = block_inputs_of(target, len(plan.sources))
     recipe, whole = target.recipe, target.chunk.box
     # isinstance with a protocol takes 25 µs, so plain copies skip it
     if recipe is not None and isinstance(recipe, ByRows):
         boxes = cut_rows(whole, recipe.rows)
     else:
-        boxes = cut_box(whole, BLOCK_BYTES // max(itemsize, width(target)))
+        boxes = cut_box(whole, BLOCK_BYTES // max(itemsize, largest_itemsize(target)))
     start = 0
     for box in boxes:
-        block = Block(target, box, start, tuple(input_.of(box) for input_ in wanted))
+        block = Block(target, box, start, tuple(input_.input_for_block(box) for input_ in wanted))
         yield block
         start += block.nbytes
 
 
-def wanted_of(target: Target, sources: int) -> list[BlockInputs]:
+def block_inputs_of(target: Target, sources: int) -> list[BlockInputs]:
     """Return the inputs of the blocks of a target: its recipe's operands, or its own box in each source."""
     if target.recipe is None:
-        groups = [target.copies] if sources == 1 else split_evenly(target.copies, sources)
-        return [wanted(copies[0].source, same, copies) for copies in groups if copies]
+        groups = [target.copies] if sources == 1 else copies_by_operand(target.copies, sources)
+        return [make_block_inputs(copies[0].source, unchanged_box, copies) for copies in groups if copies]
     operands = target.recipe.operands
-    pairs = zip(operands, split_evenly(target.copies, len(operands)), strict=True)
-    return [wanted(operand.source, operand.region, copies) for operand, copies in pairs]
+    pairs = zip(operands, copies_by_operand(target.copies, len(operands)), strict=True)
+    return [make_block_inputs(operand.source, operand.region, copies) for operand, copies in pairs]
 
 
-def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> BlockInputs:
+def make_block_inputs(source: int, region: Region, copies: tuple[Copy, ...]) -> BlockInputs:
     return BlockInputs(source, region, copies, BoxIndex([copy.region for copy in copies]))
 
 
-def split_evenly(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
+def copies_by_operand(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
     return [tuple(copy for copy in copies if copy.operand == number) for number in range(count)]
 
 
-def width(target: Target) -> int:
+def largest_itemsize(target: Target) -> int:
     """Return the largest itemsize among the target, its sources and its recipe's operands, in bytes."""
     dtypes = [target.chunk.dtype, *(copy.src.dtype for copy in target.copies)]
     if target.recipe is not None:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
+from ckptkit.engine.ledger import Ledger, SourcePlace, offsets_in_byte_range
 from ckptkit.errors import Corrupt
-from ckptkit.io.crc32 import tell_damage
+from ckptkit.io.crc32 import damage_message
 from ckptkit.layout import Chunk, FileOffset, ReadRun
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
+from ckptkit.layout.plan import Copy, Plan, Target, in_file_order, self_copy_target
 
 # A byte range that several chunks share is read beyond the requested chunks only if very little of it is missing.
 _MISSING_DIVISOR = 8  # at most 1/8 of the bytes may be missing
@@ -31,25 +31,25 @@ class Sources:
     def __init__(self, plan: Plan, ledger: Ledger, *, is_all: bool = False) -> None:
         self._plan = plan
         copies = ((target_name(target, copy), copy) for target in plan.targets for copy in target.copies)
-        runs = {source_place(copy): (name, copy.src) for name, copy in copies if copy.src.where is None}
-        nbytes = count_read(copy for copy in plan.copies if is_all or copy.src.run is not None)
+        runs = {source_range_of(copy): (name, copy.src) for name, copy in copies if copy.src.where is None}
+        nbytes = bytes_read_by_range(copy for copy in plan.copies if is_all or copy.src.run is not None)
         self._waiting = {
             place: (name, chunk)
             for place, (name, chunk) in runs.items()
-            if chunk.crc32 is not None and not (is_all and nbytes[place] < chunk.bytes[1])
+            if chunk.crc32 is not None and not (is_all and nbytes[place] < chunk.checksummed_range[1])
         }
         # the ledger may have reads of an earlier call, which count too
         self._read = ledger.read
         # all of a chunk's own range, but only the bytes read of a shared one
         self._requested = {
-            place: chunk.bytes[1] if chunk.run is None else min(chunk.bytes[1], nbytes[place])
+            place: chunk.checksummed_range[1] if chunk.run is None else min(chunk.checksummed_range[1], nbytes[place])
             for place, (_, chunk) in runs.items()
         }
         self._sum_arguments: set[SourcePlace] = set()
         self.checked_bytes = 0
         # a resumed ledger may have complete ranges already
         for place in [place for place, *_ in self._read if place in self._waiting]:
-            self._compare_if_whole(place)
+            self._compare_if_complete(place)
 
     @property
     def unchecked_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Sources:
         return sum(self._requested.values()) - self.checked_bytes
 
     @property
-    def unchecked(self) -> Counter[tuple[int, str]]:
+    def unchecked_bytes_by_file(self) -> Counter[tuple[int, str]]:
         """Return the unchecked bytes by source and file, for files that have one CRC-32 for the whole file."""
         unchecked: Counter[tuple[int, str]] = Counter()
         for place, nbytes in self._requested.items():
@@ -66,45 +66,45 @@ class Sources:
                 unchecked[number, path] += nbytes
         return unchecked
 
-    def compares(self, number: int, chunk: Chunk) -> bool:
+    def is_awaiting_comparison(self, number: int, chunk: Chunk) -> bool:
         """Return whether the recorded CRC-32 of a chunk's byte range is still to be compared."""
-        return (number, *bytes_at(chunk)) in self._waiting
+        return (number, *range_start_of(chunk)) in self._waiting
 
-    def records(self, number: int, chunk: Chunk) -> bool:
+    def is_checksum_needed(self, number: int, chunk: Chunk) -> bool:
         """Return whether the CRC-32 of a chunk's bytes is needed, now or once its file has been read completely."""
-        return chunk.path in self._plan.sources[number].file_sums or self.compares(number, chunk)
+        return chunk.path in self._plan.sources[number].file_sums or self.is_awaiting_comparison(number, chunk)
 
-    def note(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
+    def record_reads(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
         """Record the reads from each source. Raises `Corrupt` if a range is complete now and its CRC-32 differs."""
         for number, of_source in enumerate(pieces):
             for piece in of_source:
-                path, offset, start = place_in_run(piece.chunk, piece.start)
+                path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
                 place = number, path, offset
                 if place in self._waiting:
                     assert piece.crc is not None, "`compares` asks for it"
                     self._read.add(place, start, piece.length, piece.crc)
-                    self._compare_if_whole(place)
+                    self._compare_if_complete(place)
 
-    def hand_over(self, shared: Ledger) -> None:
+    def hand_over_shared_ranges(self, shared: Ledger) -> None:
         """Hand reads of incomplete shared ranges to a ledger of several reads. Raises `Corrupt` if a CRC-32 differs."""
         unfinished = [place for place, (_, chunk) in self._waiting.items() if chunk.run is not None]
         for place, *piece in self._read:
             if place in unfinished:
                 shared.read.add(place, *piece)
         for place in unfinished:
-            self._compare_if_whole(place, shared)
+            self._compare_if_complete(place, shared)
             if place not in self._waiting:
-                shared.read.forget(place)
+                shared.read.drop_range(place)
 
-    def _compare_if_whole(self, place: SourcePlace, ledger: Ledger | None = None) -> None:
+    def _compare_if_complete(self, place: SourcePlace, ledger: Ledger | None = None) -> None:
         name, chunk = self._waiting[place]
-        offset, length = chunk.bytes
-        crc = (self._read if ledger is None else ledger.read).whole(place, length)
+        offset, length = chunk.checksummed_range
+        crc = (self._read if ledger is None else ledger.read).find_complete(place, length)
         if crc is None:
             return
         if crc != chunk.crc32:
             raise Corrupt(
-                tell_damage(length, offset, crc, chunk.crc32),
+                damage_message(length, offset, crc, chunk.crc32),
                 path=self._plan.sources[place[0]].root / chunk.path,
                 tensor=name,
             )
@@ -112,27 +112,29 @@ class Sources:
         self._sum_arguments.add(place)
         del self._waiting[place]
 
-    def unfinished(self) -> Plan:
+    def plan_unread_ranges(self) -> Plan:
         """Return the plan that completes ranges with a CRC-32, except shared ones of which little was requested."""
-        targets = (target for place, run in self._waiting.items() for target in self._rest(place, *run))
-        return replace(self._plan, targets=in_order(targets))
+        targets = (target for place, run in self._waiting.items() for target in self._targets_for_gaps(place, *run))
+        return replace(self._plan, targets=in_file_order(targets))
 
-    def _rest(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
+    def _targets_for_gaps(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
         """Yield a target for each gap in the reads of a byte range."""
-        offset, length = chunk.bytes
+        offset, length = chunk.checksummed_range
         if length - self._requested[place] > max(length // _MISSING_DIVISOR, _MISSING_BYTES):
             return
-        for start, missing in self._read.missing(place, length):
-            gap = Chunk(whole((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.bytes)
-            yield itself(name, gap, place[0])
+        for start, missing in self._read.missing_ranges(place, length):
+            gap = Chunk(
+                full_box((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.checksummed_range
+            )
+            yield self_copy_target(name, gap, place[0])
 
 
-def count_read(copies: Iterable[Copy]) -> Counter[SourcePlace]:
+def bytes_read_by_range(copies: Iterable[Copy]) -> Counter[SourcePlace]:
     """Return how many bytes the copies read of each byte range. Bytes that are read twice count twice."""
     nbytes: Counter[SourcePlace] = Counter()
     for copy in copies:
         if copy.src.where is None:
-            nbytes[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
+            nbytes[source_range_of(copy)] += copy.region.numel * copy.src.dtype.itemsize
     return nbytes
 
 
@@ -140,11 +142,11 @@ def target_name(target: Target, copy: Copy) -> str:
     return target.name if target.recipe is None else target.recipe.operands[copy.operand].name
 
 
-def source_place(copy: Copy) -> SourcePlace:
+def source_range_of(copy: Copy) -> SourcePlace:
     """Return the source, file and offset that identify the byte range a copy reads."""
-    return copy.source, copy.src.path, copy.src.bytes[0]
+    return copy.source, copy.src.path, copy.src.checksummed_range[0]
 
 
-def bytes_at(chunk: Chunk) -> FileOffset:
+def range_start_of(chunk: Chunk) -> FileOffset:
     """Return the file and offset that identify the byte range of a chunk."""
-    return chunk.path, chunk.bytes[0]
+    return chunk.path, chunk.checksummed_range[0]

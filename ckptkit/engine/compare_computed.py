@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.check_sources import Sources
-from ckptkit.engine.copy import scrub
+from ckptkit.engine.copy import reread_unchecked_ranges
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.visit import Pieces, Progress, Worker, visit
+from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, full_box
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.measuring import Elements, measure
+from ckptkit.layout.measuring import Elements, measure_distance
 from ckptkit.layout.plan import Plan, Recipe, Target, targets_for
 
 _FLOAT32 = DTYPES["float32"]
@@ -34,7 +34,7 @@ class Both:
         self._first, self._second = first, second
         self.operands = (*first.recipe.operands, *second.recipe.operands)
 
-    def elements(self, box: Box, blocks: Sequence[memoryview]) -> tuple[Elements, Elements]:
+    def elements_of_both(self, box: Box, blocks: Sequence[memoryview]) -> tuple[Elements, Elements]:
         """Return the elements of a box of each of the two tensors."""
         first, second, count = self._first, self._second, len(self._first.recipe.operands)
         ours, _ = first.recipe(box, first.dtype, blocks[:count])
@@ -65,7 +65,7 @@ def compare_computed(
     targets: list[Target] = []  # as if each tensor were to be written
     for name, shape in shapes.items():
         spec = Spec(_FLOAT32, shape)
-        chunk = Chunk(whole(shape), name, 0, spec.nbytes, _FLOAT32)
+        chunk = Chunk(full_box(shape), name, 0, spec.nbytes, _FLOAT32)
         targets += targets_for(name, StoredTensor(spec, (chunk,)), (a, b), recipes[name])
     plan = Plan(a, b, tuple(targets), (b,))
     sources = Sources(plan, Ledger())
@@ -73,15 +73,15 @@ def compare_computed(
 
     def measure_block(worker: Worker, block: Block) -> Distance:
         recipe = recipes[block.target.name]
-        inputs = [worker.operand(block, number, operand.dtype) for number, operand in enumerate(recipe.operands)]
-        return measure(*recipe.elements(block.box, inputs), block.box)
+        inputs = [worker.read_operand(block, number, operand.dtype) for number, operand in enumerate(recipe.operands)]
+        return measure_distance(*recipe.elements_of_both(block.box, inputs), block.box)
 
     def record(block: Block, seen: Distance, pieces: Pieces) -> None:
-        sources.note(pieces)
+        sources.record_reads(pieces)
         distances[block.target.name] = distances[block.target.name].merge(seen)
         if progress:
             progress(sum(piece.length for of_source in pieces for piece in of_source))
 
-    visit(plan, measure_block, record, jobs, sums=sources.compares)
-    scrub(sources, jobs)
+    visit_blocks(plan, measure_block, record, jobs, sums=sources.is_awaiting_comparison)
+    reread_unchecked_ranges(sources, jobs)
     return distances

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
-from ckptkit.engine.check_sources import Sources, bytes_at
-from ckptkit.engine.ledger import Journal, Ledger, place_in_run
-from ckptkit.engine.shares import WHOLE, Share, units_of
-from ckptkit.engine.visit import Pieces, Progress, Step, Worker, visit, work
+from ckptkit.engine.check_sources import Sources, range_start_of
+from ckptkit.engine.ledger import Journal, Ledger, offsets_in_byte_range
+from ckptkit.engine.shares import WHOLE, Share, blocks_by_unit
+from ckptkit.engine.visit import Pieces, Progress, Step, Worker, process_units, visit_blocks
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
-from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.disk import early_sync
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.box import span_of
@@ -42,7 +42,7 @@ class Copied:
     uncompared: Sequence[Path] = ()
 
 
-def copy(
+def copy_by_plan(
     plan: Plan,
     share: Share = WHOLE,
     journal: Journal | None = None,
@@ -57,14 +57,14 @@ def copy(
     Writes into the files of the destination, or into `output`, which is notified of each block. Returns the reads and
     writes, including the journal's entries. With `sync` most of the output has reached the disk on return.
     """
-    check_order(plan)
+    require_contiguous_order(plan)
     done = finished_units(plan, journal, jobs)
     ledger = Ledger()
     for finished in done.values():
-        ledger.add(finished)
+        ledger.add_ledger(finished)
         ledger.resumed_bytes += sum(length for _, _, length, _ in finished.written)
     sources = Sources(plan, ledger)
-    own_units = share.units(plan.whole_nbytes)
+    own_units = share.unit_indices(plan.whole_nbytes)
     with early_sync(plan.dst.root, sync=sync) as schedule_sync:
 
         def report_block(block: Block) -> None:
@@ -72,7 +72,7 @@ def copy(
             if progress:
                 progress(block.nbytes)
 
-        for unit, group in units_of(plan, share.unit_bytes(plan.whole_nbytes)):
+        for unit, group in blocks_by_unit(plan, share.unit_bytes(plan.whole_nbytes)):
             if unit not in own_units:
                 continue
             if unit in done:
@@ -80,13 +80,13 @@ def copy(
                     progress(sum(block.nbytes for block in group))
                 continue
             fresh = copy_unit(plan, group, sources, jobs, report_block, output)
-            ledger.add(fresh)
+            ledger.add_ledger(fresh)
             if journal:
-                journal.note(unit, fresh)
+                journal.record_unit(unit, fresh)
     return ledger
 
 
-def check_order(plan: Plan) -> None:
+def require_contiguous_order(plan: Plan) -> None:
     """Raise `Unsupported` if elements to be written would not be contiguous in row-major order."""
     for target in plan.targets:
         if target.chunk.strides is not None:
@@ -102,34 +102,36 @@ def copy_unit(
     unit: Iterator[Block],
     sources: Sources,
     jobs: int | None,
-    tell: Callable[[Block], None],
+    report_block: Callable[[Block], None],
     output: AssembledFiles | None = None,
 ) -> Ledger:
-    """Write the blocks of a unit, and call `tell` with each. Returns the reads and writes."""
+    """Write the blocks of a unit, and call `report_block` with each. Returns the reads and writes."""
     ledger = Ledger()
 
     def write_block(worker: Worker, block: Block) -> tuple[int, bool]:
         recipe = block.target.recipe
         crc, has_remark = (copy_unchanged(worker, block) if recipe is None else None), False
         if crc is None:
-            data, has_remark = (worker.read(block), False) if recipe is None else apply_recipe(recipe, worker, block)
-            worker.write(block, data)
-            crc = checksum(block, worker.pieces, data)
+            data, has_remark = (
+                (worker.read_input(block), False) if recipe is None else apply_recipe(recipe, worker, block)
+            )
+            worker.write_block(block, data)
+            crc = checksum_of_block(block, worker.pieces, data)
         if output is not None:
-            output.note(*place_in_run(block.target.chunk, block.start), block.nbytes, crc)
+            output.record_written(*offsets_in_byte_range(block.target.chunk, block.start), block.nbytes, crc)
         return crc, has_remark
 
     def record(block: Block, result: tuple[int, bool], pieces: Pieces) -> None:
         crc, has_remark = result
-        sources.note(pieces)
+        sources.record_reads(pieces)
         for number, of_source in enumerate(pieces):
             ledger.add_read(number, of_source)
         ledger.add_written(block.target.chunk, block.start, block.nbytes, crc)
         if has_remark:
             ledger.noted.add(block.target.name)
-        tell(block)
+        report_block(block)
 
-    visit(plan, write_block, record, jobs, sums=sources.records, among=unit, output=output)
+    visit_blocks(plan, write_block, record, jobs, sums=sources.is_checksum_needed, among=unit, output=output)
     return ledger
 
 
@@ -139,20 +141,20 @@ def copy_unchanged(worker: Worker, block: Block) -> int | None:
     Returns None, and does nothing, if the block must be gathered: its elements change order or dtype, or it has so many
     byte ranges that one write is faster.
     """
-    runs = runs_of(block)
+    runs = find_byte_ranges_of(block)
     if runs is None:
         return None
     target = block.target.chunk
     begin = target.offset + block.start
     whole = 0
     for at, chunk, start, length in runs:
-        crc = copy_run(worker, chunk, start, length, target.path, begin + at)
+        crc = copy_chunk_bytes(worker, chunk, start, length, target.path, begin + at)
         worker.pieces[0].append(ReadRun(chunk, start, length, crc))
-        whole = combine(whole, crc, length)
+        whole = combine_crc32(whole, crc, length)
     return whole
 
 
-def runs_of(block: Block) -> list[ByteRun] | None:
+def find_byte_ranges_of(block: Block) -> list[ByteRun] | None:
     """Return the byte ranges that form a block, in order; None if the block must be gathered."""
     parts = block.inputs[0].parts
     dtype = block.target.chunk.dtype
@@ -174,13 +176,13 @@ def runs_of(block: Block) -> list[ByteRun] | None:
     return sorted(runs)
 
 
-def copy_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
+def copy_chunk_bytes(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
     """Copy `length` bytes of a chunk, from byte `start`, to `offset` of file `path`, in steps. Return their CRC-32."""
     step = worker.sources[0].step
     source, target = worker.sources[0].files[chunk.path], worker.files[path]
     crc = 0
     for done in range(0, length, step):
-        data = worker.buffer(min(step, length - done))
+        data = worker.input_buffer(min(step, length - done))
         source.read_into(data, chunk.offset + start + done)
         crc = crc32(data, crc)
         target.write_at(data, offset + done)
@@ -190,11 +192,11 @@ def copy_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, o
 def apply_recipe(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:
     """Return a block that a recipe computes from its inputs, and whether the recipe has a remark on the tensor."""
     operands = enumerate(recipe.operands)
-    inputs = [worker.operand(block, number, operand.dtype) for number, operand in operands]
+    inputs = [worker.read_operand(block, number, operand.dtype) for number, operand in operands]
     return recipe(block.box, block.target.chunk.dtype, inputs)
 
 
-def checksum(block: Block, pieces: Pieces, data: memoryview) -> int:
+def checksum_of_block(block: Block, pieces: Pieces, data: memoryview) -> int:
     """Return the CRC-32 of a finished block. Reuses the CRC-32 of its read if the block still has the same bytes."""
     if block.target.recipe is None and len(block.inputs[0].parts) == len(pieces[0]) == 1:
         piece = pieces[0][0]
@@ -226,35 +228,35 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
 
             yield check
 
-    work(journal.units, checker, jobs)
+    process_units(journal.units, checker, jobs)
     return {unit: ledger for unit, ledger in journal.units.items() if is_intact[unit]}
 
 
-def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
+def check_all_units_written(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     """Verify every source chunk that has a CRC-32. Raises `Corrupt` if one differs, or not all was written."""
     sources = Sources(plan, ledger)
-    scrub(sources, jobs)
+    reread_unchecked_ranges(sources, jobs)
     checksums: dict[FileOffset, int] = {}
     for target in plan.targets:
-        crc = ledger.written.whole(bytes_at(target.chunk), target.chunk.bytes[1])
+        crc = ledger.written.find_complete(range_start_of(target.chunk), target.chunk.checksummed_range[1])
         if crc is None:
             raise Corrupt("not all bytes were written", path=plan.dst.root / target.chunk.path, tensor=target.name)
-        checksums[bytes_at(target.chunk)] = crc
+        checksums[range_start_of(target.chunk)] = crc
     checked, uncompared = 0, list[Path]()
-    if unchecked := sources.unchecked:
-        from ckptkit.engine.whole_files import compare_read  # only where a manifest has files alone
+    if unchecked := sources.unchecked_bytes_by_file:
+        from ckptkit.engine.whole_files import verify_files_read  # only where a manifest has files alone
 
-        checked, uncompared = compare_read(plan.sources, ledger.read, unchecked)
+        checked, uncompared = verify_files_read(plan.sources, ledger.read, unchecked)
     return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, uncompared)
 
 
-def scrub(sources: Sources, jobs: int | None) -> None:
+def reread_unchecked_ranges(sources: Sources, jobs: int | None) -> None:
     """Re-read the byte ranges whose checksum is still unknown, and verify them."""
 
     def read_block(worker: Worker, block: Block) -> None:
-        worker.read(block)
+        worker.read_input(block)
 
     def record(_block: Block, _seen: None, pieces: Pieces) -> None:
-        sources.note(pieces)
+        sources.record_reads(pieces)
 
-    visit(sources.unfinished(), read_block, record, jobs, sums=sources.compares)
+    visit_blocks(sources.plan_unread_ranges(), read_block, record, jobs, sums=sources.is_awaiting_comparison)

@@ -54,11 +54,11 @@ class Journal:
                 return
             self._nbytes += len(line)
 
-    def note(self, unit: int, ledger: Ledger) -> None:
+    def record_unit(self, unit: int, ledger: Ledger) -> None:
         self.units[unit] = ledger
         self._append(json.dumps({"unit": unit, **ledger.to_json()}).encode() + b"\n")
 
-    def end(self, *, sync: bool) -> None:
+    def record_end(self, *, sync: bool) -> None:
         """Record that the share is finished. With `sync` its files are on the disk, and the journal is synced too."""
         self.has_ended = True
         self._append(_ENDED, sync=sync)
@@ -95,7 +95,7 @@ class Ledger:
     noted: set[str] = field(default_factory=set)
     resumed_bytes: int = 0
 
-    def add(self, other: Ledger) -> None:
+    def add_ledger(self, other: Ledger) -> None:
         for place, *piece in other.read:
             self.read.add(place, *piece)
         for target, *piece in other.written:
@@ -106,12 +106,12 @@ class Ledger:
         """Record the reads of source `number` that have a CRC-32."""
         for piece in pieces:
             if piece.crc is not None:
-                path, offset, start = place_in_run(piece.chunk, piece.start)
+                path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
                 self.read.add((number, path, offset), start, piece.length, piece.crc)
 
     def add_written(self, chunk: Chunk, start: int, length: int, crc: int) -> None:
         """Record that `length` bytes of a destination chunk were written from byte `start` on."""
-        path, offset, start = place_in_run(chunk, start)
+        path, offset, start = offsets_in_byte_range(chunk, start)
         self.written.add((path, offset), start, length, crc)
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Ledger:
         return ledger
 
 
-def place_in_run(chunk: Chunk, start: int) -> tuple[str, int, int]:
+def offsets_in_byte_range(chunk: Chunk, start: int) -> tuple[str, int, int]:
     """Return file and offset of the byte range of a chunk, and the offset in that range of its byte `start`."""
-    offset, _ = chunk.bytes
+    offset, _ = chunk.checksummed_range
     return chunk.path, offset, chunk.offset - offset + start

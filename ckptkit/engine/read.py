@@ -6,11 +6,11 @@ from threading import Lock
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block
 from ckptkit.engine.check_sources import Sources
-from ckptkit.engine.copy import apply_recipe, scrub
+from ckptkit.engine.copy import apply_recipe, reread_unchecked_ranges
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.visit import Worker, visit
+from ckptkit.engine.visit import Worker, visit_blocks
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.layout.box import Box, whole
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.plan import Plan, Recipe, targets_for
 
 
@@ -25,18 +25,18 @@ class SharedRuns:
         self._ledger = Ledger()
         self._lock = Lock()
 
-    def add(self, sources: Sources) -> None:
+    def add_reads_of(self, sources: Sources) -> None:
         """Add the reads of incomplete ranges. Raises `Corrupt` if one is complete now and its CRC-32 differs."""
         with self._lock:
-            sources.hand_over(self._ledger)
+            sources.hand_over_shared_ranges(self._ledger)
 
 
-def read(
+def read_box(
     layout: Layout,
     name: str,
     box: Box,
     *,
-    others: tuple[Layout, ...] = (),
+    other_layouts: tuple[Layout, ...] = (),
     recipe: Recipe | None = None,
     shared: SharedRuns | None = None,
     jobs: int | None = None,
@@ -50,11 +50,11 @@ def read(
     """
     spec = layout.tensors[name].spec
     wanted = Chunk(box, "", 0, box.numel * spec.dtype.itemsize, spec.dtype)
-    read_from = (layout, *others) if recipe else (layout,)
+    read_from = (layout, *other_layouts) if recipe else (layout,)
     plan = Plan(
         layout, layout, tuple(targets_for(name, StoredTensor(spec, (wanted,)), read_from, recipe)), read_from[1:]
     )
-    is_whole = box == whole(spec.shape)
+    is_whole = box == full_box(spec.shape)
     sources = Sources(plan, Ledger(), is_all=not is_whole)
     data = bytearray(wanted.length)
     out = memoryview(data)
@@ -63,14 +63,20 @@ def read(
         start = block.target.chunk.offset + block.start
         target = out[start : start + block.nbytes]
         if recipe is None:
-            worker.read(block, out=target)
+            worker.read_input(block, out=target)
         else:
             target[:] = apply_recipe(recipe, worker, block)[0]
 
     jobs = 1 if len(data) <= BLOCK_BYTES else jobs
-    visit(plan, read_block, lambda _block, _seen, pieces: sources.note(pieces), jobs, sums=sources.compares)
+    visit_blocks(
+        plan,
+        read_block,
+        lambda _block, _seen, pieces: sources.record_reads(pieces),
+        jobs,
+        sums=sources.is_awaiting_comparison,
+    )
     if is_whole:
-        scrub(sources, jobs)
+        reread_unchecked_ranges(sources, jobs)
         if shared is not None:
-            shared.add(sources)
+            shared.add_reads_of(sources)
     return data

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.layout import Chunk, ReadRun
-from ckptkit.layout.box import Box, halve, row_major, span_of
-from ckptkit.layout.casting import cast
+from ckptkit.layout.box import Box, halve_box, row_major_strides, span_of
+from ckptkit.layout.casting import cast_into
 from ckptkit.layout.dtypes import DType
 
 Array = NDArray[Any]
@@ -30,42 +30,42 @@ class Rearrangement:
     chunk: Chunk
     dtype: DType
 
-    def read_into(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
+    def read_region_into(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
         """Write the elements of `part` to their places in `out`, of `box`. Yields the ranges read contiguously."""
         whole = np.frombuffer(out, _RAW[self.dtype.itemsize], box.numel).reshape(box.size)
-        yield from self._fill(part, view_of(whole, part, box))
+        yield from self._fill_view(part, view_of_region(whole, part, box))
 
-    def _fill(self, part: Box, view: Array) -> Iterator[ReadRun]:
+    def _fill_view(self, part: Box, view: Array) -> Iterator[ReadRun]:
         """Fill `view` with the elements of `part`, in as few reads as their order in the chunk allows."""
         chunk, itemsize = self.chunk, self.chunk.dtype.itemsize
         span = span_of(part, chunk.box, chunk.strides)
-        strides = row_major(chunk.size) if chunk.strides is None else chunk.strides
+        strides = row_major_strides(chunk.size) if chunk.strides is None else chunk.strides
         is_dense = 2 * part.numel >= span.length
         if span.length * itemsize <= (len(self.scratch) if is_dense else _SMALL_SPAN):
             target = self.scratch[: span.length * itemsize]
             piece = self.read(chunk, span.start * itemsize, target)
             steps = [stride * itemsize for stride in strides]
-            assign(np.ndarray(part.size, _RAW[itemsize], target, 0, steps), chunk.dtype, self.dtype, view)
+            assign_cast(np.ndarray(part.size, _RAW[itemsize], target, 0, steps), chunk.dtype, self.dtype, view)
             if span.length == part.numel:  # no byte of the span was skipped, so its CRC-32 counts
                 yield piece
             return
-        for half in halve(part, strides):
-            yield from self._fill(half, view_of(view, half, part))
+        for half in halve_box(part, strides):
+            yield from self._fill_view(half, view_of_region(view, half, part))
 
 
-def assign(values: Array, src: DType, dst: DType, view: Array) -> None:
+def assign_cast(values: Array, src: DType, dst: DType, view: Array) -> None:
     """Copy `values` into `view`, cast from `src` to `dst` where the dtypes differ."""
     if src == dst:
         view[...] = values
     elif view.flags.c_contiguous:
-        cast(np.ascontiguousarray(values).reshape(-1), src, dst, view.reshape(-1))
+        cast_into(np.ascontiguousarray(values).reshape(-1), src, dst, view.reshape(-1))
     else:
         converted = np.empty(view.size, view.dtype)
-        cast(np.ascontiguousarray(values).reshape(-1), src, dst, converted)
+        cast_into(np.ascontiguousarray(values).reshape(-1), src, dst, converted)
         view[...] = converted.reshape(view.shape)
 
 
-def view_of(array: Array, part: Box, whole: Box) -> Array:
+def view_of_region(array: Array, part: Box, whole: Box) -> Array:
     """Return a view of the elements of `part` in an array that has the elements of `whole`; of a single element too."""
     inner = part.relative_to(whole)
     index: tuple[Any, ...] = (*(slice(a, a + n) for a, n in zip(inner.start, inner.size, strict=True)), ...)

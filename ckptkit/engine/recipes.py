@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout.box import Box
-from ckptkit.layout.casting import cast, widener
+from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
 from ckptkit.words import count
@@ -34,13 +34,13 @@ def working_dtype(dtype: DType) -> DType:
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
-def as_stored(values: Array, src: DType, dst: DType) -> memoryview:
+def round_to_bytes(values: Array, src: DType, dst: DType) -> memoryview:
     """Return values of dtype `src`, rounded once to `dst`, as row-major bytes."""
     flat = np.ascontiguousarray(values).reshape(-1)
     if src == dst:
         return flat.data.cast("B")
     rounded = np.empty(len(flat), f"u{dst.itemsize}")
-    cast(flat, src, dst, rounded)
+    cast_into(flat, src, dst, rounded)
     return rounded.data.cast("B")
 
 
@@ -62,7 +62,7 @@ class Mean:
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the mean; of non-floats the last source's elements, and True if the sources differ."""
         if dtype.kind == "float":
-            return mean(dtype, blocks, self._weights), False
+            return weighted_mean(dtype, blocks, self._weights), False
         first, *rest = (np.frombuffer(block, np.uint8) for block in blocks)
         is_same = all(np.array_equal(first, other) for other in rest)
         if not is_same and dtype.kind not in ("int", "bool"):
@@ -71,7 +71,7 @@ class Mean:
         return blocks[-1], not is_same
 
 
-def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -> memoryview:
+def weighted_mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -> memoryview:
     """Return the weighted mean of float64 blocks, rounded to `dtype`. Overwrites all blocks but the first."""
     first, *rest = (np.frombuffer(block, np.float64) for block in blocks)
     is_same = np.ones(len(first), bool)
@@ -82,7 +82,7 @@ def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -
             total += np.multiply(numbers, weight, out=numbers)
     np.copyto(total, first, where=is_same)
     narrow = np.empty(len(total), f"u{dtype.itemsize}")
-    cast(total, FLOAT64, dtype, narrow)
+    cast_into(total, FLOAT64, dtype, narrow)
     return narrow.data.cast("B")
 
 
@@ -98,9 +98,9 @@ _HALF = 1 << 15
 class RemaindersAsFloats:
     """The remark on fp32 master weights that an optimizer stored as floats: how many contained remainders."""
 
-    def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
-        remainders = sum(name in noted for name in judged)
-        return f"added the remainders that {remainders} of {count(len(judged), 'master')} in {FLOAT32} contained"
+    def verdict_sentence(self, checked: Sequence[str], noted: Collection[str]) -> str:
+        remainders = sum(name in noted for name in checked)
+        return f"added the remainders that {remainders} of {count(len(checked), 'master')} in {FLOAT32} contained"
 
 
 _REMAINDERS_AS_FLOATS = RemaindersAsFloats()
@@ -115,7 +115,7 @@ class Remainder:
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the fp32 master weight as `dtype`."""
         weight, remainder = np.frombuffer(blocks[0], np.int32), np.frombuffer(blocks[1], np.int16)
-        return as_stored(add(weight, remainder), FLOAT32, dtype), False
+        return round_to_bytes(add(weight, remainder), FLOAT32, dtype), False
 
 
 class Master:
@@ -131,10 +131,10 @@ class Master:
         weight, master = (np.frombuffer(block, np.float32) for block in blocks)
         differ = ~np.isclose(rounded(master, self._weight), weight, rtol=0, atol=0, equal_nan=True)
         if not differ.any():
-            return as_stored(master, FLOAT32, dtype), False
+            return round_to_bytes(master, FLOAT32, dtype), False
         are_remainders = (np.abs(master + 0.5) <= _HALF).all() and (np.rint(master) == master).all()  # of int16
         if self._weight == COMPLETED and are_remainders:
-            return as_stored(add(weight.view(np.int32), master.astype(np.int16)), FLOAT32, dtype), True
+            return round_to_bytes(add(weight.view(np.int32), master.astype(np.int16)), FLOAT32, dtype), True
         message = f"{differ.sum()} of {len(master)} elements at {box} differ from the master in {self._weight}"
         hint = "`ckptkit verify` lists such tensors; drop --weights-from to take the weights"
         raise Mismatch(message, tensor=self._name, hint=hint)
@@ -148,5 +148,5 @@ def add(weight: Array, remainder: Array) -> Array:
 def rounded(master: Array, dtype: DType) -> Array:
     """Round masters to `dtype`, the dtype of the weights, and return them in float32."""
     narrow = np.empty(len(master), f"u{dtype.itemsize}")
-    cast(master, FLOAT32, dtype, narrow)
+    cast_into(master, FLOAT32, dtype, narrow)
     return widener(dtype)(narrow)

@@ -16,13 +16,13 @@ from threading import Lock
 from typing import TypeVar
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block, Gatherer
-from ckptkit.engine.visit import Pieces, Progress, Step, Worker, visit, work
-from ckptkit.errors import CkptError, Corrupt, Report, ignore
-from ckptkit.io.crc32 import Checksums, combine, crc32
+from ckptkit.engine.visit import Pieces, Progress, Step, Worker, process_units, visit_blocks
+from ckptkit.errors import CkptError, Corrupt, Report, skip_problem
+from ckptkit.io.crc32 import Checksums, combine_crc32, crc32
 from ckptkit.io.file import OpenFiles, read_at
-from ckptkit.io.pieces import FilePiece, PieceSink, cut_file, new_piece
+from ckptkit.io.pieces import FilePiece, PieceSink, cut_into_pieces, new_piece_buffer
 from ckptkit.layout import Extent, FileOffset
-from ckptkit.layout.plan import plan_bytes
+from ckptkit.layout.plan import plan_range_reads
 
 JOBS = 8  # threads, each with a buffer of one piece
 _PAGE = 4096  # bytes
@@ -43,15 +43,15 @@ class RegionSums:
     def __init__(self, root: Path, sizes: Mapping[str, int], extents: Iterable[Extent], report: Report) -> None:
         self._sizes = sizes
         self._regions = {
-            path: cut_regions(root, path, sizes[path], in_file, report)
-            for path, in_file in by_file(sizes, extents).items()
+            path: regions_of_file(root, path, sizes[path], in_file, report)
+            for path, in_file in extents_by_file(sizes, extents).items()
         }
         self._extents: Checksums[FileOffset] = Checksums()
         self._files: Checksums[str] = Checksums()
 
     def inside(self, path: str, start: int, length: int) -> list[tuple[Extent, int, int]]:
-        """Return the regions in `length` bytes from `start` of a file, as `regions_between`."""
-        return list(regions_between(self._regions[path], start, start + length))
+        """Return the regions in `length` bytes from `start` of a file, as `overlapping_regions`."""
+        return list(overlapping_regions(self._regions[path], start, start + length))
 
     def add(self, region: Extent, start: int, stop: int, crc: int) -> None:
         """Add the CRC-32 of bytes `start:stop` of the file, which are in a region."""
@@ -65,7 +65,7 @@ class RegionSums:
 
 def wholes_of(sums: Checksums[Key], lengths: Mapping[Key, int]) -> dict[Key, int]:
     """Return the CRC-32 of each range that was read completely."""
-    return {key: crc for key, length in lengths.items() if (crc := sums.whole(key, length)) is not None}
+    return {key: crc for key, length in lengths.items() if (crc := sums.find_complete(key, length)) is not None}
 
 
 def copy_files(
@@ -86,7 +86,7 @@ def copy_files(
         total = 0
         for region, start, stop in sums.inside(piece.name, piece.start, piece.length):
             crc = crc32(data[start - piece.start : stop - piece.start])
-            total = combine(total, crc, stop - start)
+            total = combine_crc32(total, crc, stop - start)
             with lock:
                 sums.add(region, start, stop, crc)
         return total
@@ -96,8 +96,8 @@ def copy_files(
         with OpenFiles(root, in_order=True) as files:
 
             def step(piece: FilePiece) -> None:
-                data = new_piece(piece.length)
-                is_recalled = sink.recall(piece, data)
+                data = new_piece_buffer(piece.length)
+                is_recalled = sink.try_read_back(piece, data)
                 if not is_recalled and data:
                     files[piece.name].read_into(data, piece.start)
                 crc = sum_up(piece, data)
@@ -113,11 +113,13 @@ def copy_files(
                 sink.stop(error)
                 raise
 
-    work((piece for name, size in sizes.items() for piece in cut_file(name, size)), copying, jobs or JOBS)
+    process_units(
+        (piece for name, size in sizes.items() for piece in cut_into_pieces(name, size)), copying, jobs or JOBS
+    )
     return sums.result()
 
 
-def scan(
+def scan_files(
     root: Path,
     sizes: Mapping[str, int],
     extents: Iterable[Extent],
@@ -134,9 +136,9 @@ def scan(
         return sums.inside(block.target.chunk.path, block.start, block.nbytes)
 
     def sum_block(worker: Worker, block: Block) -> list[int]:
-        data, path = worker.buffer(block.nbytes), block.target.chunk.path
+        data, path = worker.input_buffer(block.nbytes), block.target.chunk.path
         try:
-            worker.sources[0].load(path, block.start, data)
+            worker.sources[0].read_file_into(path, block.start, data)
         except CkptError as error:
             with reporting:
                 report(error.blame(tensor=inside(block)[0][0].name or None).with_traceback(None))
@@ -151,23 +153,25 @@ def scan(
         if progress:
             progress(block.nbytes)
 
-    visit(plan_bytes(root, ((path, 0, size) for path, size in sizes.items())), sum_block, record, jobs)
+    visit_blocks(plan_range_reads(root, ((path, 0, size) for path, size in sizes.items())), sum_block, record, jobs)
     return sums.result()
 
 
-def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int:
+def file_checksum(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int:
     """Return the CRC-32 of a file of `size` bytes. Reads only the bytes between the extents that have a CRC-32."""
     sums: Checksums[str] = Checksums()
     with closing(Gatherer(root)) as source:
-        for region in cut_regions(root, path, size, (extent for extent in extents if extent.crc32 is not None), ignore):
+        for region in regions_of_file(
+            root, path, size, (extent for extent in extents if extent.crc32 is not None), skip_problem
+        ):
             crc = source.checksum(path, region.offset, region.length) if region.crc32 is None else region.crc32
             sums.add(path, region.offset, region.length, crc)
-    crc_of_file = sums.whole(path, size)
+    crc_of_file = sums.find_complete(path, size)
     assert crc_of_file is not None, "regions leave no gap"
     return crc_of_file
 
 
-def find_zeros(root: Path, extent: Extent) -> int | None:
+def find_first_zero_page(root: Path, extent: Extent) -> int | None:
     """Return the offset in the file of the first page of zeros in an extent, None if it has no such page."""
     with OpenFiles(root, in_order=True) as files:
         for start in range(extent.offset, extent.offset + extent.length, BLOCK_BYTES):
@@ -178,7 +182,7 @@ def find_zeros(root: Path, extent: Extent) -> int | None:
     return None
 
 
-def by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[Extent]]:
+def extents_by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[Extent]]:
     by_path: dict[str, list[Extent]] = {path: [] for path in paths}
     for extent in extents:
         if extent.path in by_path:
@@ -186,7 +190,7 @@ def by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[E
     return by_path
 
 
-def cut_regions(root: Path, name: str, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:
+def regions_of_file(root: Path, name: str, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:
     """Return the regions of a file of `size` bytes, in order and without gaps.
 
     Regions are the extents, and nameless regions between them. The file is called `name` in directory `root`. Equal
@@ -214,7 +218,7 @@ def cut_regions(root: Path, name: str, size: int, extents: Iterable[Extent], rep
     return regions
 
 
-def regions_between(regions: list[Extent], start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
+def overlapping_regions(regions: list[Extent], start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
     """Yield the regions that overlap bytes `start:stop` of the file, each with the offsets of the overlap."""
     for i in range(bisect_right(regions, start, key=lambda region: region.offset) - 1, len(regions)):
         region = regions[i]

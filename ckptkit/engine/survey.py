@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from ckptkit.engine.blocks import Block, blocks
+from ckptkit.engine.blocks import Block, blocks_of_plan
 from ckptkit.engine.check_sources import Sources
-from ckptkit.engine.copy import scrub
+from ckptkit.engine.copy import reread_unchecked_ranges
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.visit import Pieces, Progress, Worker, visit
+from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
 from ckptkit.layout import Layout
-from ckptkit.layout.counting import Count, count
-from ckptkit.layout.plan import plan_in_place
+from ckptkit.layout.counting import Count, count_values
+from ckptkit.layout.plan import plan_full_read
 
 
 class Tally:
@@ -28,34 +28,43 @@ class Tally:
             self._expected.append(block)
             yield block
 
-    def add(self, block: Block, fresh: Count) -> None:
+    def add_count(self, block: Block, count: Count) -> None:
         """Add the count of a block, or store it until the counts of all earlier blocks are there."""
-        self._early[id(block)] = fresh
+        self._early[id(block)] = count
         while self._expected and id(self._expected[0]) in self._early:
             first = self._expected.popleft()
             name = first.target.name
             self.counts[name] = self.counts[name].merge(self._early.pop(id(first)))
 
 
-def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> dict[str, Count]:
+def count_values_by_tensor(
+    layout: Layout, *, jobs: int | None = None, progress: Progress | None = None
+) -> dict[str, Count]:
     """Return the counts of each tensor of a layout, computed with `jobs` threads.
 
     Verifies every chunk that has a recorded CRC-32. `progress` receives the bytes read, from one thread at a time.
     Raises `Corrupt` where bytes are missing or a CRC-32 differs, and `Usage` for a layout that has not been located.
     """
-    plan = plan_in_place(layout)
+    plan = plan_full_read(layout)
     sources = Sources(plan, Ledger())
     tally = Tally(layout.tensors)
 
     def count_block(worker: Worker, block: Block) -> Count:
-        return count(worker.read(block), block.target.chunk.dtype)
+        return count_values(worker.read_input(block), block.target.chunk.dtype)
 
     def record(block: Block, fresh: Count, pieces: Pieces) -> None:
-        sources.note(pieces)
-        tally.add(block, fresh)
+        sources.record_reads(pieces)
+        tally.add_count(block, fresh)
         if progress:
             progress(block.nbytes)
 
-    visit(plan, count_block, record, jobs, sums=sources.compares, among=tally.track_order(blocks(plan)))
-    scrub(sources, jobs)
+    visit_blocks(
+        plan,
+        count_block,
+        record,
+        jobs,
+        sums=sources.is_awaiting_comparison,
+        among=tally.track_order(blocks_of_plan(plan)),
+    )
+    reread_unchecked_ranges(sources, jobs)
     return tally.counts

@@ -15,23 +15,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from ckptkit.engine.blocks import BLOCK_BYTES, Block, Gatherer, blocks
+from ckptkit.engine.blocks import BLOCK_BYTES, Block, Gatherer, blocks_of_plan
 from ckptkit.errors import CkptError, Corrupt, IOFailure
 from ckptkit.io.assembly import AssembledFiles
-from ckptkit.io.crc32 import Checksums, crc32, tell_damage
+from ckptkit.io.crc32 import Checksums, crc32, damage_message
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import REMOTE_JOBS, is_remote
 from ckptkit.layout import Chunk, Layout, ReadRun
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Plan, plan_bytes
+from ckptkit.layout.plan import Plan, plan_range_reads
 
 Unit = TypeVar("Unit")
 Step = Callable[[Unit], None]
 Progress = Callable[[int], None]  # receives numbers of bytes, from one thread at a time
 
 
-def work(
+def process_units(
     units: Iterable[Unit],
     worker: Callable[[], AbstractContextManager[Step[Unit]]],
     jobs: int | None,
@@ -81,27 +81,29 @@ def default_jobs(*sources: Path) -> int:
 Run = tuple[str, int, int]  # file, offset and length of bytes that share one checksum
 
 
-def run_of(chunk: Chunk) -> Run:
+def byte_range_of_chunk(chunk: Chunk) -> Run:
     """Return the byte range of a chunk, or of the storage that it is a part of."""
-    return (chunk.path, *chunk.bytes)
+    return (chunk.path, *chunk.checksummed_range)
 
 
-def find_damage(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> dict[Run, CkptError]:
+def find_damaged_ranges(
+    layout: Layout, *, jobs: int | None = None, progress: Progress | None = None
+) -> dict[Run, CkptError]:
     """Return the byte ranges of a located layout that cannot be read, or whose CRC-32 differs, each with the error."""
-    runs = dict(runs_in(layout))
+    runs = dict(byte_ranges_in(layout))
     sums: Checksums[Run] = Checksums()
     damage: dict[Run, CkptError] = {}
 
     def sum_block(worker: Worker, block: Block) -> int | CkptError:
-        chunk, data = block.target.chunk, worker.buffer(block.nbytes)
+        chunk, data = block.target.chunk, worker.input_buffer(block.nbytes)
         try:
-            worker.sources[0].load(chunk.path, chunk.offset + block.start, data)
+            worker.sources[0].read_file_into(chunk.path, chunk.offset + block.start, data)
         except (Corrupt, IOFailure) as error:
             return error.with_traceback(None)
         return crc32(data)
 
     def record(block: Block, seen: int | CkptError, _pieces: Pieces) -> None:
-        run = run_of(block.target.chunk)
+        run = byte_range_of_chunk(block.target.chunk)
         if isinstance(seen, CkptError):
             damage.setdefault(run, seen)
         else:
@@ -109,25 +111,25 @@ def find_damage(layout: Layout, *, jobs: int | None = None, progress: Progress |
         if progress:
             progress(block.nbytes)
 
-    visit(plan_bytes(layout.root, sorted(runs)), sum_block, record, jobs)
+    visit_blocks(plan_range_reads(layout.root, sorted(runs)), sum_block, record, jobs)
     for run, recorded in runs.items():
-        crc = sums.whole(run, run[2])
+        crc = sums.find_complete(run, run[2])
         if run not in damage and recorded not in (None, crc):
-            damage[run] = Corrupt(tell_damage(run[2], run[1], crc, recorded))
+            damage[run] = Corrupt(damage_message(run[2], run[1], crc, recorded))
     return damage
 
 
-def runs_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
+def byte_ranges_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
     """Yield each byte range that tensors of a layout use, with its recorded CRC-32."""
     for tensor in layout.tensors.values():
         for chunk in tensor.chunks:
             if chunk.box.numel and chunk.is_in_file:
-                yield run_of(chunk), chunk.crc32
+                yield byte_range_of_chunk(chunk), chunk.crc32
 
 
-def nbytes_of(layout: Layout) -> int:
-    """Return how many bytes `find_damage` reads."""
-    return sum(length for _, _, length in dict(runs_in(layout)))
+def nbytes_to_check(layout: Layout) -> int:
+    """Return how many bytes `find_damaged_ranges` reads."""
+    return sum(length for _, _, length in dict(byte_ranges_in(layout)))
 
 
 Seen = TypeVar("Seen")
@@ -135,7 +137,7 @@ Pieces = Sequence[Sequence[ReadRun]]  # the byte ranges read from each source
 Sums = Callable[[int, Chunk], bool]  # (source index, chunk) -> whether to compute the CRC-32 of its reads
 
 
-def no_sums(_number: int, _chunk: Chunk) -> bool:
+def needs_no_checksum(_number: int, _chunk: Chunk) -> bool:
     return False
 
 
@@ -160,13 +162,13 @@ class Worker:
             for source in self.sources:
                 closing.callback(source.close)
 
-    def buffer(self, nbytes: int, number: int = 0) -> memoryview:
+    def input_buffer(self, nbytes: int, number: int = 0) -> memoryview:
         """Return the first `nbytes` of the buffer of input `number`, which grows to at least one block."""
         if len(self._buffers.get(number, b"")) < max(nbytes, 1):
             self._buffers[number] = memoryview(bytearray(max(nbytes, BLOCK_BYTES)))
         return self._buffers[number][:nbytes]
 
-    def read(
+    def read_input(
         self, block: Block, number: int = 0, dtype: DType | None = None, out: memoryview | None = None
     ) -> memoryview:
         """Return the elements of input `number` of a block: row-major, as `dtype`, by default in the target's dtype.
@@ -175,42 +177,42 @@ class Worker:
         """
         dtype, wanted = dtype or block.target.chunk.dtype, block.inputs[number]
         if out is None:
-            out = self.buffer(wanted.box.numel * dtype.itemsize, number)
-        self.pieces[wanted.source] = self.sources[wanted.source].fill(wanted.parts, wanted.box, dtype, out)
+            out = self.input_buffer(wanted.box.numel * dtype.itemsize, number)
+        self.pieces[wanted.source] = self.sources[wanted.source].gather_box(wanted.parts, wanted.box, dtype, out)
         return out
 
-    def operand(self, block: Block, number: int, dtype: DType) -> memoryview:
+    def read_operand(self, block: Block, number: int, dtype: DType) -> memoryview:
         """Return an input of a block as `dtype`. Not read again if the target's previous block had the same input."""
         wanted = block.inputs[number]
         if self._buffered.get(number) == (block.target.name, wanted.box):
-            return self.buffer(wanted.box.numel * dtype.itemsize, number)
+            return self.input_buffer(wanted.box.numel * dtype.itemsize, number)
         self._buffered.pop(number, None)
         earlier_reads = self.pieces[wanted.source]
-        data = self.read(block, number, dtype)
+        data = self.read_input(block, number, dtype)
         self.pieces[wanted.source] = earlier_reads + self.pieces[wanted.source]
         self._buffered[number] = block.target.name, wanted.box
         return data
 
-    def write(self, block: Block, data: memoryview) -> None:
+    def write_block(self, block: Block, data: memoryview) -> None:
         chunk = block.target.chunk
         self.files[chunk.path].write_at(data, chunk.offset + block.start)
 
 
-def visit(
+def visit_blocks(
     plan: Plan,
-    look: Callable[[Worker, Block], Seen],
-    note: Callable[[Block, Seen, Pieces], None],
+    process: Callable[[Worker, Block], Seen],
+    record: Callable[[Block, Seen, Pieces], None],
     jobs: int | None = None,
     *,
-    sums: Sums = no_sums,
+    sums: Sums = needs_no_checksum,
     among: Iterable[Block] | None = None,
     output: AssembledFiles | None = None,
 ) -> None:
-    """Call `look` for every block of a plan, or of `among`, with `jobs` threads, and `note` with each result.
+    """Call `process` for every block of a plan, or of `among`, with `jobs` threads, and `record` with each result.
 
-    Workers write to the files of `output`, by default to the destination's directory. `note` also gets the byte ranges
-    that were read, with the CRC-32 of the chunks for which `sums` returns True; only one thread at a time calls it. An
-    error names the block's tensor; the other threads finish their block, and the work stops.
+    Workers write to the files of `output`, by default to the destination's directory. `record` also gets the byte
+    ranges that were read, with the CRC-32 of the chunks for which `sums` returns True; only one thread at a time calls
+    it. An error names the block's tensor; the other threads finish their block, and the work stops.
     """
     lock = threading.Lock()
 
@@ -221,9 +223,9 @@ def visit(
             def step(block: Block) -> None:
                 own.pieces = [[] for _ in own.sources]
                 try:
-                    seen = look(own, block)
+                    seen = process(own, block)
                     with lock:
-                        note(block, seen, own.pieces)
+                        record(block, seen, own.pieces)
                 except CkptError as error:
                     error.blame(tensor=block.target.name or None)
                     raise
@@ -231,4 +233,4 @@ def visit(
             yield step
 
     roots = (layout.root for layout in plan.sources)
-    work(blocks(plan) if among is None else among, worker, jobs, *roots)
+    process_units(blocks_of_plan(plan) if among is None else among, worker, jobs, *roots)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.engine.ledger import SourcePlace
-from ckptkit.engine.scan import sum_file
+from ckptkit.engine.scan import file_checksum
 from ckptkit.errors import Corrupt
-from ckptkit.io.crc32 import RESTORE, Checksums, tell_damage
+from ckptkit.io.crc32 import RESTORE, Checksums, damage_message
 from ckptkit.io.file import file_size
 from ckptkit.layout import Extent, Layout
 
@@ -19,7 +19,7 @@ _MISSING_BYTES = 1 << 16  # bytes
 SourceFile = tuple[int, str]  # index of a source in the plan, file
 
 
-def compare_read(
+def verify_files_read(
     layouts: Sequence[Layout], read: Checksums[SourcePlace], files: Mapping[SourceFile, int]
 ) -> tuple[int, list[Path]]:
     """Verify `files` of sources with their CRC-32, where nearly all of a file was read.
@@ -34,46 +34,46 @@ def compare_read(
     compared = 0
     uncompared = []
     for (number, path), nbytes in files.items():
-        if compare_file(layouts[number], path, ranges.get((number, path), ())):
+        if try_verify_file(layouts[number], path, ranges.get((number, path), ())):
             compared += nbytes
         else:
             uncompared.append(layouts[number].root / path)
     return compared, uncompared
 
 
-def compare_headers(layout: Layout) -> None:
+def verify_nearly_covered_files(layout: Layout) -> None:
     """Verify each file with its CRC-32 where the CRC-32 of chunks cover nearly all of it. Reads the other bytes."""
-    for path, ranges in ranges_with_sums(layout).items():
+    for path, ranges in checksummed_ranges_by_file(layout).items():
         if ranges:
-            compare_file(layout, path, ranges)
+            try_verify_file(layout, path, ranges)
 
 
-def compare_archives(layout: Layout) -> None:
+def verify_covered_files(layout: Layout) -> None:
     """Verify each file in which every chunk has a CRC-32. Reads only the bytes between the chunks."""
     chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
     unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
-    for path, ranges in ranges_with_sums(layout).items():
+    for path, ranges in checksummed_ranges_by_file(layout).items():
         if not ranges or path in unknown:
             continue
         try:
-            compare_file(layout, path, ranges, most_between=layout.file_sums[path][0])
+            try_verify_file(layout, path, ranges, most_between=layout.file_sums[path][0])
         except Corrupt as error:
             message = "expected the file that the manifest describes, found one of another save or rank"
             raise Corrupt(message, path=layout.root / path, hint=RESTORE) from error
 
 
-def ranges_with_sums(layout: Layout) -> dict[str, list[Extent]]:
+def checksummed_ranges_by_file(layout: Layout) -> dict[str, list[Extent]]:
     """Return the byte ranges of chunks that have a CRC-32, for each file that has one."""
     ranges: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
     for name, tensor in layout.tensors.items():
         for chunk in tensor.chunks:
             if chunk.path in ranges and chunk.crc32 is not None and not chunk.where:
-                offset, length = chunk.bytes
+                offset, length = chunk.checksummed_range
                 ranges[chunk.path][offset] = Extent(chunk.path, offset, length, chunk.crc32, name)
     return {path: list(by_offset.values()) for path, by_offset in ranges.items()}
 
 
-def compare_file(layout: Layout, path: str, ranges: Iterable[Extent], most_between: int | None = None) -> bool:
+def try_verify_file(layout: Layout, path: str, ranges: Iterable[Extent], most_between: int | None = None) -> bool:
     """Return whether a file could be compared with the CRC-32 in the layout.
 
     `ranges` are byte ranges with a known CRC-32. A file is not compared if more than `most_between` bytes are outside
@@ -90,7 +90,7 @@ def compare_file(layout: Layout, path: str, ranges: Iterable[Extent], most_betwe
     between = nbytes - sum(extent.length for extent in ordered)
     if not 0 <= between <= (max(nbytes // _MISSING_DIVISOR, _MISSING_BYTES) if most_between is None else most_between):
         return False
-    crc = sum_file(layout.root, path, nbytes, ordered)
+    crc = file_checksum(layout.root, path, nbytes, ordered)
     if crc != recorded:
-        raise Corrupt(tell_damage(nbytes, 0, crc, recorded), path=layout.root / path, hint=RESTORE)
+        raise Corrupt(damage_message(nbytes, 0, crc, recorded), path=layout.root / path, hint=RESTORE)
     return True

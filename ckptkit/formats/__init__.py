@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import NamedTuple, cast
 
-from ckptkit.entry_points import PluginTable, load
-from ckptkit.errors import NotACheckpoint, Report, Unsupported, Usage, refuse, translate_os_errors
+from ckptkit.entry_points import PluginTable, import_object
+from ckptkit.errors import NotACheckpoint, Report, Unsupported, Usage, raise_problem, translate_os_errors
 from ckptkit.formats.protocols import EntryWriter as EntryWriter
 from ckptkit.formats.protocols import FormatReader as FormatReader
 from ckptkit.formats.protocols import FormatWriter as FormatWriter
@@ -111,12 +111,15 @@ FORMATS = PluginTable(
 )
 
 # the `module:function` that decompresses entries, by the name of their wrapper
-UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd:unpack", "zarr": "ckptkit.plugins.orbax.arrays:unpack"}
+UNPACKERS = {
+    "stream.zstd/1": "ckptkit.formats.archives.zstd:decompress_zstd_streams",
+    "zarr": "ckptkit.plugins.orbax.arrays:decompress_cells",
+}
 
 
 @cache
 def get_format(name: str) -> FormatReader:
-    return cast(FormatReader, load(FORMATS[name].where)())
+    return cast(FormatReader, import_object(FORMATS[name].where)())
 
 
 def get_writer(name: str) -> FormatWriter:
@@ -133,17 +136,17 @@ def writable_formats() -> tuple[str, ...]:
     return tuple(name for name, known in FORMATS.items() if known.is_written)
 
 
-def format_of_file(name: str) -> str | None:
+def find_format_of_file_name(name: str) -> str | None:
     """Return the format for an output file of this name; None if the name may be a directory's."""
     return _FORMATS_OF_FILES.get(PurePath(name).suffix)
 
 
 def describe_writable() -> str:
     """Return the names of all formats that ckptkit writes, each with its title."""
-    return "; ".join(f"{name}: {title_of(name)}" for name in writable_formats())
+    return "; ".join(f"{name}: {format_title(name)}" for name in writable_formats())
 
 
-def title_of(name: str) -> str:
+def format_title(name: str) -> str:
     """Return the title of the format `name`. An unknown name is not repeated: it may contain anything."""
     return FORMATS[name].title if name in FORMATS else "a checkpoint"
 
@@ -155,7 +158,7 @@ def describe_formats() -> str:
 
 def detect_format(path: Path) -> FormatReader | None:
     """Return the first format that claims `path` and finds its main files there, else the first that claims it."""
-    if one_of_dcp(path) is not None:
+    if find_single_dcp_file_error(path) is not None:
         return None
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
@@ -168,80 +171,80 @@ def detect_format(path: Path) -> FormatReader | None:
 
 def is_main_file(name: str) -> bool:
     """Return whether some format stores a model itself in a file of this name."""
-    return any(reader.owns(name) and has_main_file(reader, [name]) for reader in likely_formats([name]))
+    return any(reader.owns_file(name) and has_main_file(reader, [name]) for reader in likely_formats([name]))
 
 
-def is_stray(path: Path, reader: FormatReader) -> bool:
+def is_claimed_by_stray_files(path: Path, reader: FormatReader) -> bool:
     """Return whether the format claims a directory by files that may be beside any checkpoint."""
     return path.is_dir() and not has_main_file(reader, names_in(path))
 
 
 def has_main_file(reader: FormatReader, names: Iterable[str]) -> bool:
-    return has_name(names, FORMATS[reader.name].main)
+    return has_matching_name(names, FORMATS[reader.name].main)
 
 
-def one_of_dcp(path: Path) -> NotACheckpoint | None:
+def find_single_dcp_file_error(path: Path) -> NotACheckpoint | None:
     """Return the error for a single file of a DCP directory; None for any other path."""
     with translate_os_errors(path):
-        if not has_name([path.name], FORMATS["dcp"].files) or not path.is_file():
+        if not has_matching_name([path.name], FORMATS["dcp"].files) or not path.is_file():
             return None
     kind = "one shard" if path.suffix == ".distcp" else "the metadata"
     hint = f"pass the directory {path.absolute().parent}"
     return NotACheckpoint(f"this file is {kind} of a DCP directory, not a checkpoint", path=path, hint=hint)
 
 
-def is_known_file(names: Iterable[str]) -> bool:
+def has_known_file_name(names: Iterable[str]) -> bool:
     """Return whether some format uses a file with one of these names."""
     names = list(names)
-    return any(reader.owns(name) for reader in likely_formats(names) for name in names)
+    return any(reader.owns_file(name) for reader in likely_formats(names) for name in names)
 
 
-def is_known_inside(path: Path) -> bool:
+def is_checkpoint_by_contents(path: Path) -> bool:
     """Return whether a directory is a checkpoint of a format that only the contents of its files reveal."""
     with translate_os_errors(path):
         names = names_in(path)
-        likely = [name for name, known in FORMATS.items() if has_name(names, known.perhaps)]
+        likely = [name for name, known in FORMATS.items() if has_matching_name(names, known.perhaps)]
         return any(get_format(name).detect(path) for name in likely)
 
 
 def likely_formats(names: Collection[str], *, perhaps: bool = False) -> Iterator[FormatReader]:
     """Yield, and import, the formats that use a file with one of these names; with `perhaps`, that may use one."""
     for name, known in FORMATS.items():
-        if has_name(names, known.files) or (perhaps and has_name(names, known.perhaps)):
+        if has_matching_name(names, known.files) or (perhaps and has_matching_name(names, known.perhaps)):
             yield get_format(name)
 
 
-def has_name(names: Iterable[str], pattern: str) -> bool:
+def has_matching_name(names: Iterable[str], pattern: str) -> bool:
     return any(map(re.compile(pattern, re.DOTALL).fullmatch, names))
 
 
-def find_format(path: Path) -> FormatReader:
+def require_known_format(path: Path) -> FormatReader:
     """Return the format of the checkpoint at `path`. Raises `NotACheckpoint` if none claims it."""
     reader = detect_format(path)
     if reader is None:
-        if (shard := one_of_dcp(path)) is not None:
+        if (shard := find_single_dcp_file_error(path)) is not None:
             raise shard
         if not path.exists():
             raise missing_path_error(path)
-        raise of_no_format(path, f"pass a checkpoint: {describe_formats()} and others")
+        raise no_format_error(path, f"pass a checkpoint: {describe_formats()} and others")
     return reader
 
 
-def of_no_format(path: Path, hint: str | None = None) -> NotACheckpoint:
+def no_format_error(path: Path, hint: str | None = None) -> NotACheckpoint:
     return NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
 
 
-def unpack(layout: Layout, report: Report = refuse) -> Layout:
+def decompress_entries(layout: Layout, report: Report = raise_problem) -> Layout:
     """Return the layout with all compressed entries decompressed into a temporary file, which the layout keeps alive.
 
     Reports each entry that cannot be decompressed, and leaves it unchanged.
     """
-    for wrapper in sorted({item.wrapper for _, item in layout.stored} & UNPACKERS.keys(), key=str):
-        layout = load(UNPACKERS[str(wrapper)])(layout, report)
+    for wrapper in sorted({item.wrapper for _, item in layout.chunks_and_blobs} & UNPACKERS.keys(), key=str):
+        layout = import_object(UNPACKERS[str(wrapper)])(layout, report)
     return layout
 
 
-def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True) -> Layout:
+def locate_all_chunks(layout: Layout, report: Report = raise_problem, *, with_packed: bool = True) -> Layout:
     """Return the layout with the bytes of every chunk located inside their archives. A plan needs located chunks.
 
     Decompresses compressed entries, unless `with_packed` is false. Reports each chunk that cannot be located, and
@@ -250,4 +253,6 @@ def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True)
     from ckptkit.formats.archives import locate as envelopes  # only some layouts need it
 
     with translate_os_errors(layout.root):
-        return envelopes.locate(unpack(layout, report) if with_packed else layout, report, left=UNPACKERS)
+        return envelopes.locate_in_archives(
+            decompress_entries(layout, report) if with_packed else layout, report, skipped_wrappers=UNPACKERS
+        )

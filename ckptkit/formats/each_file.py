@@ -12,7 +12,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def read_each(
+def read_each_file(
     root: Path, files: Mapping[Key, str], read: Callable[[Key, str], Value], report: Report
 ) -> dict[Key, Value]:
     """Return the result of `read` for each file in `root`, by its key, in order. Reports those that cannot be read."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import check_name, read_small
+from ckptkit.io.file import read_small, require_plain_file_name
 from ckptkit.layout import Spec
 
 _LIMIT = 1 << 28  # bytes
@@ -27,14 +27,14 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise Corrupt(f"the index does not have `{_PLACES}`, which maps names to files", path=path)
     for file in set(places.values()):
-        check_name(file, path.parent)
+        require_plain_file_name(file, path.parent)
     return places, metadata if isinstance(metadata, dict) else {}
 
 
-def make_index(specs: Mapping[str, Spec], places: Mapping[str, str]) -> bytes:
+def make_index(specs: Mapping[str, Spec], file_by_tensor: Mapping[str, str]) -> bytes:
     """Return the index, as transformers writes it."""
     metadata = {
         "total_parameters": sum(spec.numel for spec in specs.values()),
         "total_size": sum(spec.nbytes for spec in specs.values()),
     }
-    return (json.dumps({_METADATA: metadata, _PLACES: dict(places)}, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps({_METADATA: metadata, _PLACES: dict(file_by_tensor)}, indent=2, sort_keys=True) + "\n").encode()

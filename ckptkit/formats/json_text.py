@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import RESTORE, CkptError, Corrupt
-from ckptkit.io.file import wrong_kind_error
+from ckptkit.io.file import find_wrong_kind_error
 
 
 def parse_json(data: bytes, path: Path) -> Any:
     """Return the JSON value in `data`, of file `path`. Raises `Corrupt` for invalid JSON or a key that occurs twice."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=dict_with_unique_keys)
     except CkptError as error:
         raise error.blame(path=path) from None
     except (ValueError, RecursionError) as error:
-        raise not_json(error, data, path) from error
+        raise not_json_error(error, data, path) from error
 
 
-def not_json(error: Exception, data: bytes, path: Path) -> Corrupt:
-    return wrong_kind_error(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
+def not_json_error(error: Exception, data: bytes, path: Path) -> Corrupt:
+    return find_wrong_kind_error(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises `Corrupt` if two of its keys are equal."""
     value = dict(pairs)
     if len(value) != len(pairs):

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, raise_problem, translate_os_errors
 from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
@@ -28,7 +28,7 @@ class FormatReader(Protocol):
     is_model_only: bool = False
     resized_as: str = ""
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Return True if a file of this name belongs to a checkpoint in its directory, current or older."""
 
     def rank_of(self, name: str) -> int | None:  # noqa: ARG002 - most names have no rank
@@ -42,38 +42,38 @@ class FormatReader(Protocol):
     def detect(self, path: Path) -> bool:
         """Return True if `path` looks like this format. Cheap: reads file names, never data."""
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report or raise every problem of the checkpoint at `path` that names and sizes reveal.
 
         May open small files that describe others: an index, the directory at an archive's end.
         """
 
     def problems(self, path: Path) -> list[CkptError]:
-        """Return the problems that `check_names` finds. Raises `IOFailure`: a failing system proves nothing."""
+        """Return the problems that `check_names_and_sizes` finds. Raises `IOFailure`: that proves nothing."""
         problems: list[CkptError] = []
         report = problems.append
         with translate_os_errors(path):
             try:
-                self.check_names(path, report)
+                self.check_names_and_sizes(path, report)
             except (Corrupt, Unsafe, Unsupported) as error:
                 report(error)
         return problems
 
     def is_complete(self, path: Path) -> bool:
-        """Return True if `check_names` finds no problem."""
+        """Return True if `check_names_and_sizes` finds no problem."""
         return not self.problems(path)
 
-    def metadata_bytes(self, path: Path) -> int:
+    def metadata_nbytes(self, path: Path) -> int:
         """Return about how many bytes `read` parses; without separate metadata, a little of each file."""
         return _HEADER * (len(names_in(path)) if path.is_dir() else 1)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the location of every chunk of the checkpoint at `path`. Reads no tensor data.
 
         Reports data that is missing, too short or contradictory; raises an error if the checkpoint is unreadable.
         """
 
-    def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:  # noqa: ARG002
+    def read_by_other_metadata(self, path: Path, other: Path, report: Report = raise_problem) -> Layout | None:  # noqa: ARG002
         """Return the layout of files at `path` without metadata, by the metadata of another checkpoint of the same run.
 
         Returns None if the format does not support this, or if the files have metadata. Raises `Mismatch` if the files
@@ -81,15 +81,15 @@ class FormatReader(Protocol):
         """
         return None
 
-    def is_bound(self, path: Path) -> bool:  # noqa: ARG002 - most load with any number
+    def is_bound_to_world_size(self, path: Path) -> bool:  # noqa: ARG002 - most load with any number
         """Return True if its own library can load the checkpoint only with the world size that wrote it."""
         return False
 
-    def least_torch(self, path: Path) -> str | None:  # noqa: ARG002 - every version reads most
+    def least_torch_version(self, path: Path) -> str | None:  # noqa: ARG002 - every version reads most
         """Return the oldest torch version whose reader loads the checkpoint at `path`, None for any version."""
         return None
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Yield the byte ranges of the layout from `read`, with their CRC-32. May verify small ones at once instead."""
 
 
@@ -100,8 +100,8 @@ class FormatWriter(FormatReader, Protocol):
     `suffixes` are the suffixes of a checkpoint that is a single file. `needs_names` requires the model under `model`,
     and the optimizer by parameter names under `optimizer`, as in torch's own state dicts. `needs_shapes` requires that
     each elementwise optimizer state has the shape of its parameter. With `ties` tensors that are tied in the source
-    share their bytes in the output. With `repeats` several files store the same data, and `seal` copies it from one to
-    the others.
+    share their bytes in the output. With `repeats` several files store the same data, and `patches_after_data` copies
+    it from one to the others.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -110,25 +110,25 @@ class FormatWriter(FormatReader, Protocol):
     ties: bool = False
     repeats: bool = False
 
-    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
+    def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files for the entries of `wanted`: final names and sizes, and all bytes except the data."""
 
-    def remarks(self, wanted: Layout) -> Iterable[str]:  # noqa: ARG002 - most have nothing to say
-        """Yield a sentence for each difference between `wanted` and the files that `arrange` returns."""
+    def remarks_on_changes(self, wanted: Layout) -> Iterable[str]:  # noqa: ARG002 - most have nothing to say
+        """Yield a sentence for each difference between `wanted` and the files that `lay_out_files` returns."""
         return ()
 
-    def checksum_places(self, made: Layout) -> Iterable[tuple[FileOffset, int]]:  # noqa: ARG002 - most record none
+    def checksum_offsets(self, written: Layout) -> Iterable[tuple[FileOffset, int]]:  # noqa: ARG002 - most record none
         """Return the locations of CRC-32s, 4 bytes little endian: each chunk with an offset in its file."""
         return ()
 
-    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterable[tuple[str, Patch]]:
+    def patches_after_data(self, written: Layout, checksums: Mapping[FileOffset, int]) -> Iterable[tuple[str, Patch]]:
         """Return the bytes to write, by file, once the data is there. `checksums` has the CRC-32 of each chunk."""
-        for place, at in self.checksum_places(made):
+        for place, at in self.checksum_offsets(written):
             if place in checksums:
                 yield place[0], (at, checksums[place].to_bytes(4, "little"))
 
-    def check(self, made: Layout) -> None:  # noqa: ARG002 - the library may be one that must not be imported
-        """Raise `Corrupt` if the format's own library reads something else from the files than `made` says."""
+    def check_with_own_library(self, written: Layout) -> None:  # noqa: ARG002 - the library may be one that must not be imported
+        """Raise `Corrupt` if the format's own library reads something else from the files than `written` says."""
         return
 
 
@@ -136,12 +136,12 @@ class FormatWriter(FormatReader, Protocol):
 class EntryWriter(FormatWriter, Protocol):
     """A format with room for non-tensor entries whose sizes are known only while the data is written.
 
-    Then `arrange` gets the tensors alone, and each rank writes its entries, as archives of torch.save, into its own
-    file.
+    Then `lay_out_files` gets the tensors alone, and each rank writes its entries, as archives of torch.save, into its
+    own file.
     """
 
-    def entries_file(self, rank: int) -> str:
+    def entries_file_name(self, rank: int) -> str:
         """Return the name of a rank's file of entries. It is removed at the end if the format does not own it."""
 
-    def embed(self, wanted: Layout, options: WriterOptions) -> Iterable[tuple[str, Patch]]:
-        """Return the bytes to write, by file, that add the non-tensor entries of `wanted`, before `seal`."""
+    def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterable[tuple[str, Patch]]:
+        """Return the bytes that add the non-tensor entries of `wanted`, by file, before `patches_after_data`."""

@@ -23,7 +23,7 @@ _PART = re.compile(r"(?:(?<=[-_.])|^)(?:shard|part)[-_.]?[0-9]{1,8}(?![0-9])")
 _NUMBER = re.compile(r"(?:(?<=[-_.])|^)(?P<number>[0-9]{1,8})(?![0-9])")
 
 
-def find_set(name: str, names: Iterable[str]) -> list[str]:
+def names_of_set(name: str, names: Iterable[str]) -> list[str]:
     """Return the `names` that form a set with `name`: equal except for a rank or number; [] if it stands alone.
 
     A single name forms a set if it says "I of N", or if it has a rank other than 0 that cannot mean anything else.
@@ -40,7 +40,7 @@ def find_set(name: str, names: Iterable[str]) -> list[str]:
     return []
 
 
-def find_series(name: str, names: Sequence[str]) -> list[str]:
+def names_of_series(name: str, names: Sequence[str]) -> list[str]:
     """Return the `names` that differ from `name` in a number and count from 0: `model_0`, `model_1`; else []."""
     for match in _NUMBER.finditer(name):
         alike = sibling_names(name, match, names)
@@ -54,15 +54,15 @@ def has_number(name: str, number: int) -> bool:
     return any(int(match["number"]) == number for match in _NUMBER.finditer(name))
 
 
-def says_part(name: str) -> bool:
+def is_named_like_part(name: str) -> bool:
     """Return whether a file name says that the file is a part: `shard_0`, `model_part_1`."""
     return _PART.search(name) is not None
 
 
-def not_joined(found: Sequence[str], path: Path) -> Unsupported:
+def not_joined_error(siblings: Sequence[str], path: Path) -> Unsupported:
     """Return the error for files or directories of several ranks that no rule joins."""
-    names = ", ".join(found[:_NAMED]) + and_more(len(found) - _NAMED)
-    message = f"{len(found)} ranks saved a part of the model each, and no rule joins them: {names}"
+    names = ", ".join(siblings[:_NAMED]) + and_more(len(siblings) - _NAMED)
+    message = f"{len(siblings)} ranks saved a part of the model each, and no rule joins them: {names}"
     return Unsupported(message, path=path, hint=JOIN)
 
 

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import RESTORE, Corrupt, Unsupported, truncated
+from ckptkit.errors import RESTORE, Corrupt, Unsupported, truncated_error
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import opening, read_at, wrong_kind_error
+from ckptkit.io.file import find_wrong_kind_error, opening, read_at
 from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES, DType
@@ -55,37 +55,39 @@ _OWN = re.compile("format$|DCP_")  # keys that describe the file, not the model
 _PACKED = "float4_e2m1fn_x2"  # torch counts two numbers as one element; the header counts numbers
 
 
-def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
+def read_header_chunks(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
     """Return the chunk of each tensor in a file.
 
     Refuses everything that the safetensors library refuses, and equal keys. A chunk is a full tensor, unless the file
     has its position in a larger one; with `is_shard` it must have one for each.
     """
-    return read_with_metadata(path, is_shard=is_shard)[0]
+    return read_header_with_metadata(path, is_shard=is_shard)[0]
 
 
-def read_with_metadata(path: Path, *, is_shard: bool = False) -> tuple[dict[str, Chunk], dict[str, str]]:
-    """Return the chunk of each tensor, as `read_header`, and `__metadata__` without torch's keys and tensors' names."""
-    header, data_start, size = load_header(path)
+def read_header_with_metadata(path: Path, *, is_shard: bool = False) -> tuple[dict[str, Chunk], dict[str, str]]:
+    """Return what `read_header_chunks` does, and `__metadata__` without torch's keys and tensors' names."""
+    header, data_start, size = load_raw_header(path)
     metadata = header.pop("__metadata__", None)
-    starts = read_starts(metadata, path)
+    starts = read_shard_starts(metadata, path)
     if is_shard and starts.keys() != header.keys():
         name = next(iter(starts.keys() ^ header.keys()))
         raise Corrupt(f"the header and its `{_STARTS}` do not name the same tensors", path=path, tensor=name)
-    chunks = {name: read_entry(name, entry, starts.get(name), path, data_start) for name, entry in header.items()}
-    check_contiguous(chunks, path, data_start, size)
+    chunks = {
+        name: parse_header_entry(name, entry, starts.get(name), path, data_start) for name, entry in header.items()
+    }
+    require_no_gaps(chunks, path, data_start, size)
     free = {key: text for key, text in (metadata or {}).items() if key not in chunks and not _OWN.match(key)}
     return chunks, free
 
 
-def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
+def load_raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """Return the unchecked header, the offset of the data, and the size of the file."""
     with opening(path) as file:
         size = file.size
         head = read_at(file, min(size, 512), 0)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _LIMIT):
-            raise wrong_kind_error(head, path) or truncated(
+            raise find_wrong_kind_error(head, path) or truncated_error(
                 length + 8 if size >= 8 else 8, size, path=path, by="header"
             )
         header = parse_json(read_at(file, length, 8), path)
@@ -94,7 +96,7 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
-def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
+def read_shard_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
     """Return the start index of each shard in its tensor, as torch recorded it in `__metadata__`; {} without it."""
     if metadata is None:
         return {}
@@ -109,7 +111,7 @@ def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
         raise Corrupt(f"`{_STARTS}` does not map names to lists `{_START}`", path=path) from error
 
 
-def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path, data_start: int) -> Chunk:
+def parse_header_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path, data_start: int) -> Chunk:
     """Return the chunk of a header's entry. `start` is where a shard begins in its tensor, None at the beginning."""
     try:
         dtype, shape, (begin, end) = _DTYPES.get(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
@@ -125,14 +127,14 @@ def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path,
         raise Corrupt(message, path=path, tensor=name)
     if dtype is None:
         raise Unsupported(f"dtype `{entry['dtype']!a}`", path=path, tensor=name)
-    spec = Spec(dtype, unpack_shape(dtype, shape, path, name))
+    spec = Spec(dtype, shape_from_header(dtype, shape, path, name))
     if spec.nbytes != end - begin:
         message = f"expected {spec.nbytes} bytes for {spec}, found {end - begin} in the header"
         raise Corrupt(message, path=path, tensor=name)
     return Chunk(Box(start, spec.shape), path.name, data_start + begin, end - begin, dtype)
 
 
-def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
+def shape_from_header(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
     """Return the shape as torch counts it: for a packed dtype the header counts single numbers on the last axis."""
     if dtype.name != _PACKED:
         return shape
@@ -142,14 +144,14 @@ def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
     return (*shape[:-1], shape[-1] // 2)
 
 
-def pack_shape(spec: Spec) -> Shape:
+def shape_for_header(spec: Spec) -> Shape:
     """Return the shape as the header counts it."""
     if spec.dtype.name != _PACKED:
         return spec.shape
     return (*spec.shape[:-1], spec.shape[-1] * 2)
 
 
-def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: int) -> None:
+def require_no_gaps(chunks: Mapping[str, Chunk], path: Path, start: int, size: int) -> None:
     """Raise `Corrupt` unless the chunks fill the file from `start` to `size` without gap or overlap."""
     places = sorted((chunk.offset, chunk.length, name) for name, chunk in chunks.items())
     at = start
@@ -160,16 +162,16 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
             raise Corrupt(message, path=path, tensor=name)
         at += length
     if size < at:
-        raise truncated(at, size, path=path, by="header")
+        raise truncated_error(at, size, path=path, by="header")
     if size > at:
         raise Corrupt(f"expected {at} bytes (header), found {size}: bytes were appended", path=path, hint=RESTORE)
 
 
-def check_writable(name: str, spec: Spec) -> None:
+def require_storable_spec(name: str, spec: Spec) -> None:
     """Raise `Unsupported` for a tensor that the installed safetensors library cannot store."""
     if spec.dtype.name not in SPELLINGS:
         raise Unsupported(f"safetensors does not have dtype {spec.dtype}", tensor=name, hint="drop it with --exclude")
-    if not is_known(SPELLINGS[spec.dtype.name]):
+    if not is_library_dtype(SPELLINGS[spec.dtype.name]):
         hint = "install a newer version, or drop the tensor with --exclude"
         raise Unsupported(f"the safetensors library here does not know dtype {spec.dtype}", tensor=name, hint=hint)
     if spec.dtype.name == _PACKED and not spec.shape:
@@ -181,7 +183,7 @@ def check_writable(name: str, spec: Spec) -> None:
 
 
 @cache
-def is_known(spelling: str) -> bool:
+def is_library_dtype(spelling: str) -> bool:
     """Return True if the installed safetensors library has a dtype of this name; some are recent."""
     from safetensors import SafetensorError, deserialize
 
@@ -193,7 +195,7 @@ def is_known(spelling: str) -> bool:
     return True
 
 
-def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
+def check_header_with_library(path: Path, chunks: Mapping[str, Chunk]) -> None:
     """Raise `Corrupt` unless the safetensors library finds exactly these tensors in file `path`, each one chunk.
 
     The library does not show offsets. But it refuses gaps, and tensors whose length does not fit dtype and shape, so
@@ -209,7 +211,7 @@ def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
     except (SafetensorError, OSError) as error:
         raise Corrupt(f"the safetensors library cannot read what was written: {error}", path=path) from error
     specs = {name: Spec(chunk.dtype, chunk.size) for name, chunk in chunks.items()}
-    expected = {name: (SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
+    expected = {name: (SPELLINGS[spec.dtype.name], shape_for_header(spec)) for name, spec in specs.items()}
     wrong = min(
         (name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)), default=None
     )
@@ -228,7 +230,7 @@ def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = 
         spec = specs[name]
         header[name] = {
             "dtype": SPELLINGS[spec.dtype.name],
-            "shape": list(pack_shape(spec)),
+            "shape": list(shape_for_header(spec)),
             "data_offsets": [at, at + spec.nbytes],
         }
         at += spec.nbytes

@@ -15,34 +15,34 @@ from pathlib import Path
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_left, reason_to_leave
+from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_hidden_file_not_copied, reason_not_copied
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
-from ckptkit.checkpoints.other_kinds import other_kind_of
+from ckptkit.checkpoints.other_kinds import find_other_kind
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
-from ckptkit.checkpoints.seal import PlacedFiles, files_to_end_with
+from ckptkit.checkpoints.replaceable import check_replaceable, marker_files_in_store
+from ckptkit.checkpoints.seal import PlacedFiles, files_to_write_last
 from ckptkit.checks.own_files import OwnFiles
-from ckptkit.checks.verify import compare_extents, compare_files, look_inside, sizes_of
+from ckptkit.checks.verify import check_zip_wrappers, compare_extent_checksums, file_sizes_of, verify_whole_files
 from ckptkit.engine.scan import Scanned, copy_files
 from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
 from ckptkit.io import pieces
-from ckptkit.io.allocation import check_room, create_file, make_folder, missing_bytes
+from ckptkit.io.allocation import create_file, make_directory, missing_bytes, require_free_space
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.destination import StorePieces, keeping, open_destination, to_destination
-from ckptkit.io.file import children, file_size, opening, read_at
-from ckptkit.io.joined import roots_of
+from ckptkit.io.destination import StorePieces, hint_on_kept_data, open_destination, to_destination
+from ckptkit.io.file import file_size, list_children, opening, read_at
+from ckptkit.io.joined import local_paths_of
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.origin import Origin
-from ckptkit.io.path import is_remote, refresh, to_path
-from ckptkit.io.pieces import LocalPieces, PieceSink, is_large
-from ckptkit.io.progress import Progress, Told, report_progress
+from ckptkit.io.path import drop_cached_listing, is_remote, to_path
+from ckptkit.io.pieces import LocalPieces, PieceSink, is_sent_in_pieces
+from ckptkit.io.progress import Progress, Told, make_progress_reporter
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Extent
-from ckptkit.models.names.weights import names_of_training
-from ckptkit.state.directories import check_free, contains
+from ckptkit.models.names.weights import training_state_names
+from ckptkit.state.directories import is_same_or_inside, require_free_or_replaceable
 from ckptkit.summary import Summarized
-from ckptkit.trainers import step_of
+from ckptkit.trainers import find_step_of_path
 from ckptkit.version import __version__
 from ckptkit.words import count, describe_checksums, format_bytes
 
@@ -95,7 +95,7 @@ class CopiedComponent:
     extents: tuple[Extent, ...]
     place: str
 
-    def name(self, file: str) -> str:
+    def name_in_checkpoint(self, file: str) -> str:
         return f"{self.place}/{file}" if self.place else file
 
 
@@ -117,15 +117,15 @@ class Contents:
     sums: Mapping[str, FileSum] = field(default_factory=dict)
 
     @property
-    def is_of_training(self) -> bool:
+    def has_training_state(self) -> bool:
         """Return True if the checkpoint has training state."""
-        return len(self.parts) > 1 or any(names_of_training(part.own.layout) for part in self.parts)
+        return len(self.parts) > 1 or any(training_state_names(part.own.layout) for part in self.parts)
 
     @property
     def extents(self) -> Iterator[Extent]:
         """Yield the byte ranges of all components, with file names relative to `root`."""
         for part in self.parts:
-            yield from (replace(extent, path=part.name(extent.path)) for extent in part.extents)
+            yield from (replace(extent, path=part.name_in_checkpoint(extent.path)) for extent in part.extents)
 
 
 def cp(
@@ -146,26 +146,26 @@ def cp(
     `IOFailure` if the store refuses.
     """
     began = time.perf_counter()
-    path, list_contents = open_source(source)
+    path, list_contents = path_and_file_lister(source)
     target = to_destination(dst)
-    check_outside(path, target)
+    require_separate_paths(path, target)
     origin = Origin.of(path)  # before the files are listed, to detect a source that is replaced meanwhile
     contents = list_contents()
     if contents.is_file and path.suffix != target.suffix:
         hint = f"name the copy like `{target}{path.suffix}`"
         raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
-    advance = report_progress(progress, sum(contents.sizes.values()))
-    send = partial(transfer, contents, jobs=jobs, progress=advance, origin=origin)
+    advance = make_progress_reporter(progress, sum(contents.sizes.values()))
+    send = partial(copy_into_sink, contents, jobs=jobs, progress=advance, origin=origin)
     sent_bytes = 0
     notes: list[str] = []
     if dry_run:
-        check_free(target, overwrite=overwrite, is_file=contents.is_file)
+        require_free_or_replaceable(target, overwrite=overwrite, is_file=contents.is_file)
     elif is_remote(target):
         sent_bytes, notes = copy_to_store(contents, target, send, overwrite=overwrite)
     else:
         sent_bytes = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
     delta_bytes = sum(file.nbytes for file in contents.sums.values())
-    checked = 0 if dry_run else delta_bytes + sum(map(checked_bytes, contents.parts))
+    checked = 0 if dry_run else delta_bytes + sum(map(count_checksummed_bytes, contents.parts))
     total = 0 if dry_run else sum(contents.sizes.values())
     return CopiedFiles(
         source=path,
@@ -182,85 +182,99 @@ def cp(
     )
 
 
-def open_source(source: Source) -> tuple[Path, Callable[[], Contents]]:
+def path_and_file_lister(source: Source) -> tuple[Path, Callable[[], Contents]]:
     """Return the path of a checkpoint or delta, and a function that lists its files."""
     if not isinstance(source, Checkpoint):
-        kind = other_kind_of(path := to_path(source))
+        kind = find_other_kind(path := to_path(source))
         if kind and kind.is_complete(path):
-            return path, partial(kind.list_files, path)
+            return path, partial(kind.list_contents, path)
     checkpoint = Checkpoint.open(source)
-    return checkpoint.path, partial(list_checkpoint, checkpoint)
+    return checkpoint.path, partial(list_checkpoint_files, checkpoint)
 
 
-def check_outside(path: Path, target: Path) -> None:
+def require_separate_paths(path: Path, target: Path) -> None:
     """Raise `Unsafe` if the source contains the destination or the other way round."""
-    sources, destination = [root.resolve() for root in roots_of(path)], target.resolve()
-    if any(contains(root, destination) or contains(destination, root) for root in sources):
+    sources, destination = [root.resolve() for root in local_paths_of(path)], target.resolve()
+    if any(is_same_or_inside(root, destination) or is_same_or_inside(destination, root) for root in sources):
         hint = "choose another destination"
         raise Unsafe("one of source and destination contains the other", path=target, hint=hint)
 
 
-def list_checkpoint(checkpoint: Checkpoint) -> Contents:
+def list_checkpoint_files(checkpoint: Checkpoint) -> Contents:
     """Return the files of a checkpoint to copy. Raises the first problem in its structure."""
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     problems = Problems()
     others = frozenset(part.path for part in checkpoint.components)
-    parts = [read_component(part, root, others - {part.path}, problems) for part in checkpoint.components]
-    for problem in problems.list():
+    parts = [read_component_to_copy(part, root, others - {part.path}, problems) for part in checkpoint.components]
+    for problem in problems.all_problems():
         raise problem
-    needed = {root / part.name(name) for part in parts for name in (*part.own.needed, *part.own.recorded)}
-    files = list(list_entries(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
+    needed = {
+        root / part.name_in_checkpoint(name)
+        for part in parts
+        for name in (*part.own.needed_files, *part.own.recorded_file_sums)
+    }
+    files = (
+        list(files_with_skip_reasons(root, needed))
+        if checkpoint.path.is_dir()
+        else [(path, "") for path in sorted(needed)]
+    )
     sizes = {str(path.relative_to(root)): file_size(path) for path, why in files if not why}
     left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in files if why)
-    described = [PlacedFiles(part.place, part.own.needed, part.own.layout.descriptions) for part in parts]
-    marks = files_to_end_with(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
+    described = [PlacedFiles(part.place, part.own.needed_files, part.own.layout.descriptions) for part in parts]
+    marks = files_to_write_last(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
     ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
     is_file = not checkpoint.path.is_dir() and len(sizes) == 1
     return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)
 
 
-def read_component(part: Component, root: Path, others: frozenset[Path], problems: Problems) -> CopiedComponent:
+def read_component_to_copy(
+    component: Component, root: Path, others: frozenset[Path], problems: Problems
+) -> CopiedComponent:
     """Return a component of the checkpoint in directory `root`, and add its problems to `problems`."""
-    with translate_os_errors(part.path):
-        layout = part.reader.read(part.path, problems.add)
-        own = OwnFiles(part.reader, part.path, layout, part.manifest, others)
-        _, extents = look_inside(own, sizes_of(own, problems), problems, with_packed=False)
+    with translate_os_errors(component.path):
+        layout = component.reader.read(component.path, problems.add)
+        own = OwnFiles(component.reader, component.path, layout, component.manifest, others)
+        _, extents = check_zip_wrappers(own, file_sizes_of(own, problems), problems, with_packed=False)
     place = "" if own.root == root else str(own.root.relative_to(root))
     return CopiedComponent(own, tuple(extents), place)
 
 
-def list_entries(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
+def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
     """Yield the files below a directory that are copied, with "", and the entries that are not, with the reason."""
-    paths = children(folder)
+    paths = list_children(directory)
     names = {path.name for path in paths}
     for path in paths:
-        if path.name == MANIFEST and has_stale_manifest(folder):  # mtimes show that it is stale; the copy has new ones
+        if path.name == MANIFEST and has_stale_manifest(
+            directory
+        ):  # mtimes show that it is stale; the copy has new ones
             yield path, EARLIER
         elif path in needed or path.name in (MANIFEST, ACCOUNT):
             yield path, ""
         elif path.is_dir() and not path.is_symlink():
-            is_foreign = is_left(path.name, names) or step_of(path) is not None
+            is_foreign = is_hidden_file_not_copied(path.name, names) or find_step_of_path(path) is not None
             if is_foreign and not any(path in file.parents for file in needed):
-                yield path, reason_to_leave(path, names)
+                yield path, reason_not_copied(path, names)
             else:
-                yield from list_entries(path, needed)
-        elif is_left(path.name, names) or is_strange_link(path) or not path.is_file():
-            yield path, reason_to_leave(path, names)
+                yield from files_with_skip_reasons(path, needed)
+        elif is_hidden_file_not_copied(path.name, names) or is_strange_link(path) or not path.is_file():
+            yield path, reason_not_copied(path, names)
         else:
             yield path, ""
 
 
-def checked_bytes(part: CopiedComponent) -> int:
+def count_checksummed_bytes(component: CopiedComponent) -> int:
     """Return the number of bytes with a CRC-32: files in the manifest, and byte ranges with a checksum elsewhere."""
-    own = part.own
+    own = component.own
     ranges = {
-        (extent.path, extent.offset): extent.length for extent in part.extents if own.expected(extent) is not None
+        (extent.path, extent.offset): extent.length
+        for extent in component.extents
+        if own.expected_checksum(extent) is not None
     }
-    in_ranges = sum(length for (path, _), length in ranges.items() if path not in own.recorded)
-    return in_ranges + sum(file.nbytes for file in own.recorded.values())
+    in_ranges = sum(length for (path, _), length in ranges.items() if path not in own.recorded_file_sums)
+    return in_ranges + sum(file.nbytes for file in own.recorded_file_sums.values())
 
 
-def transfer(
+def copy_into_sink(
     contents: Contents, sink: PieceSink, *, jobs: int | None, progress: Told | None, origin: Origin
 ) -> Scanned:
     """Copy every file into a sink. Raises `Corrupt` if a checksum differs, `IOFailure` if the source was replaced."""
@@ -269,19 +283,25 @@ def transfer(
     scanned = copy_files(root, sizes, contents.extents, sink, problems.add, jobs=jobs, progress=progress)
     for part in contents.parts:
         own = part.own
-        sums = {(e.path, e.offset): scanned.extents.get((part.name(e.path), e.offset)) for e in part.extents}
-        compare_extents(own, part.extents, {k: crc for k, crc in sums.items() if crc is not None}, problems)
-        names = [name for name in own.recorded if part.name(name) in scanned.files]
-        compare_files(own, {n: FileSum(sizes[part.name(n)], scanned.files[part.name(n)]) for n in names}, problems)
+        sums = {
+            (e.path, e.offset): scanned.extents.get((part.name_in_checkpoint(e.path), e.offset)) for e in part.extents
+        }
+        compare_extent_checksums(own, part.extents, {k: crc for k, crc in sums.items() if crc is not None}, problems)
+        names = [name for name in own.recorded_file_sums if part.name_in_checkpoint(name) in scanned.files]
+        verify_whole_files(
+            own,
+            {n: FileSum(sizes[part.name_in_checkpoint(n)], scanned.files[part.name_in_checkpoint(n)]) for n in names},
+            problems,
+        )
     for name, expected in contents.sums.items():
         if FileSum(sizes[name], scanned.files[name]) != expected:
             message = f"expected {expected.nbytes} bytes, CRC-32 {expected.crc32:08x} as in the manifest, found "
             message += f"{sizes[name]}, {scanned.files[name]:08x}"
             problems.add(Corrupt(message, path=root / name))
-    for first in problems.list():
+    for first in problems.all_problems():
         hint = first.hint or "`ckptkit verify` lists all problems"
         raise Corrupt(first.message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
-    origin.check()
+    origin.require_unchanged()
     return scanned
 
 
@@ -291,20 +311,20 @@ Send = Callable[[PieceSink], Scanned]
 def copy_to_directory(contents: Contents, dst: Path, source: Path, send: Send, *, overwrite: bool, sync: bool) -> int:
     """Copy the files to a local directory, or a single file to a local file. Returns the number of written bytes."""
     if overwrite and not (contents.is_file and not dst.is_file()):
-        check_replaceable(dst, contents.sizes, by_training=contents.is_of_training)
-    key = make_key(contents, source)
+        check_replaceable(dst, contents.sizes, output_is_training=contents.has_training_state)
+    key = copy_resume_key(contents, source)
     with resumable_stage(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
-        check_room(stage.dst, missing_bytes(stage.path, contents.sizes))
+        require_free_space(stage.dst, missing_bytes(stage.path, contents.sizes))
         for name, size in contents.sizes.items():
-            make_folder((stage.path / name).parent)
-            create_file(stage.path / name, size, (), anew=False)
-        sink = LocalPieces(stage.path, stage.work / _JOURNAL)
+            make_directory((stage.path / name).parent)
+            create_file(stage.path / name, size, (), must_be_new=False)
+        sink = LocalPieces(stage.path, stage.notes_directory / _JOURNAL)
         send(sink)
         stage.commit()
     return sum(contents.sizes.values()) - sink.resumed_bytes
 
 
-def make_key(contents: Contents, source: Path) -> bytes:
+def copy_resume_key(contents: Contents, source: Path) -> bytes:
     """Return a key for the copy: a later call with the same key continues it after an interruption."""
     with translate_os_errors(source):
         files = {name: [size, (contents.root / name).stat().st_mtime_ns] for name, size in contents.sizes.items()}
@@ -320,8 +340,8 @@ def resumable_stage(stage: Stage) -> Iterator[Stage]:
     except BaseException as error:
         is_failure = isinstance(error, IOFailure) and not isinstance(error, NoRoom)
         may_continue = is_failure or not isinstance(error, Exception)
-        if may_continue and (stage.work / _JOURNAL).exists():
-            stage.leave()
+        if may_continue and (stage.notes_directory / _JOURNAL).exists():
+            stage.unlock_for_resume()
             error.add_note(f"the same command continues with the files in {stage.path}")
         else:
             stage.discard()
@@ -337,20 +357,25 @@ def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool)
     facts = json.dumps([pieces.PART_BYTES, *sorted(sizes.items())])
     plan = blake2b(facts.encode(), digest_size=16).hexdigest()  # identifies the upload, so that it can be continued
     destination = open_destination(dst, sizes, marks, plan=plan, is_file=contents.is_file)
-    destination.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes, by_training=contents.is_of_training))
-    with keeping(destination):
+    destination.claim(
+        overwrite=overwrite,
+        check=partial(marker_files_in_store, dst, sizes, output_is_training=contents.has_training_state),
+    )
+    with hint_on_kept_data(destination):
         sums = send(StorePieces(destination, marks)).files
         for name in (*(name for name in sizes if name not in marks), *marks):
-            if is_large(sizes[name]) or name not in marks:
-                destination.complete(name, sums[name])
+            if is_sent_in_pieces(sizes[name]) or name not in marks:
+                destination.finish_file(name, sums[name])
             else:
-                destination.mark(name, read_again(contents.root / name, sizes[name], sums[name]), sums[name])
+                destination.put_marker(
+                    name, reread_unchanged(contents.root / name, sizes[name], sums[name]), sums[name]
+                )
         destination.commit()
-    refresh(dst)
-    return destination.sent_bytes, destination.remarks()
+    drop_cached_listing(dst)
+    return destination.sent_bytes, destination.remarks_on_upload()
 
 
-def read_again(path: Path, size: int, crc: int) -> bytearray:
+def reread_unchanged(path: Path, size: int, crc: int) -> bytearray:
     """Return the content of a small file. Raises `Corrupt` if it has changed since its checksum was verified."""
     with opening(path) as file:
         content = read_at(file, size, 0)

@@ -10,8 +10,8 @@ from typing import Any
 
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checks.inspect import Inspected
-from ckptkit.formats import title_of
-from ckptkit.trainers import step_of
+from ckptkit.formats import format_title
+from ckptkit.trainers import find_step_of_path
 from ckptkit.version import __version__
 from ckptkit.words import count
 
@@ -40,14 +40,14 @@ _TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
 
 def make_card(
     repo_id: str,
-    found: Inspected,
+    inspected: Inspected,
     *,
     names: Collection[str],
     config: Mapping[str, Any] | None,
     manifest: Manifest | None,
 ) -> bytes:
     """Return the model card of a checkpoint that is pushed as the files `names`."""
-    layout = found.layout
+    layout = inspected.layout
     is_model = layout.format == "hf" and config is not None
     fields = {
         "library": "library_name: transformers\n" if is_model else "",
@@ -55,35 +55,35 @@ def make_card(
         "name": repo_id.partition("/")[2],
         "what": "Model weights" if layout.format == "hf" else "A training checkpoint",
         "version": __version__,
-        "facts": "\n".join(f"| {name} | {value} |" for name, value in facts_of(found, manifest)),
-        "load": "\n".join(load_model(repo_id, config or {}, names) if is_model else load_checkpoint(repo_id)),
+        "facts": "\n".join(f"| {name} | {value} |" for name, value in card_rows(inspected, manifest)),
+        "load": "\n".join(load_model_lines(repo_id, config or {}, names) if is_model else pull_command_lines(repo_id)),
     }
     return _CARD.substitute(fields).encode()
 
 
-def facts_of(found: Inspected, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
+def card_rows(inspected: Inspected, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table: name and value of each known fact."""
-    layout = found.layout
-    yield "format", title_of(layout.format)
+    layout = inspected.layout
+    yield "format", format_title(layout.format)
     origin = manifest.source if manifest else None
     made_of = Path(origin["path"]) if origin and "path" in origin else None
     if origin and made_of and _PLAIN.fullmatch(made_of.name):
-        yield "made from", f"`{made_of.name}`, {title_of(origin.get('format', ''))}"
-    whole = found.whole.resolve()
+        yield "made from", f"`{made_of.name}`, {format_title(origin.get('format', ''))}"
+    whole = inspected.whole.resolve()
     paths = [candidate for path in (whole, made_of) if path for candidate in (path, path.parent)]
-    step = next((step for path in paths if (step := step_of(path)) is not None), None)
+    step = next((step for path in paths if (step := find_step_of_path(path)) is not None), None)
     if step is not None:
         yield "step", f"{step:,}"
     if layout.world_size is not None:
         yield "written by", count(layout.world_size, "rank")
-    if found.parameters is not None:
-        yield "parameters", f"{found.parameters:,}"
-        yield "dtype", ", ".join(found.groups["model"].bytes_by_dtype)
+    if inspected.parameters is not None:
+        yield "parameters", f"{inspected.parameters:,}"
+        yield "dtype", ", ".join(inspected.groups["model"].bytes_by_dtype)
     yield "tensors", f"{len(layout.tensors):,}"
     yield "bytes", f"{layout.nbytes:,}"
 
 
-def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
+def load_model_lines(repo_id: str, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
     """Yield lines of Markdown: Python code that loads the model with transformers."""
     architectures = config.get("architectures")
     is_causal = isinstance(architectures, list) and any(str(name).endswith("ForCausalLM") for name in architectures)
@@ -98,7 +98,7 @@ def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) 
     yield "```"
 
 
-def load_checkpoint(repo_id: str) -> Iterator[str]:
+def pull_command_lines(repo_id: str) -> Iterator[str]:
     """Yield lines of Markdown: commands that pull and inspect the checkpoint."""
     folder = repo_id.partition("/")[2]
     yield "```bash"

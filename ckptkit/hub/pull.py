@@ -23,15 +23,15 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import detect_format
-from ckptkit.hub.push import parse_place
-from ckptkit.hub.transfers import Bars, Follow, differences, for_each, no_bar, sum_all
-from ckptkit.io.allocation import check_room, missing_bytes
-from ckptkit.io.file import check_name
-from ckptkit.io.path import to_local
-from ckptkit.io.progress import Told, report_progress
+from ckptkit.hub.push import parse_repository_address
+from ckptkit.hub.transfers import Bars, Follow, differences_from_hub, no_progress, sha256_by_name, transfer_each_file
+from ckptkit.io.allocation import missing_bytes, require_free_space
+from ckptkit.io.file import require_plain_file_name
+from ckptkit.io.path import to_local_path
+from ckptkit.io.progress import Told, make_progress_reporter
 from ckptkit.io.staging import WORK, Stage
-from ckptkit.io.stores.hub import our_headers
-from ckptkit.io.stores.hub_calls import HubFile, HubRepository, look_up, silent
+from ckptkit.io.stores.hub import request_headers
+from ckptkit.io.stores.hub_calls import HubFile, HubRepository, require_repository, silenced_hub_client
 from ckptkit.io.stores.hub_errors import translate_hub_errors
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
@@ -77,7 +77,7 @@ def pull(
     overwrite: bool = False,
     jobs: int | None = None,
     sync: bool = True,
-    bars: Bars = no_bar,
+    bars: Bars = no_progress,
 ) -> Pulled:
     """Download the files of `org/model[@revision]` that match the globs from the Hub into directory `out`.
 
@@ -86,21 +86,25 @@ def pull(
     cannot be reached.
     """
     began = time.perf_counter()
-    name, at = parse_place(repo_id, revision)
-    dst = to_local(out)
-    with silent():
-        repository = look_up(name, at)
-        files = choose_files(repository, tuple(include), tuple(exclude))
+    name, at = parse_repository_address(repo_id, revision)
+    dst = to_local_path(out)
+    with silenced_hub_client():
+        repository = require_repository(name, at)
+        files = choose_files_to_pull(repository, tuple(include), tuple(exclude))
         sizes = {file: remote.nbytes for file, remote in files.items()}
         if overwrite:
             check_replaceable(dst, repository.files)
-        with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(repository, files))) as stage:
-            check_room(stage.dst, missing_bytes(stage.path, sizes))
-            earlier_bytes = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
+        with opened_resumable(
+            Stage(dst, overwrite=overwrite, sync=sync, key=pull_resume_key(repository, files))
+        ) as stage:
+            require_free_space(stage.dst, missing_bytes(stage.path, sizes))
+            earlier_bytes = sum(min(size, size_or_zero(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
-                fetch(repository, files, stage, jobs, report_progress(progress, sum(sizes.values())))
+                download_missing_files(
+                    repository, files, stage, jobs, make_progress_reporter(progress, sum(sizes.values()))
+                )
             with bars("verifying") as progress:
-                check_files(stage.path, files, jobs, report_progress(progress, sum(sizes.values())))
+                verify_downloads(stage.path, files, jobs, make_progress_reporter(progress, sum(sizes.values())))
             part = next((part.path for part in Checkpoint.at(stage.path).components), stage.path)
             reader = detect_format(part)
             stage.commit()
@@ -109,13 +113,15 @@ def pull(
     return Pulled(name, at, repository.commit, dst, format_name, sizes, sum(sizes.values()) - earlier_bytes, seconds)
 
 
-def choose_files(repository: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
+def choose_files_to_pull(
+    repository: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]
+) -> dict[str, HubFile]:
     """Return the files to download, by name: those that match `include` (default: all) and do not match `exclude`.
 
     Raises `Unsafe` for an unsafe name, and `Usage` if no file is left.
     """
     for name in repository.files:
-        check_path(name, repository.repo_id)
+        require_safe_file_name(name, repository.repo_id)
     chosen = {
         name: file
         for name, file in repository.files.items()
@@ -131,15 +137,15 @@ def matches_glob(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def check_path(name: str, repo_id: str) -> None:
+def require_safe_file_name(name: str, repo_id: str) -> None:
     """Raise `Unsafe` for a path traversal in a file name, and for a name that ckptkit reserves."""
     for component in name.split("/"):
-        check_name(component, Path(repo_id))
+        require_plain_file_name(component, Path(repo_id))
     if name.partition("/")[0] == WORK:
         raise Unsafe(f"the repository has a file `{name!a}`, a name that ckptkit uses itself", path=repo_id)
 
 
-def make_key(repository: HubRepository, files: Mapping[str, HubFile]) -> bytes:
+def pull_resume_key(repository: HubRepository, files: Mapping[str, HubFile]) -> bytes:
     """Return a key for the pull: a later call with the same key continues it after an interruption."""
     key = {
         "command": "pull",
@@ -153,20 +159,20 @@ def make_key(repository: HubRepository, files: Mapping[str, HubFile]) -> bytes:
 
 
 @contextmanager
-def resumable(stage: Stage) -> Iterator[Stage]:
+def opened_resumable(stage: Stage) -> Iterator[Stage]:
     """Open the stage. Keeps its files after an error, so that the next call continues."""
     try:
         yield stage.open()
     except BaseException as error:
         if any(path.is_file() for path in stage.path.rglob("*") if WORK not in path.parts):
-            stage.leave()
+            stage.unlock_for_resume()
             error.add_note(f"the same command continues with the files in {stage.path}")
         else:
             stage.discard()
         raise
 
 
-def fetch(
+def download_missing_files(
     repository: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, advance: Told | None
 ) -> None:
     """Download the missing files, and the missing ends of partial files, several at once."""
@@ -175,32 +181,34 @@ def fetch(
         path, nbytes = stage.path / name, files[name].nbytes
         with translate_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if bytes_in(path) > nbytes:
+            if size_or_zero(path) > nbytes:
                 path.unlink()
         with translate_hub_errors(repository.repo_id, repository.commit, path):
             if nbytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-                fetch_rest(hf_hub_url(repository.repo_id, name, revision=repository.commit), path, nbytes, follow)
+                download_missing_end(
+                    hf_hub_url(repository.repo_id, name, revision=repository.commit), path, nbytes, follow
+                )
             elif not path.exists():  # `hf_hub_download` cannot resume a partial file
-                hf_hub_download(repository.repo_id, name, revision=repository.commit, local_dir=stage.work)
-                (stage.work / name).rename(path)
+                hf_hub_download(repository.repo_id, name, revision=repository.commit, local_dir=stage.notes_directory)
+                (stage.notes_directory / name).rename(path)
 
-    for_each({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
+    transfer_each_file({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
 
 
-def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
+def download_missing_end(url: str, path: Path, nbytes: int, follow: Follow) -> None:
     """Download the missing end of a file of `nbytes` bytes."""
     path.touch()
     with path.open("r+b") as file:
         present = file.seek(0, SEEK_END)
         follow(present)
         followed_file = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
-        http_get(url, followed_file, resume_size=present, headers=our_headers(), expected_size=nbytes)
+        http_get(url, followed_file, resume_size=present, headers=request_headers(), expected_size=nbytes)
 
 
-def check_files(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:
+def verify_downloads(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:
     """Raise `Corrupt` if a file differs from the Hub's. Removes such files, so that the next pull downloads them."""
     contents = {name: root / name for name in files}
-    wrong = differences(contents, sum_all(contents, jobs, advance), files)
+    wrong = differences_from_hub(contents, sha256_by_name(contents, jobs, advance), files)
     for name in wrong:
         with translate_os_errors(root / name):
             (root / name).unlink()
@@ -208,7 +216,7 @@ def check_files(root: Path, files: Mapping[str, HubFile], jobs: int | None, adva
         raise Corrupt(words, path=name, hint="pull it again: only the files that are wrong are fetched again")
 
 
-def bytes_in(path: Path) -> int:
+def size_or_zero(path: Path) -> int:
     """Return the size of a file in bytes; 0 if it does not exist."""
     with translate_os_errors(path):
         return path.lstat().st_size if path.exists() else 0

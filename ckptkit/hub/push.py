@@ -16,35 +16,45 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checks.inspect import inspect
 from ckptkit.checks.own_files import OwnFiles
-from ckptkit.checks.verify import require_sound, verify_part
-from ckptkit.checks.verify import size_of as size_of_part
+from ckptkit.checks.verify import bytes_at_path as size_of_part
+from ckptkit.checks.verify import require_no_problems, verify_component
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.formats import FormatReader
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
-from ckptkit.hub.transfers import Bars, Content, Follow, FollowedReader, differences, for_each, no_bar, size_of, sum_all
-from ckptkit.io.file import children
+from ckptkit.hub.transfers import (
+    Bars,
+    Content,
+    Follow,
+    FollowedReader,
+    content_nbytes,
+    differences_from_hub,
+    no_progress,
+    sha256_by_name,
+    transfer_each_file,
+)
+from ckptkit.io.file import list_children
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Told, report_progress
-from ckptkit.io.stores.hub import connect
+from ckptkit.io.progress import Told, make_progress_reporter
+from ckptkit.io.stores.hub import make_hub_client
 from ckptkit.io.stores.hub_calls import (
     HubRepository,
     create_branch,
     create_repository,
     find_repository,
-    look_up,
+    require_repository,
     require_token,
-    silent,
+    silenced_hub_client,
 )
-from ckptkit.io.stores.hub_errors import MAIN, page_of, translate_hub_errors
+from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
 from ckptkit.layout import Layout
-from ckptkit.models.companions import read_companions
+from ckptkit.models.companions import find_companions_in
 from ckptkit.summary import Summarized
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.version import __version__
@@ -59,14 +69,14 @@ _OF_TRAINING = (
 _TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 
 
-def parse_place(place: str, revision: str | None = None) -> tuple[str, str]:
+def parse_repository_address(address: str, revision: str | None = None) -> tuple[str, str]:
     """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`. Raises `Usage`."""
-    repo_id, _, named = place.removeprefix("hf://").partition("@")
+    repo_id, _, named = address.removeprefix("hf://").partition("@")
     if not _ID.fullmatch(repo_id):
         hint = "write it like org/model, or org/model@revision"
-        raise Usage(f"expected a repository like org/model, found `{place}`", hint=hint)
+        raise Usage(f"expected a repository like org/model, found `{address}`", hint=hint)
     if named and revision not in (None, named):
-        raise Usage(f"`{place}` names one revision and --revision another")
+        raise Usage(f"`{address}` names one revision and --revision another")
     return repo_id, named or revision or MAIN
 
 
@@ -142,7 +152,7 @@ class Selection:
     @property
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes."""
-        return {name: size_of(content) for name, content in self.contents.items()}
+        return {name: content_nbytes(content) for name, content in self.contents.items()}
 
     def without_card(self) -> Selection:
         """Return the selection without a model card, for a repository that already has one."""
@@ -162,12 +172,12 @@ def select_files(source: Source, repo_id: str) -> Selection:
         hint = "pass the directory that the file is in, or an output of `ckptkit consolidate`"
         raise Usage("only directories are pushed", path=root, hint=hint)
     layout, manifest = reader.read(root), read_manifest(root)
-    needed = OwnFiles(reader, root, layout, manifest).needed
+    needed = OwnFiles(reader, root, layout, manifest).needed_files
     contents: dict[str, Content] = {}
-    beside = [] if root == checkpoint.path else [child for child in children(checkpoint.path) if child != root]
-    left_out = {child.name: reason_to_stay(child) or "not the model's" for child in beside}
-    for child in children(root):
-        reason = None if child.name in needed else reason_to_stay(child)
+    beside = [] if root == checkpoint.path else [child for child in list_children(checkpoint.path) if child != root]
+    left_out = {child.name: find_reason_not_pushed(child) or "not the model's" for child in beside}
+    for child in list_children(root):
+        reason = None if child.name in needed else find_reason_not_pushed(child)
         if reason is None:
             contents[child.name] = child
         else:
@@ -178,13 +188,13 @@ def select_files(source: Source, repo_id: str) -> Selection:
         contents[MANIFEST] = replace(manifest, source=named).to_bytes()
     has_card = CARD not in contents
     if has_card:
-        companions = read_companions(root)
+        companions = find_companions_in(root)
         config = companions.config if companions else None
         contents[CARD] = make_card(repo_id, inspect(root), names=contents, config=config, manifest=manifest)
     return Selection(root, reader, layout, contents, left_out, has_card)
 
 
-def reason_to_stay(path: Path) -> str | None:
+def find_reason_not_pushed(path: Path) -> str | None:
     """Return the reason why a file that the checkpoint does not need is not pushed, None if it is pushed."""
     if is_strange_link(path):
         return "a link"
@@ -206,7 +216,7 @@ def push(
     message: str | None = None,
     yes: bool = False,
     jobs: int | None = None,
-    bars: Bars = no_bar,
+    bars: Bars = no_progress,
 ) -> Pushed:
     """With `yes`, push the checkpoint at `path`, or the latest of the run at `path`, to `org/model` on the Hub.
 
@@ -215,33 +225,35 @@ def push(
     and `IOFailure` if the Hub cannot be reached or refuses.
     """
     began = time.perf_counter()
-    name, at = parse_place(repo_id, revision)
-    source = path_of(path)
+    name, at = parse_repository_address(repo_id, revision)
+    source = path_of_source(path)
     if is_remote(source):
         raise Usage("only local checkpoints are pushed", path=source, hint="copy it here with `ckptkit consolidate`")
     selection = select_files(source, name)
-    with silent():
+    with silenced_hub_client():
         require_token()
         head = find_repository(name, at)
         basis = find_repository(name, MAIN) if head is None and at != MAIN else head
         if basis and CARD in basis.files:
             selection = selection.without_card()
-        plan = make_plan(selection, name, at, basis, public=public)
+        plan = plan_push(selection, name, at, basis, public=public)
         if not yes:
             return plan
         with bars("verifying") as progress:
-            advance = report_progress(progress, size_of_part(selection.root) + plan.nbytes)
+            advance = make_progress_reporter(progress, size_of_part(selection.root) + plan.nbytes)
             hint = f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed"
-            require_sound(verify_part(selection.root, jobs=jobs, progress=advance), hint)
-            sums = sum_all(selection.contents, jobs, advance)
+            require_no_problems(verify_component(selection.root, jobs=jobs, progress=advance), hint)
+            sums = sha256_by_name(selection.contents, jobs, advance)
         if basis is None:
             basis = create_repository(name, private=not public)
             head = basis if at == MAIN else None
-        done = send(selection, plan, sums, basis, has_branch=head is not None, message=message, jobs=jobs, bars=bars)
+        done = upload_and_commit(
+            selection, plan, sums, basis, has_branch=head is not None, message=message, jobs=jobs, bars=bars
+        )
     return replace(done, seconds=time.perf_counter() - began)
 
 
-def make_plan(
+def plan_push(
     selection: Selection, repo_id: str, revision: str, basis: HubRepository | None, *, public: bool
 ) -> Pushed:
     """Return the plan of a push. `basis` is the state of the repository, None for a new repository."""
@@ -255,19 +267,21 @@ def make_plan(
         selection.root,
         repo_id,
         revision,
-        page_of(repo_id),
+        repository_url(repo_id),
         selection.layout.format,
         basis is None,
         basis.is_private if basis else not public,
         selection.sizes,
-        tuple(name for name in sorted(remote_files) if name not in selection.contents and selection.reader.owns(name)),
+        tuple(
+            name for name in sorted(remote_files) if name not in selection.contents and selection.reader.owns_file(name)
+        ),
         selection.left_out,
         selection.has_card and CARD in selection.contents,
         tuple(notes),
     )
 
 
-def send(
+def upload_and_commit(
     selection: Selection,
     plan: Pushed,
     sums: Mapping[str, str],
@@ -282,16 +296,18 @@ def send(
 
     `basis` is the state of the repository before the push. Raises `Corrupt` if a file on the Hub differs afterwards.
     """
-    changed = differences(selection.contents, sums, basis.files)
+    changed = differences_from_hub(selection.contents, sums, basis.files)
     commit = basis.commit
     with bars("uploading") as progress:
-        advance = report_progress(progress, sum(plan.files[name] for name in changed))
-        additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, advance)
+        advance = make_progress_reporter(progress, sum(plan.files[name] for name in changed))
+        additions = upload_files(
+            plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, advance
+        )
         if not has_branch:
             create_branch(plan.repo_id, plan.revision, basis.commit)
         with translate_hub_errors(plan.repo_id, plan.revision):
             if changed or plan.removed:
-                new_commit = connect().create_commit(
+                new_commit = make_hub_client().create_commit(
                     plan.repo_id,
                     [*additions, *map(CommitOperationDelete, plan.removed)],
                     commit_message=message or f"Upload {selection.root.resolve().name} with ckptkit {__version__}",
@@ -299,13 +315,15 @@ def send(
                     parent_commit=basis.commit,  # the Hub refuses if somebody else has pushed meanwhile
                 )
                 commit = new_commit.oid
-    for name, words in differences(selection.contents, sums, look_up(plan.repo_id, commit).files).items():
+    for name, words in differences_from_hub(
+        selection.contents, sums, require_repository(plan.repo_id, commit).files
+    ).items():
         content = selection.contents[name]
         raise Corrupt(words, path=name if isinstance(content, bytes) else content, hint=_DAMAGED)
     return replace(plan, is_done=True, commit=commit, unchanged=frozenset(plan.files.keys() - changed))
 
 
-def upload(
+def upload_files(
     plan: Pushed,
     contents: Mapping[str, Content],
     sums: Mapping[str, str],
@@ -320,7 +338,7 @@ def upload(
         additions[name] = Addition(name, contents[name], sums[name], follow)
         revision = plan.revision if has_branch else None
         with translate_hub_errors(plan.repo_id):
-            connect().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
+            make_hub_client().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
 
-    for_each({name: plan.files[name] for name in contents}, send_one, jobs, advance)
+    transfer_each_file({name: plan.files[name] for name in contents}, send_one, jobs, advance)
     return [additions[name] for name in contents]

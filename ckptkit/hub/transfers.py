@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from ckptkit.engine.visit import work
+from ckptkit.engine.visit import process_units
 from ckptkit.io.file import file_size, opening, read_at
 from ckptkit.io.progress import Progress, Told
 from ckptkit.io.stores.hub_calls import HubFile
@@ -27,12 +27,12 @@ Content = Path | bytes  # a file, or the content of a file
 _BLOCK = 1 << 22  # bytes per read
 
 
-def size_of(content: Content) -> int:
+def content_nbytes(content: Content) -> int:
     """Return the size of a file or its content in bytes."""
     return len(content) if isinstance(content, bytes) else file_size(content)
 
 
-def digest(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) -> str:
+def hash_content(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) -> str:
     """Return the digest of a file or its content, in hexadecimal."""
     if isinstance(content, bytes):
         algorithm.update(content)
@@ -46,35 +46,37 @@ def digest(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) 
     return algorithm.hexdigest()
 
 
-def sum_all(contents: Mapping[str, Content], jobs: int | None, advance: Told | None) -> dict[str, str]:
+def sha256_by_name(contents: Mapping[str, Content], jobs: int | None, advance: Told | None) -> dict[str, str]:
     """Return the SHA-256 of each file by name, computed by `jobs` threads."""
     sums: dict[str, str] = {}
 
     def add(name: str, follow: Follow) -> None:
-        sums[name] = digest(contents[name], hashlib.sha256(), follow)
+        sums[name] = hash_content(contents[name], hashlib.sha256(), follow)
 
-    for_each({name: size_of(content) for name, content in contents.items()}, add, jobs, advance)
+    transfer_each_file({name: content_nbytes(content) for name, content in contents.items()}, add, jobs, advance)
     return sums
 
 
-def difference(content: Content, sha256: str, remote: HubFile | None) -> str | None:
+def find_difference_from_hub(content: Content, sha256: str, remote: HubFile | None) -> str | None:
     """Return how a local file with this SHA-256 and its copy on the Hub differ, None if they are equal."""
     if remote is None:
         return "expected the file on the Hub, found none"
-    if (nbytes := size_of(content)) != remote.nbytes:
+    if (nbytes := content_nbytes(content)) != remote.nbytes:
         return f"expected {nbytes} bytes, found {remote.nbytes} on the Hub"
     if remote.sha256 is not None:
         return None if sha256 == remote.sha256 else f"expected SHA-256 {sha256}, found {remote.sha256} on the Hub"
     # the Hub has no SHA-256 of small files (not in LFS), only git's blob id
-    oid = digest(content, hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False))
+    oid = hash_content(content, hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False))
     return None if oid == remote.oid else f"expected git id {oid}, found {remote.oid} on the Hub"
 
 
-def differences(
+def differences_from_hub(
     contents: Mapping[str, Content], sums: Mapping[str, str], remote: Mapping[str, HubFile]
 ) -> dict[str, str]:
     """Return a description of each local file that differs from its copy on the Hub, by name."""
-    results = {name: difference(content, sums[name], remote.get(name)) for name, content in contents.items()}
+    results = {
+        name: find_difference_from_hub(content, sums[name], remote.get(name)) for name, content in contents.items()
+    }
     return {name: text for name, text in results.items() if text is not None}
 
 
@@ -82,7 +84,7 @@ Follow = Callable[[int], None]  # called with the position in a file that a tran
 Bars = Callable[[str], AbstractContextManager[Progress]]  # opens the progress bar of a stage, given its name
 
 
-def for_each(
+def transfer_each_file(
     sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, advance: Told | None = None
 ) -> None:
     """Call `do(name, follow)` for each file in `sizes` (bytes by name), with `jobs` threads.
@@ -112,7 +114,7 @@ def for_each(
             if error is errors[0]:  # the others fail because this one did
                 raise
 
-    work(sizes, lambda: nullcontext(transfer), jobs)
+    process_units(sizes, lambda: nullcontext(transfer), jobs)
 
 
 class FollowedReader(io.BufferedReader):
@@ -130,6 +132,6 @@ class FollowedReader(io.BufferedReader):
 
 
 @contextmanager
-def no_bar(_verb: str) -> Iterator[Progress]:
+def no_progress(_verb: str) -> Iterator[Progress]:
     """Yield a progress function that does nothing."""
     yield lambda _nbytes, _total: None

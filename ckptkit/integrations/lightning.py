@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.errors import Corrupt, Usage, warn
-from ckptkit.formats import unpack
-from ckptkit.io.path import to_local
+from ckptkit.formats import decompress_entries
+from ckptkit.io.path import to_local_path
 from ckptkit.layout import Layout
-from ckptkit.runs.deletion import delete, deleting
-from ckptkit.runs.keeper import find_holds
+from ckptkit.runs.deletion import delete_checkpoint, deleting
+from ckptkit.runs.keeper import protections_of
 from ckptkit.runs.readers import readers_in
-from ckptkit.storage.entries import find_archive, read_value
-from ckptkit.storage.ranks import cause_of
+from ckptkit.storage.entries import archive_bytes_of, read_entry_archive
+from ckptkit.storage.ranks import to_rank_error
 from ckptkit.storage.writer import Writer
 
 FORM = "ckptkit_form"  # entry with the nested values, in which key paths replace the tensors
@@ -57,8 +57,8 @@ class CkptkitIO(TorchCheckpointIO):
             raise Usage("storage options are not supported: the plugin writes to local directories")
         if FORM in checkpoint:
             raise Usage(f"expected another name than `{FORM}`, which ckptkit uses itself")
-        directory = to_local(path)
-        if isinstance(calling_strategy(), FSDPStrategy | ModelParallelStrategy):
+        directory = to_local_path(path)
+        if isinstance(find_calling_strategy(), FSDPStrategy | ModelParallelStrategy):
             words = "wrote one file as Lightning does, without checksums, because this strategy loads only such a file"
             warn(f"{directory} is {words}")
             super().save_checkpoint(checkpoint, directory)
@@ -69,8 +69,8 @@ class CkptkitIO(TorchCheckpointIO):
         for key, value in checkpoint.items():
             inner_tensors = dict(tensors_in(value))
             if inner_tensors:
-                tensors[key] = nest(inner_tensors)
-                form[key] = with_ways(value, (key,))
+                tensors[key] = nest_tensors(inner_tensors)
+                form[key] = with_key_paths(value, (key,))
             else:
                 others[key] = (value,)  # DCP does not flatten a tuple
         try:
@@ -80,7 +80,7 @@ class CkptkitIO(TorchCheckpointIO):
                 no_dist=True,
             )
         except CheckpointException as error:
-            raise cause_of(error, directory, "save") from error
+            raise to_rank_error(error, directory, "save") from error
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -92,8 +92,8 @@ class CkptkitIO(TorchCheckpointIO):
         """
         if Path(path).is_file():
             return super().load_checkpoint(Path(path), map_location, weights_only)
-        layout = unpack(Checkpoint.open(path).layout)
-        read = read_anything if weights_only is False else read_value
+        layout = decompress_entries(Checkpoint.open(path).layout)
+        read = read_entry_bytes if weights_only is False else read_entry_archive
         entries = {name: torch.load(read(layout, name), weights_only=False) for name in layout.blobs}
         if FORM not in entries:
             raise Corrupt(f"no `{FORM}`: not a checkpoint of this plugin", path=path, hint="load it without the plugin")
@@ -118,8 +118,8 @@ class CkptkitIO(TorchCheckpointIO):
             super().remove_checkpoint(directory)
             return
         with deleting(directory.parent, patience=_PATIENCE):
-            if not (find_holds(directory) or directory.name in readers_in(directory.parent)):
-                delete(directory)
+            if not (protections_of(directory) or directory.name in readers_in(directory.parent)):
+                delete_checkpoint(directory)
 
 
 def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> BytesIO:
@@ -133,7 +133,7 @@ def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> B
     return file
 
 
-def calling_strategy() -> Strategy | None:
+def find_calling_strategy() -> Strategy | None:
     """Return the Lightning strategy that calls the plugin, None without one.
 
     Searches the call stack, because Lightning does not pass the strategy to its plugins.
@@ -146,52 +146,52 @@ def calling_strategy() -> Strategy | None:
     return None
 
 
-def read_anything(layout: Layout, name: str) -> BytesIO:
+def read_entry_bytes(layout: Layout, name: str) -> BytesIO:
     """Return the saved bytes of an entry. Unpickling them may run code in the checkpoint."""
     blob = layout.blobs[name]
-    return BytesIO(find_archive(blob, layout.root / blob.path))
+    return BytesIO(archive_bytes_of(blob, layout.root / blob.path))
 
 
 def tensors_in(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples, each with its key path."""
     if isinstance(value, Tensor):
         yield key_path, value.detach()
-    for key, member in items_of(value):
+    for key, member in members_with_keys(value):
         yield from tensors_in(member, (*key_path, str(key)))
 
 
-def items_of(value: Any) -> list[tuple[Any, Any]]:
+def members_with_keys(value: Any) -> list[tuple[Any, Any]]:
     """Return the direct members of a dict, list or tuple, with keys or indices; [] for other values."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if type(value) in (list, tuple) else []
 
 
-def nest(tensors: Mapping[tuple[str, ...], Tensor]) -> Any:
+def nest_tensors(tensors: Mapping[tuple[str, ...], Tensor]) -> Any:
     """Return nested dicts with the tensors at their key paths."""
     if () in tensors:
         return tensors[()]
     groups: dict[str, dict[tuple[str, ...], Tensor]] = {}
     for (first, *rest), tensor in tensors.items():
         groups.setdefault(first, {})[tuple(rest)] = tensor
-    return {key: nest(group) for key, group in groups.items()}
+    return {key: nest_tensors(group) for key, group in groups.items()}
 
 
-def with_ways(value: Any, key_path: tuple[str, ...]) -> Any:
+def with_key_paths(value: Any, key_path: tuple[str, ...]) -> Any:
     """Return a nested value with each tensor replaced by its key path."""
     if isinstance(value, Tensor):
         return {_NAME: list(key_path)}
-    return rebuild(value, lambda key, member: with_ways(member, (*key_path, str(key))))
+    return map_members(value, lambda key, member: with_key_paths(member, (*key_path, str(key))))
 
 
 def with_tensors(value: Any, load: Callable[[tuple[str, ...]], Tensor]) -> Any:
-    """Undo `with_ways`: return a nested value with each key path replaced by the tensor that `load` returns."""
+    """Undo `with_key_paths`: return a nested value with each key path replaced by the tensor that `load` returns."""
     if isinstance(value, dict) and value.keys() == {_NAME}:
         return load(tuple(value[_NAME]))
-    return rebuild(value, lambda _key, member: with_tensors(member, load))
+    return map_members(value, lambda _key, member: with_tensors(member, load))
 
 
-def rebuild(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+def map_members(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Return a dict, list or tuple with `change(key, member)` in place of each member; other values unchanged."""
     if isinstance(value, Mapping):
         return type(value)((key, change(key, member)) for key, member in value.items())  # type: ignore[call-arg]

@@ -24,31 +24,31 @@ class LoadedWeights:
     sums: dict[str, int]
 
 
-def remember(
+def record_loaded_weights(
     model: Any, layout: Layout, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all weights of a layout unchanged, and after the last record them as the weights of `model`."""
-    forget(model)
+    delete_load_record(model)
     sums = {}
     for name, tensor in weights:
-        sums[name] = sum_of(tensor)
+        sums[name] = crc32_of_tensor(tensor)
         yield name, tensor
-    replace_weights(model, LoadedWeights(layout, sums))
+    set_load_record(model, LoadedWeights(layout, sums))
 
 
-def weights_of(model: Any) -> LoadedWeights | None:
+def find_load_record(model: Any) -> LoadedWeights | None:
     return _BY_MODEL.get(model)
 
 
-def replace_weights(model: Any, weights: LoadedWeights) -> None:
+def set_load_record(model: Any, weights: LoadedWeights) -> None:
     _BY_MODEL[model] = weights
 
 
-def forget(model: Any) -> None:
+def delete_load_record(model: Any) -> None:
     _BY_MODEL.pop(model, None)
 
 
-def sum_of(tensor: torch.Tensor) -> int:
+def crc32_of_tensor(tensor: torch.Tensor) -> int:
     """Return the CRC-32 of the elements of a CPU tensor in row-major order."""
     import torch
 

@@ -18,13 +18,13 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ckptkit.errors import warn
-from ckptkit.integrations.transformers import SHARDS, describe_model
-from ckptkit.io.staging import Stage, naming_destination
+from ckptkit.integrations.transformers import SHARDS, save_config_and_tokenizer
+from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
-from ckptkit.training.saving.run import silence
+from ckptkit.training.saving.run import ignore_torch_warnings
 from ckptkit.training.saving.save import PendingState, Saver, copy_to_cpu
-from ckptkit.training.saving.state import Tree, take_optimizer
+from ckptkit.training.saving.state import Tree, take_optimizer_state
 
 OPTIMIZER = "optimizer_0"  # directory in a Trainer checkpoint that has the optimizer's shards
 SCHEDULER, STATE = "scheduler.pt", "trainer_state.json"  # files in it
@@ -47,8 +47,8 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
 
     @cached_property
     def _ranks(self) -> Ranks:
-        silence()
-        return Ranks.apart()
+        ignore_torch_warnings()
+        return Ranks.in_separate_group()
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -78,21 +78,21 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         self.wait_for_save()
         run = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if reason := self._ranks.on_first(lambda: why_not_in_background(self, run / name)):
+        if reason := self._ranks.run_on_first_rank(lambda: why_not_in_background(self, run / name)):
             warn(f"{reason}, so the training waits until {name} is written")
             super()._save_checkpoint(model, trial)
             return
         stage = Stage(run / name)
-        self._folder = self._ranks.on_first(lambda: stage.open().path)
+        self._folder = self._ranks.run_on_first_rank(lambda: stage.open().path)
         folder = self._folder / name
-        self._ranks.on_first(folder.mkdir)
+        self._ranks.run_on_first_rank(folder.mkdir)
         try:
             super()._save_checkpoint(model, trial)
             if self.state.best_model_checkpoint == str(folder):
                 self.state.best_model_checkpoint = str(run / name)
             if self.is_world_process_zero():
                 self.state.save_to_json(str(folder / STATE))
-                describe_model(folder, {"model": self.model, "processing_class": self.processing_class})
+                save_config_and_tokenizer(folder, {"model": self.model, "processing_class": self.processing_class})
             pending = copy_to_cpu(self._take())
         except BaseException:
             stage.discard()
@@ -115,18 +115,18 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
             model = peft.get_peft_model_state_dict(self.model, adapter_name=self.model.active_adapter)
         else:
             model = get_model_state_dict(self.model)
-        return {"model": model, "optimizer": take_optimizer(self.model, self.optimizer, self._ranks)}
+        return {"model": model, "optimizer": take_optimizer_state(self.model, self.optimizer, self._ranks)}
 
     def _finish(self, stage: Stage, folder: Path, pending: Tree, rotate: Callable[[], None]) -> None:
         """Write the state and make the checkpoint visible. Runs in a thread."""
         saver = Saver(self._ranks, "sharded", {})
         try:
-            with naming_destination(stage.dst):
+            with errors_naming_destination(stage.dst):
                 for name, entry in ((SHARDS, "model"), (OPTIMIZER, "optimizer")):
-                    self._ranks.on_first((stage.path / name).mkdir)
+                    self._ranks.run_on_first_rank((stage.path / name).mkdir)
                     writer = RoomWriter(stage.path / name, "dcp")
-                    saver.write(writer, PendingState({entry: pending[entry]}), stage.dst / name)
-                self._ranks.on_first(partial(show, stage, folder))
+                    saver.write_state(writer, PendingState({entry: pending[entry]}), stage.dst / name)
+                self._ranks.run_on_first_rank(partial(show, stage, folder))
         except BaseException:
             stage.discard()
             raise

@@ -29,7 +29,7 @@ from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported, and_more
 from ckptkit.formats.safetensors_headers import SPELLINGS
 from ckptkit.layout.views import Index
 from ckptkit.models.companions import CONFIG
-from ckptkit.models.transformers_model import class_of
+from ckptkit.models.transformers_model import model_class_of
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tu
         if isinstance(remark, Caution):
             _logger.warning("%s", remark)
     try:
-        model_class = class_of(transformers, opened.config)
+        model_class = model_class_of(transformers, opened.config)
         config, generation = read_configs(opened)
         arguments = {"generation_config": generation, **options, "output_loading_info": True}
         model, loading_info = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
@@ -189,28 +189,28 @@ class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
             return
         checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if (checkpoint / SHARDS).is_dir() and not (checkpoint / CONFIG).exists():
-            describe_model(checkpoint, parts)
+            save_config_and_tokenizer(checkpoint, parts)
         if self._process is None or self._process.poll() is not None:
-            self._report(args.output_dir)
-            self._start(args.output_dir)
+            self._wait_and_warn(args.output_dir)
+            self._start_watch(args.output_dir)
 
     def on_train_end(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Wait until all checkpoints are processed; with several ranks, wait at the exit of this process instead."""
         if not state.is_world_process_zero:
             return
         if args.world_size == 1:
-            self._finish(args.output_dir)
+            self._process_remaining(args.output_dir)
         else:
-            atexit.unregister(self._finish)
-            atexit.register(self._finish, str(Path(args.output_dir).absolute()))
+            atexit.unregister(self._process_remaining)
+            atexit.register(self._process_remaining, str(Path(args.output_dir).absolute()))
 
-    def _finish(self, run: str) -> None:
+    def _process_remaining(self, run: str) -> None:
         """Wait until all checkpoints are processed."""
-        self._report(run)
-        self._start(run)  # for checkpoints that were saved while the first process was running
-        self._report(run)
+        self._wait_and_warn(run)
+        self._start_watch(run)  # for checkpoints that were saved while the first process was running
+        self._wait_and_warn(run)
 
-    def _start(self, run: str) -> None:
+    def _start_watch(self, run: str) -> None:
         words = [sys.executable, "-m", "ckptkit", "watch", run, "--once", "--every", "1"]
         words += [word for command in self.commands for word in ("--do", command)]
         words += [] if self.out is None else ["--out", str(self.out)]
@@ -222,23 +222,23 @@ class CkptkitCallback(TrainerCallback):  # type: ignore[misc]
         except OSError as error:
             _logger.warning("ckptkit did not start, and nothing was done with the checkpoints of %s: %s", run, error)
 
-    def _report(self, run: str) -> None:
+    def _wait_and_warn(self, run: str) -> None:
         """Wait for the running process, if there is one, and log a warning if it failed."""
         process, self._process = self._process, None
         if process is not None and process.wait() != 0:
             _logger.warning("ckptkit could not handle a checkpoint: %s says why", Path(run, LOG))
 
 
-def describe_model(checkpoint: Path, parts: Mapping[str, Any]) -> None:
+def save_config_and_tokenizer(checkpoint: Path, trainer_parts: Mapping[str, Any]) -> None:
     """Save config and tokenizer into a sharded checkpoint, as the Trainer does only for full checkpoints.
 
     Without them transformers could not load the converted model. A failure is logged as a warning.
     """
     try:
-        model = parts["model"]
+        model = trainer_parts["model"]
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 adds this prefix to class names
-        for part in (config, parts.get("processing_class")):
+        for part in (config, trainer_parts.get("processing_class")):
             if part is not None:
                 part.save_pretrained(checkpoint)
     except Exception as error:  # noqa: BLE001 - an error on rank 0 alone would make the other ranks wait forever

@@ -4,11 +4,14 @@ A user's path is a `Path`: a local path, a `RemotePath` for a URL, or a `JoinedP
 These functions accept all three. Other packages ask `is_remote` if a store lacks a feature, or if each read costs a
 request:
 
-    path.py         `to_path` to read, `to_live_path` to change, `to_local`; `is_remote`, `known_store`, `refresh`
-    file.py         `open_file`, `read_small`, `names_in`, `is_there`, `file_size`, `stored_sum`; local.py, ranges.py
-    small_files.py  `read_file`, `replace_file`, `open_lines`, `require_writable`
-    destination.py  `to_destination` to write, `require_shared`, `check_absent`; the protocol `Destination`
-    claims.py       `read_claim`: is an upload or a deletion in progress?
+    path.py         `to_path` to read, `to_live_path` to change, `to_local_path`;
+                    `is_remote`, `capabilities_at`, `drop_cached_listing`
+    file.py         `open_file`, `read_small`, `names_in`, `is_existing_path`, `file_size`, `find_stored_sum`;
+                    local.py, ranges.py
+    small_files.py  `read_current_content`, `replace_file`, `open_lines`, `require_writable`
+    destination.py  `to_destination` to write, `require_multi_process_store`, `require_absent`;
+                    the protocol `Destination`
+    claims.py       `find_claim`: is an upload or a deletion in progress?
 
 Outputs are atomic: a `Stage` writes them on a disk (staging.py, disk.py), the store's `Destination` in a store.
 `stores/` has the table of stores, and each store's reader and destination. The package `ckptkit.storage` is something

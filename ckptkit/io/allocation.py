@@ -16,9 +16,9 @@ from ckptkit.io.local import LocalFile
 from ckptkit.io.path import is_remote
 
 
-def check_room(path: Path, nbytes: int) -> None:
+def require_free_space(path: Path, nbytes: int) -> None:
     """Raise `NoRoom` if the file system of `path` (or of its nearest parent) has fewer than `nbytes` bytes free."""
-    free = free_bytes(path)
+    free = find_free_bytes(path)
     if free is not None and free < nbytes:
         raise NoRoom(
             f"{nbytes} bytes are needed and {free} are free", path=path, hint="free some space, or write elsewhere"
@@ -37,7 +37,7 @@ def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
     return missing
 
 
-def free_bytes(path: Path) -> int | None:
+def find_free_bytes(path: Path) -> int | None:
     """Return the free bytes on the file system of `path`, which need not exist yet; None in a store."""
     if is_remote(path):
         return None
@@ -49,48 +49,55 @@ def free_bytes(path: Path) -> int | None:
 
 
 def create_file(
-    path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True, is_sparse: bool = False
+    path: Path,
+    size: int,
+    known_parts: Iterable[tuple[int, bytes]],
+    *,
+    must_be_new: bool = True,
+    is_sparse: bool = False,
 ) -> None:
-    """Create a file of `size` bytes with `parts` at their offsets, and reserve disk space for the rest.
+    """Create a file of `size` bytes with `known_parts` at their offsets, and reserve disk space for the rest.
 
-    If `is_sparse`, reserves no space. If `anew` is false, the file may exist already, in any size; bytes outside the
-    `parts` keep their content.
+    If `is_sparse`, reserves no space. If `must_be_new` is false, the file may exist already, in any size; bytes outside
+    the `known_parts` keep their content.
     """
     with translate_os_errors(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if must_be_new else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
         file = LocalFile(path, fd)
         try:
             current_size = file.size
             if current_size < size and not is_sparse:
-                reserve(fd, size)
+                reserve_space(fd, size)
             elif current_size != size:
                 os.ftruncate(fd, size)
-            for offset, content in parts:
+            for offset, content in known_parts:
                 file.write_at(memoryview(content), offset)
         finally:
             file.close()
 
 
-def write_file(path: Path, content: bytes, *, anew: bool = True) -> None:
-    """Create a file with these bytes; if `anew` is false, it may exist already."""
-    create_file(path, len(content), [(0, content)], anew=anew)
+def write_new_file(path: Path, content: bytes, *, must_be_new: bool = True) -> None:
+    """Create a file with these bytes; if `must_be_new` is false, it may exist already."""
+    create_file(path, len(content), [(0, content)], must_be_new=must_be_new)
 
 
-def make_folder(path: Path) -> None:
+def make_directory(path: Path) -> None:
     """Create a directory and its parents, if they are missing; a store needs no directories."""
     if not is_remote(path):
         with translate_os_errors(path):
             retry_interrupted(path.mkdir, parents=True, exist_ok=True)
 
 
-def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
+def write_patches(root: Path, patches: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
     """Write bytes into existing files: each part is a file name, an offset and the bytes."""
     with OpenFiles(root, writable=True) as files:
-        for name, (offset, content) in sorted(parts):
+        for name, (offset, content) in sorted(patches):
             files[name].write_at(memoryview(content), offset)
 
 
-def reserve(fd: int, size: int) -> None:
+def reserve_space(fd: int, size: int) -> None:
     """Extend a file to its size and allocate its blocks if the file system can, so that a full disk shows at once."""
     try:
         if size:

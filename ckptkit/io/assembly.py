@@ -20,7 +20,7 @@ from types import TracebackType
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.file import open_file
-from ckptkit.io.pieces import FilePiece, PieceTaker, cut_file, new_piece, piece_bytes
+from ckptkit.io.pieces import FilePiece, PieceTaker, cut_into_pieces, new_piece_buffer, piece_size_for
 
 PieceKey = tuple[str, int]  # (file name, piece number)
 
@@ -72,27 +72,27 @@ class Assembly:
                 for piece, low, high in self.pieces_in(name, start, nbytes):
                     self._missing[piece.key] = self._missing.get(piece.key, 0) + high - low
 
-    def at(self, place: str) -> AssembledFiles:
+    def files_in_directory(self, directory: str) -> AssembledFiles:
         """Return the writable files in a directory of the output, "" for the output itself."""
-        return AssembledFiles(self, place)
+        return AssembledFiles(self, directory)
 
-    def write(self, name: str, data: memoryview, offset: int) -> None:
+    def write_bytes(self, name: str, data: memoryview, offset: int) -> None:
         """Write bytes that belong in gaps. No byte may be written twice.
 
-        `note` sends the pieces that this completes.
+        `record_written` sends the pieces that this completes.
         """
         for piece, low, high in self.pieces_in(name, offset, len(data)):
-            if not self.is_ours(piece):
+            if not self.is_sent_here(piece):
                 continue
-            whole = self._open(piece)
+            whole = self._buffer_of(piece)
             whole[low - piece.start : high - piece.start] = data[low - offset : high - offset]
             with self._lock:
                 self._missing[piece.key] -= high - low
                 is_whole = not self._missing[piece.key]
             if is_whole:
-                self._own.whole += [*self._known_before(piece), piece]
+                self._own.whole += [*self._dataless_pieces_before(piece), piece]
 
-    def note(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
+    def record_written(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
         """Record that `nbytes` from `start` of the gap at `offset` were written, with this CRC-32.
 
         Sends the pieces that this thread has completed, in the order of the file.
@@ -101,54 +101,54 @@ class Assembly:
         with self._lock:
             self._sums.add(gap_key, start, nbytes, crc)
             gap = self._gaps.get(gap_key)
-            total = None if gap is None else self._sums.whole(gap_key, gap.nbytes)
+            total = None if gap is None else self._sums.find_complete(gap_key, gap.nbytes)
             if total is not None:
                 del self._gaps[gap_key]
         if gap is not None and total is not None:
             for at in gap.crc_at:
-                self.write(name, memoryview(total.to_bytes(4, "little")), at)
+                self.write_bytes(name, memoryview(total.to_bytes(4, "little")), at)
         whole, self._own.whole = self._own.whole, []
         for piece in sorted(whole, key=attrgetter("start")):
-            self._send(piece)
+            self._send_piece(piece)
 
-    def send_rest(self) -> None:
+    def send_remaining(self) -> None:
         """Send the remaining pieces that needed no data: no piece with data follows them."""
         for piece in self._pieces():
-            if self.is_ours(piece) and piece.key not in self.sent and not self._missing.get(piece.key):
-                self._send(piece)
+            if self.is_sent_here(piece) and piece.key not in self.sent and not self._missing.get(piece.key):
+                self._send_piece(piece)
 
     def stop(self, error: BaseException) -> None:
         self._taker.stop(error)
 
-    def require_all(self) -> None:
+    def require_all_sent(self) -> None:
         """Raise `Corrupt` unless all pieces have been sent."""
-        missing = [piece for piece in self._pieces() if self.is_ours(piece) and piece.key not in self.sent]
+        missing = [piece for piece in self._pieces() if self.is_sent_here(piece) and piece.key not in self.sent]
         if missing:
             piece = missing[0]
             message = f"{self._missing[piece.key]} bytes of piece {piece.number} of {piece.count} were not written"
             raise Corrupt(message, path=self._room / piece.name, offset=piece.start)
 
-    def _known_before(self, piece: FilePiece) -> list[FilePiece]:
+    def _dataless_pieces_before(self, piece: FilePiece) -> list[FilePiece]:
         """Return our pieces between this one and the last one before it that needs data."""
         pieces: list[FilePiece] = []
         for number in range(piece.number - 1, 0, -1):
             if (piece.name, number) in self._missing:
                 break
-            start = (number - 1) * piece_bytes(self._sizes[piece.name])
-            pieces.append(FilePiece(piece.name, number, piece.count, start, piece_bytes(self._sizes[piece.name])))
-        return [known for known in reversed(pieces) if self.is_ours(known)]
+            start = (number - 1) * piece_size_for(self._sizes[piece.name])
+            pieces.append(FilePiece(piece.name, number, piece.count, start, piece_size_for(self._sizes[piece.name])))
+        return [known for known in reversed(pieces) if self.is_sent_here(known)]
 
-    def is_ours(self, piece: FilePiece) -> bool:
+    def is_sent_here(self, piece: FilePiece) -> bool:
         return self._only is None or piece.key in self._only
 
     def _pieces(self) -> Iterator[FilePiece]:
         for name, size in self._sizes.items():
-            yield from cut_file(name, size)
+            yield from cut_into_pieces(name, size)
 
     def pieces_in(self, name: str, offset: int, nbytes: int) -> Iterator[tuple[FilePiece, int, int]]:
         """Yield the pieces of a file that contain some of these bytes, with the start and end offset in the file."""
         size = self._sizes[name]
-        length = piece_bytes(size)
+        length = piece_size_for(size)
         count = -(-size // length)
         for number in range(offset // length, -(-(offset + nbytes) // length)):
             start = number * length
@@ -157,29 +157,29 @@ class Assembly:
             if low < high:
                 yield piece, low, high
 
-    def _open(self, piece: FilePiece) -> memoryview:
+    def _buffer_of(self, piece: FilePiece) -> memoryview:
         """Return the buffer of a piece, with the bytes that have arrived so far."""
         with self._lock:
             data = self._data.get(piece.key)
         if data is None:
-            data = self._read(piece)
+            data = self._read_piece(piece)
             with self._lock:
                 data = self._data.setdefault(piece.key, data)
         return data
 
-    def _read(self, piece: FilePiece) -> memoryview:
-        data = new_piece(piece.length)
+    def _read_piece(self, piece: FilePiece) -> memoryview:
+        data = new_piece_buffer(piece.length)
         if self._missing.get(piece.key, 0) < piece.length:
             with closing(open_file(self._room / piece.name)) as file:
                 file.read_into(data, piece.start)
         return data
 
-    def _send(self, piece: FilePiece) -> None:
+    def _send_piece(self, piece: FilePiece) -> None:
         with self._lock:
             data = self._data.pop(piece.key, None)
             self.sent.add(piece.key)
         if data is None:
-            data = self._read(piece)
+            data = self._read_piece(piece)
         self._taker.put(piece, data, crc32(data))
 
 
@@ -191,17 +191,17 @@ class AssembledFiles:
     place: str
 
     def __getitem__(self, name: str) -> AssembledFile:
-        return AssembledFile(self.assembly, self.name(name))
+        return AssembledFile(self.assembly, self.name_in_output(name))
 
-    def note(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
-        self.assembly.note(self.name(name), offset, start, nbytes, crc)
+    def record_written(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
+        self.assembly.record_written(self.name_in_output(name), offset, start, nbytes, crc)
 
-    def wants(self, name: str, offset: int, nbytes: int) -> bool:
+    def is_any_byte_sent_here(self, name: str, offset: int, nbytes: int) -> bool:
         """Return whether any of these bytes are in pieces that this process sends."""
-        pieces = self.assembly.pieces_in(self.name(name), offset, nbytes)
-        return any(self.assembly.is_ours(piece) for piece, _, _ in pieces)
+        pieces = self.assembly.pieces_in(self.name_in_output(name), offset, nbytes)
+        return any(self.assembly.is_sent_here(piece) for piece, _, _ in pieces)
 
-    def name(self, name: str) -> str:
+    def name_in_output(self, name: str) -> str:
         return f"{self.place}/{name}" if self.place else name
 
     def __exit__(
@@ -220,4 +220,4 @@ class AssembledFile:
     name: str
 
     def write_at(self, buffer: memoryview, offset: int) -> None:
-        self.assembly.write(self.name, buffer, offset)
+        self.assembly.write_bytes(self.name, buffer, offset)

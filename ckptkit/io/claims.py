@@ -18,7 +18,7 @@ from uuid import uuid4
 from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure, Occupied
 from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.file import names_in, read_small
-from ckptkit.io.path import RemotePath, is_remote, refresh
+from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
 from ckptkit.version import __version__
 
 _DELETION = "deletion "  # prefix of a deletion's plan
@@ -87,44 +87,44 @@ class StoreClaim:
         return f"{self.kind} {since}"
 
 
-def read_claim(place: Path) -> StoreClaim | None:
+def find_claim(target: Path) -> StoreClaim | None:
     """Return the claim on a directory or file in a store, from the cached listing; None without one.
 
     Returns None for a local path.
     """
     failure: CkptError | None = None
     for _ in range(_READ_TRIES):
-        path = find_claim(place)
+        path = find_claim_object(target)
         if path is None:
             return None
         try:
             return StoreClaim.parse(read_small(path, _LIMIT))
         except (Corrupt, IOFailure) as error:  # deleted or replaced since it was listed
             failure = error
-            refresh(path)
+            drop_cached_listing(path)
     assert failure is not None
     raise failure
 
 
-def unfinished_upload(place: Path, claim: StoreClaim | None) -> Incomplete | None:
+def find_unfinished_upload_error(path: Path, claim: StoreClaim | None) -> Incomplete | None:
     """Return the error for a path in a store with an upload in progress, according to its claim; else None."""
     if claim is None or claim.is_deletion:
         return None
-    hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {place}`"
-    return Incomplete(f"found no complete checkpoint: an {claim.describe()}", path=place, hint=hint)
+    hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {path}`"
+    return Incomplete(f"found no complete checkpoint: an {claim.describe()}", path=path, hint=hint)
 
 
-def find_claim(place: Path) -> RemotePath | None:
+def find_claim_object(path: Path) -> RemotePath | None:
     """Return the object that claims a directory or file in a store; None without one."""
-    if not is_remote(place):
+    if not is_remote(path):
         return None
-    if place.is_dir() and CLAIM in names_in(place):
-        return place / CLAIM
-    beside = place.parent / f"{place.name}{CLAIM}"
-    return beside if place.key and beside.exists() else None
+    if path.is_dir() and CLAIM in names_in(path):
+        return path / CLAIM
+    beside = path.parent / f"{path.name}{CLAIM}"
+    return beside if path.key and beside.exists() else None
 
 
-def claimed_in(root: Path) -> list[Path]:
+def unpublished_files_in(root: Path) -> list[Path]:
     """Return the files in a directory of a store that are being uploaded and not visible yet."""
     if not is_remote(root):
         return []
@@ -140,7 +140,7 @@ class UploadTarget:
     path: RemotePath
     is_file: bool = False
 
-    def key(self, name: str) -> str:
+    def object_key(self, name: str) -> str:
         return self.path.key if self.is_file else f"{prefix_below(self.path.key)}{name}"
 
     @property
@@ -153,9 +153,9 @@ class UploadTarget:
 
     @property
     def claim_path(self) -> RemotePath:
-        return self.path.top / self.claim_key
+        return self.path.store_root / self.claim_key
 
-    def is_own(self, key: str) -> bool:
+    def is_claim_or_note(self, key: str) -> bool:
         """Return whether a key belongs to the claim or a note, instead of a file."""
         return key == self.claim_key or key.startswith(self.notes_prefix)
 
@@ -167,21 +167,21 @@ class UploadTarget:
             raise Occupied("the claim of another upload cannot be read", path=self.claim_path, hint=hint)
         return claim
 
-    def is_held(self, claim: StoreClaim) -> Occupied:
+    def claimed_error(self, claim: StoreClaim) -> Occupied:
         """Return the error for a path that another upload or deletion has claimed."""
         return Occupied(f"another {claim.describe()}", path=self.path, hint=_ABANDON)
 
-    def was_taken(self) -> Occupied:
+    def taken_meanwhile_error(self) -> Occupied:
         """Return the error for a path that another process claimed after ckptkit checked it."""
         hint = "run the same command again when it is done"
         return Occupied("another upload began at this moment", path=self.path, hint=hint)
 
-    def was_lost(self, did: str = "has abandoned") -> Occupied:
+    def lost_claim_error(self, did: str = "has abandoned") -> Occupied:
         """Return the error for an upload whose claim another process has replaced; `did` says what that process did."""
         hint = "only one process may write here at a time"
         return Occupied(f"another process {did} this upload", path=self.path, hint=hint)
 
-    def is_not_begun(self) -> Occupied:
+    def no_claim_error(self) -> Occupied:
         """Return the error for a process that joins an upload without a claim."""
         hint = "start the process that claims it first, with the same sources and options"
         return Occupied("no upload of these files is under way", path=self.path, hint=hint)

@@ -22,7 +22,7 @@ def crc32(data: bytes | bytearray | memoryview, before: int = 0) -> int:
     return isal_zlib.crc32(data, before)
 
 
-def combine(first: int, second: int, length: int) -> int:
+def combine_crc32(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of concatenated bytes, from the CRC-32 of both parts and the length of the second."""
     return isal_zlib.crc32_combine(first, second, length)
 
@@ -30,7 +30,7 @@ def combine(first: int, second: int, length: int) -> int:
 RESTORE = "restore the file from a copy, or run `ckptkit manifest --overwrite` if you changed it on purpose"
 
 
-def tell_damage(length: int, offset: int, found: int | None, recorded: int | None) -> str:
+def damage_message(length: int, offset: int, found: int | None, recorded: int | None) -> str:
     """Return the message for bytes whose CRC-32 differs from the recorded one."""
     expected = f"expected CRC-32 {recorded:08x} of the {length} bytes at byte {offset}"
     return f"{expected}, found {found:08x}: these bytes are damaged"
@@ -62,14 +62,14 @@ class Checksums(Generic[Key]):
             high, stop, crc = at + 1, after[1], isal_zlib.crc32_combine(crc, after[2], after[1] - after[0])
         pieces[low:high] = [(start, stop, crc)]
 
-    def whole(self, key: Key, length: int) -> int | None:
+    def find_complete(self, key: Key, length: int) -> int | None:
         """Return the CRC-32 of the complete range of `length` bytes, or None while a part of it is missing."""
         if length == 0:
             return 0
         start, stop, crc = self._pieces.get(key, [(0, 0, 0)])[0]
         return crc if (start, stop) == (0, length) else None
 
-    def missing(self, key: Key, length: int) -> Iterator[tuple[int, int]]:
+    def missing_ranges(self, key: Key, length: int) -> Iterator[tuple[int, int]]:
         """Yield start and length of each part of a range of `length` bytes that has not been added."""
         at = 0
         for start, stop, _ in [*self._pieces.get(key, ()), (length, length, 0)]:
@@ -83,15 +83,15 @@ class Checksums(Generic[Key]):
             for start, stop, crc in pieces:
                 yield key, start, stop - start, crc
 
-    def forget(self, key: Key) -> None:
+    def drop_range(self, key: Key) -> None:
         self._pieces.pop(key, None)
 
 
-def part_sum(data: memoryview, after: int) -> int:
+def xor_contribution(data: memoryview, after: int) -> int:
     """Return the contribution of `data` to the XOR of all parts, if `after` bytes follow it in the whole."""
     return isal_zlib.crc32_combine(isal_zlib.crc32(data, _ONES) ^ _ONES, 0, after)
 
 
-def whole_crc32(parts: int, length: int) -> int:
+def crc32_from_contributions(contributions: int, length: int) -> int:
     """Return the CRC-32 of `length` bytes from the XOR of the contributions of all parts, which do not overlap."""
-    return isal_zlib.crc32_combine(_ONES, 0, length) ^ _ONES ^ parts
+    return isal_zlib.crc32_combine(_ONES, 0, length) ^ _ONES ^ contributions

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
-from ckptkit.entry_points import load
+from ckptkit.entry_points import import_object
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
-from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.file import destination_exists
-from ckptkit.io.path import RemotePath, is_remote, known_store, refresh, to_live_path
-from ckptkit.io.pieces import FilePiece, cut_file, new_piece
+from ckptkit.io.crc32 import combine_crc32, crc32
+from ckptkit.io.file import destination_exists_error
+from ckptkit.io.path import RemotePath, capabilities_at, drop_cached_listing, is_remote, to_live_path
+from ckptkit.io.pieces import FilePiece, cut_into_pieces, new_piece_buffer
 from ckptkit.io.stores import STORES
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Destination(Protocol):
         or another upload is in progress.
         """
 
-    def join(self) -> None:
+    def join_upload(self) -> None:
         """Join an upload of the same plan that another process has claimed; `sizes` may list only this process's files.
 
         Each file is sent by one process. Waits for the other process to begin. Raises `Occupied` if there is no such
@@ -72,22 +72,22 @@ class Destination(Protocol):
     def stop(self, error: BaseException) -> None:
         """Stop the upload after an error. Raises the error in the threads that wait in `put`."""
 
-    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+    def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
         """Send a complete file that is not a mark, unless the store has it."""
 
-    def complete(self, name: str, crc: int) -> None:
-        """Finish a file after all its pieces; `crc` is the file's CRC-32. Raises `IOFailure` if it differs."""
+    def finish_file(self, name: str, crc32: int) -> None:
+        """Finish a file after all its pieces; `crc32` is the file's CRC-32. Raises `IOFailure` if it differs."""
 
-    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+    def put_marker(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
         """Send a complete file that is a mark. Raises `Occupied` if a different one exists."""
 
-    def note(self, name: str, data: bytes) -> None:
+    def put_note(self, name: str, content: bytes) -> None:
         """Store a note for other processes of the same upload, until it is committed.
 
         Raises `Unsupported` if several processes cannot share an upload in this store.
         """
 
-    def notes(self) -> Mapping[str, bytes]:
+    def read_notes(self) -> Mapping[str, bytes]:
         """Return the notes of all processes, by name; none before the path is claimed.
 
         Raises `Unsupported` if several processes cannot share an upload in this store.
@@ -96,18 +96,18 @@ class Destination(Protocol):
     def commit(self) -> None:
         """Finish the upload: all files become visible, and the claim is removed."""
 
-    def remarks(self) -> list[str]:
+    def remarks_on_upload(self) -> list[str]:
         """Return the features that the store turned out to lack, after the claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorePieces:
-    """The `PieceSink` of a destination in a store. Does not send small files among the `marks`: `mark` does that."""
+    """The `PieceSink` of a destination in a store. `put_marker` sends the small files among the `marks`."""
 
     there: Destination
     marks: Collection[str]
 
-    def recall(self, piece: FilePiece, data: memoryview) -> bool:  # noqa: ARG002
+    def try_read_back(self, piece: FilePiece, data: memoryview) -> bool:  # noqa: ARG002
         """Return False: files in a store are compared by checksum instead of being read back."""
         return False
 
@@ -119,21 +119,21 @@ class StorePieces:
         self.there.stop(error)
 
 
-def to_destination(place: str | os.PathLike[str]) -> Path:
+def to_destination(destination: str | os.PathLike[str]) -> Path:
     """Return the path that a user wants to write to: local, or in a store.
 
     Raises `Usage` for a URL that ckptkit cannot write to.
     """
-    path = to_live_path(place)
+    path = to_live_path(destination)
     if not is_remote(path):
         return path
-    if not known_store(path).destination:
+    if not capabilities_at(path).destination:
         written = [name for name, known in STORES.items() if known.destination]
         schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in written)
         hint = f"write to a local directory, or to {', '.join(schemes)}"
-        raise Usage(f"ckptkit does not write to `{place}`", hint=hint)
-    if path == path.top and not keeps_others(path):
-        raise Usage(f"`{place}` is a whole bucket", hint=f"write it like {place}/run/ckpt-5")
+        raise Usage(f"ckptkit does not write to `{destination}`", hint=hint)
+    if path == path.store_root and not is_keeping_other_files(path):
+        raise Usage(f"`{destination}` is a whole bucket", hint=f"write it like {destination}/run/ckpt-5")
     return path
 
 
@@ -141,11 +141,11 @@ def open_destination(
     path: Path, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
 ) -> Destination:
     """Return the destination at a path from `to_destination`; see `Destination` for the other arguments."""
-    kind = load(known_store(path).destination)
+    kind = import_object(capabilities_at(path).destination)
     return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
 
 
-def require_shared(path: Path) -> None:
+def require_multi_process_store(path: Path) -> None:
     """Raise `Unsupported` for a store in which only one process can write to a destination."""
     if is_on_hub(path):
         message = "several processes cannot write to hf:// together"
@@ -153,18 +153,18 @@ def require_shared(path: Path) -> None:
         raise Unsupported(message, path=path, hint=hint)
 
 
-def check_absent(dst: Path) -> None:
+def require_absent(dst: Path) -> None:
     """Raise `Occupied` if files exist at a destination in a store, unless an upload has claimed it."""
-    refresh(dst)
+    drop_cached_listing(dst)
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
     with suppress(NotACheckpoint):  # the bucket does not exist yet
         if dst.exists() and not any(claim.exists() for claim in claims):
-            raise destination_exists(dst)
+            raise destination_exists_error(dst)
 
 
-def keeps_others(path: Path) -> bool:
+def is_keeping_other_files(path: Path) -> bool:
     """Return whether other files may stay beside a checkpoint, as in a repository with its history."""
-    return known_store(path) is STORES[_HUB]
+    return capabilities_at(path) is STORES[_HUB]
 
 
 def is_on_hub(path: Path | None) -> bool:
@@ -173,17 +173,17 @@ def is_on_hub(path: Path | None) -> bool:
 
 
 @contextmanager
-def keeping(there: Destination) -> Iterator[None]:
+def hint_on_kept_data(destination: Destination) -> Iterator[None]:
     """Add a hint to any error inside the block: the store keeps the data that was sent."""
-    words = f"the store keeps the parts that were sent to {there.path}: the same command continues the upload"
+    words = f"the store keeps the parts that were sent to {destination.path}: the same command continues the upload"
     try:
         yield
     except CkptError as error:
-        there.stop(error)
+        destination.stop(error)
         error.hint = f"{error.hint}; {words}" if error.hint else words
         raise
     except BaseException as error:
-        there.stop(error)
+        destination.stop(error)
         error.add_note(words)
         raise
 
@@ -201,9 +201,9 @@ class FileStream:
         self.crc = 0  # of all bytes that were sent
         self._there = there
         self._name = name
-        self._pieces = cut_file(name, nbytes)
+        self._pieces = cut_into_pieces(name, nbytes)
         self._piece = next(self._pieces)
-        self._data = new_piece(self._piece.length)
+        self._data = new_piece_buffer(self._piece.length)
         self._filled = 0
         self._threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="ckptkit-send")
         self._sending: deque[tuple[int, Future[int]]] = deque()  # (number of bytes, future CRC-32) of each piece
@@ -219,27 +219,27 @@ class FileStream:
             self._filled += length
             view = view[length:]
             if self._filled == self._piece.length:
-                self._send()
+                self._submit_piece()
 
-    def _send(self) -> None:
+    def _submit_piece(self) -> None:
         while len(self._sending) >= SENDERS:
-            self._wait()
-        self._sending.append((self._filled, self._threads.submit(self._put, self._piece, self._data)))
+            self._wait_for_oldest_piece()
+        self._sending.append((self._filled, self._threads.submit(self._put_piece, self._piece, self._data)))
         following = next(self._pieces, None)
         if following is not None:
             self._piece = following
-            self._data = new_piece(following.length)
+            self._data = new_piece_buffer(following.length)
             self._filled = 0
 
-    def _put(self, piece: FilePiece, data: memoryview) -> int:
+    def _put_piece(self, piece: FilePiece, data: memoryview) -> int:
         crc = crc32(data)
         self._there.put(piece, data, crc)
         return crc
 
-    def _wait(self) -> None:
+    def _wait_for_oldest_piece(self) -> None:
         """Wait until the oldest piece is sent."""
         length, sent = self._sending.popleft()
-        self.crc = combine(self.crc, sent.result(), length)
+        self.crc = combine_crc32(self.crc, sent.result(), length)
 
     def __enter__(self) -> Self:
         return self
@@ -252,7 +252,7 @@ class FileStream:
                 if self._filled < self._piece.length:
                     raise ValueError(f"{self._name}: fewer bytes than were planned")
                 while self._sending:
-                    self._wait()
-                self._there.complete(self._name, self.crc)
+                    self._wait_for_oldest_piece()
+                self._there.finish_file(self._name, self.crc)
         finally:
             self._threads.shutdown(cancel_futures=True)

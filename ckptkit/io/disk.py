@@ -31,8 +31,8 @@ class DurabilityWarning(UserWarning):
     """The file system lacks a call that a guarantee of ckptkit depends on."""
 
 
-def warn_of_loss(path: Path, what: str) -> None:
-    warn(f"{path}: {what}", DurabilityWarning)
+def warn_of_lost_guarantee(path: Path, reason: str) -> None:
+    warn(f"{path}: {reason}", DurabilityWarning)
 
 
 def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -42,7 +42,7 @@ def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
             return call(*args, **kwargs)
 
 
-def close(fd: int) -> None:
+def close_descriptor(fd: int) -> None:
     """Close a descriptor.
 
     Never retries: after an interrupted close, the number may already belong to another thread.
@@ -60,17 +60,17 @@ def make_directories(path: Path, *, sync: bool) -> None:
             sync_path(path.parent)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file, or a directory with its contents, if it exists; a link is removed, not followed."""
     if path.is_dir() and not path.is_symlink():
         for inside in list(path.iterdir()):
-            remove(inside)
+            remove_path(inside)
         retry_interrupted(path.rmdir)
     else:
         retry_interrupted(path.unlink, missing_ok=True)
 
 
-def sync_tree(root: Path) -> None:
+def sync_directory_tree(root: Path) -> None:
     """Flush every file and directory below `root`, and `root` itself, to the disk."""
     for directory, _, files in os.walk(root, topdown=False, onerror=raise_walk_error):
         for name in files:
@@ -92,18 +92,18 @@ def sync_path(path: Path) -> None:
         except OSError as error:
             if not (path.is_dir() and error.errno in UNSUPPORTED_CALL):
                 raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
-            warn_of_loss(path, "this file system cannot sync directories: a power cut may undo the change")
+            warn_of_lost_guarantee(path, "this file system cannot sync directories: a power cut may undo the change")
         finally:
-            close(fd)
+            close_descriptor(fd)
 
 
 @contextmanager
 def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]]:
     """Yield a function to call, from one thread at a time, with a file's name and the bytes just written to it.
 
-    Another thread flushes these files to the disk meanwhile. This guarantees nothing: the final `sync_tree` does.
-    Raises `IOFailure` at the end if a sync failed, because the next sync of the same file would not report it again.
-    Does nothing without `sync`.
+    Another thread flushes these files to the disk meanwhile. This guarantees nothing: the final `sync_directory_tree`
+    does. Raises `IOFailure` at the end if a sync failed, because the next sync of the same file would not report it
+    again. Does nothing without `sync`.
     """
     written: set[str] = set()
     waiting = 0
@@ -173,7 +173,7 @@ def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
         raise Occupied("another process created the destination meanwhile", path=dst) from error
 
 
-def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
+def move_directory_into_place(path: Path, dst: Path, overwrite: bool) -> None:
     """Rename directory `path` to `dst`. The old directory, if any, is at `path` afterwards."""
     if not overwrite or not dst.exists() or not any(dst.iterdir()):
         try:
@@ -182,11 +182,11 @@ def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             raise Occupied("another process created the destination meanwhile", path=dst) from error
-    elif not swap(path, dst):
-        swap_in_steps(path, dst)
+    elif not swap_directories(path, dst):
+        swap_directories_in_steps(path, dst)
 
 
-def swap(a: Path, b: Path) -> bool:
+def swap_directories(a: Path, b: Path) -> bool:
     """Swap two directories atomically. Returns False if the system cannot."""
     import ctypes  # deferred: slow to import, and rarely needed
 
@@ -202,12 +202,14 @@ def swap(a: Path, b: Path) -> bool:
     return True
 
 
-def swap_in_steps(path: Path, dst: Path) -> None:
+def swap_directories_in_steps(path: Path, dst: Path) -> None:
     """Swap directory `path` and the destination in three steps; in between, the destination does not exist.
 
     After an error the old destination is restored; after a crash, the next run restores it.
     """
-    warn_of_loss(dst, "this file system cannot swap directories in one step: for a moment the destination is absent")
+    warn_of_lost_guarantee(
+        dst, "this file system cannot swap directories in one step: for a moment the destination is absent"
+    )
     aside = aside_path(dst)
     retry_interrupted(os.rename, dst, aside)
     try:

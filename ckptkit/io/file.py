@@ -13,8 +13,8 @@ from typing import Self
 
 from ckptkit.errors import RESTORE, CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import retry_interrupted
-from ckptkit.io.joined import JoinedPath, roots_of
-from ckptkit.io.local import LocalFile, open_regular, open_to_write
+from ckptkit.io.joined import JoinedPath, local_paths_of
+from ckptkit.io.local import LocalFile, open_for_writing, open_regular
 from ckptkit.io.path import hint_for_hub_id, is_remote
 from ckptkit.io.ranges import RemoteFile
 from ckptkit.io.stores import StoredSum
@@ -37,20 +37,20 @@ def open_file(path: Path, *, writable: bool = False) -> File:
     error.
     """
     if isinstance(path, JoinedPath):
-        return open_file(only_file(path))
+        return open_file(require_single_copy(path))
     if is_remote(path):
         if not path.is_absolute():
             return RemoteFile(path)
         path = Path(*path.parts)  # a local temporary file with the unpacked bytes of a remote one
-    return open_to_write(path) if writable else open_regular(path)
+    return open_for_writing(path) if writable else open_regular(path)
 
 
-def only_file(path: JoinedPath) -> Path:
+def require_single_copy(path: JoinedPath) -> Path:
     """Return the path of a file in joined directories; several copies must be equal.
 
     Raises `Corrupt` if they are not.
     """
-    first, *others = path.places or [path.place]
+    first, *others = path.existing_paths or [path.first_existing_path]
     for other in others:
         with translate_os_errors(other):
             statuses = first.stat(), other.stat()
@@ -98,7 +98,7 @@ def read_small(path: Path, limit: int) -> bytes:
 def file_size(path: Path) -> int:
     """Return the size of the regular file `path` in bytes. Raises the errors of `open_file` for any other path."""
     if isinstance(path, JoinedPath):
-        return file_size(only_file(path))
+        return file_size(require_single_copy(path))
     with translate_os_errors(path), suppress(FileNotFoundError, ValueError):
         status = retry_interrupted(path.lstat)  # faster than opening each of thousands of files
         if stat.S_ISREG(status.st_mode):
@@ -107,27 +107,31 @@ def file_size(path: Path) -> int:
         return file.size
 
 
-def stored_sum(path: Path) -> StoredSum | None:
+def find_stored_sum(path: Path) -> StoredSum | None:
     """Return the checksums that a store has of a remote file; None without any, or for a local file.
 
     Reads no byte of the file.
     """
     if isinstance(path, JoinedPath):
-        return stored_sum(only_file(path))
+        return find_stored_sum(require_single_copy(path))
     with translate_os_errors(path):
-        return path.stored_sum() if is_remote(path) else None
+        return path.find_stored_sum() if is_remote(path) else None
 
 
 def names_in(path: Path) -> list[str]:
     """Return the names of the entries of directory `path`, in no order."""
     if isinstance(path, JoinedPath):
-        return list(dict.fromkeys(name for directory in path.places or [path.place] for name in names_in(directory)))
+        return list(
+            dict.fromkeys(
+                name for directory in path.existing_paths or [path.first_existing_path] for name in names_in(directory)
+            )
+        )
     if is_remote(path):
         return retry_interrupted(lambda: [child.name for child in path.iterdir()])
     return retry_interrupted(lambda: os.listdir(path))  # faster than creating thousands of paths
 
 
-def is_there(path: Path) -> bool:
+def is_existing_path(path: Path) -> bool:
     """Return whether anything exists at a path, including a broken link. Raises `IOFailure` if that is unknown."""
     with translate_os_errors(path):
         try:
@@ -141,10 +145,10 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def check_name(name: str, root: Path) -> None:
-    """Raise `Unsafe` unless `name`, found in a checkpoint at `root`, is a plain file name."""
+def require_plain_file_name(name: str, checkpoint: Path) -> None:
+    """Raise `Unsafe` unless `name`, found in a checkpoint at `checkpoint`, is a plain file name."""
     if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise Unsafe(f"the checkpoint refers to `{name!a}`, which is not a plain file name", path=root)
+        raise Unsafe(f"the checkpoint refers to `{name!a}`, which is not a plain file name", path=checkpoint)
 
 
 class OpenFiles:
@@ -215,10 +219,10 @@ class ReadAhead:
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from byte `offset` of file `name`. Raises `Corrupt` if there are fewer."""
-        window, at = self.hold(name, offset, length)
+        window, at = self.buffer_containing(name, offset, length)
         return bytes(window[at : at + length])
 
-    def hold(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
+    def buffer_containing(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
         """Return the buffer that contains the bytes of `read`, and their offset in it.
 
         Raises `Corrupt` if there are fewer.
@@ -235,7 +239,7 @@ class ReadAhead:
         self._start, self._window = offset, window
         return window, 0
 
-    def inside(self, name: str, start: int, length: int) -> Callable[[int, int], bytes]:
+    def reader_within(self, name: str, start: int, length: int) -> Callable[[int, int], bytes]:
         """Return a function that reads only in the `length` bytes from `start` of a file. Raises `Corrupt` outside."""
 
         def read(offset: int, count: int) -> bytes:
@@ -246,7 +250,7 @@ class ReadAhead:
         return read
 
 
-def wrong_kind_error(head: bytes, path: Path | None = None) -> Corrupt | None:
+def find_wrong_kind_error(head: bytes, path: Path | None = None) -> Corrupt | None:
     """Return the error for a file with unexpected first bytes `head`, if they show what happened; else None."""
     if head.startswith(b"version https://git-lfs"):
         message = "expected the file itself, found a Git LFS pointer to it"
@@ -259,7 +263,7 @@ def wrong_kind_error(head: bytes, path: Path | None = None) -> Corrupt | None:
     return None
 
 
-def children(path: Path) -> list[Path]:
+def list_children(path: Path) -> list[Path]:
     with translate_os_errors(path):
         return [path / name for name in sorted(names_in(path))]
 
@@ -270,24 +274,24 @@ def missing_path_error(path: Path) -> NotACheckpoint:
 
     names: list[str] = []
     with suppress(CkptError):
-        names = [child.name for child in children(path.parent) if not child.name.startswith(".")]
+        names = [child.name for child in list_children(path.parent) if not child.name.startswith(".")]
     near = " or ".join(f"`{path.parent / name}`" for name in get_close_matches(path.name, names))
     hint = f"did you mean {near}?" if near else hint_for_hub_id(str(path))
     return NotACheckpoint("no such file or directory", path=path, hint=hint)
 
 
-def destination_exists(path: Path) -> Occupied:
+def destination_exists_error(path: Path) -> Occupied:
     return Occupied("the destination exists", path=path, hint="choose another, or pass --overwrite to replace it")
 
 
-def folders(path: Path) -> list[Path]:
+def list_directories(path: Path) -> list[Path]:
     """Return the directories in a directory, including links to directories, sorted by name."""
     with translate_os_errors(path):
-        return [child for child in children(path) if child.is_dir()]
+        return [child for child in list_children(path) if child.is_dir()]
 
 
-def entry_of(root: Path, target: str) -> str | None:
+def find_linked_entry(root: Path, target: str) -> str | None:
     """Return the entry of directory `root` that a link in it leads to or into; None if it leads elsewhere."""
-    absolute_root = next(iter(roots_of(root)), root).absolute()
+    absolute_root = next(iter(local_paths_of(root)), root).absolute()
     target_path = Path(os.path.normpath(absolute_root / target))
     return target_path.relative_to(absolute_root).parts[0] if absolute_root in target_path.parents else None

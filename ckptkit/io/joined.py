@@ -25,40 +25,40 @@ class JoinedPath(PosixPath):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return str(self.place) if self._is_whole else super().__str__()
+        return str(self.first_existing_path) if self._has_joined_root else super().__str__()
 
     def __fspath__(self) -> str:
-        if len(self.places) > 1 and self.is_dir():
+        if len(self.existing_paths) > 1 and self.is_dir():
             raise Unsupported("these are several directories, but only one is accepted here", path=self)
-        return os.fspath(self.place)
+        return os.fspath(self.first_existing_path)
 
     def __reduce__(self) -> tuple[object, ...]:  # `_JOINED` exists in this process only
-        return self.place.__reduce__()  # type: ignore[return-value]
+        return self.first_existing_path.__reduce__()  # type: ignore[return-value]
 
     @property
     def roots(self) -> tuple[Path, ...]:
         return _JOINED[int(self.parts[0].removeprefix(_MARK))]
 
     @property
-    def places(self) -> list[Path]:
+    def existing_paths(self) -> list[Path]:
         """Return the existing paths of the entry, one for each directory that has it."""
         paths = (root.joinpath(*self.parts[1:]) for root in self.roots)
         return [path for path in paths if path.exists() or path.is_symlink()]
 
     @property
-    def place(self) -> Path:
+    def first_existing_path(self) -> Path:
         """Return the first existing path of the entry; its path in the first directory if it does not exist."""
-        return next(iter(self.places), self.roots[0].joinpath(*self.parts[1:]))
+        return next(iter(self.existing_paths), self.roots[0].joinpath(*self.parts[1:]))
 
     @property
     def name(self) -> str:
         """Return the name of the entry; the name of the first directory for the root itself."""
-        return self.roots[0].name if self._is_whole and len(self.parts) == 1 else super().name
+        return self.roots[0].name if self._has_joined_root and len(self.parts) == 1 else super().name
 
     @property
     def parent(self) -> Path:  # type: ignore[override]
         """Return the parent; for the root itself, the parent of the first directory."""
-        return self.roots[0].parent if self._is_whole and len(self.parts) == 1 else super().parent
+        return self.roots[0].parent if self._has_joined_root and len(self.parts) == 1 else super().parent
 
     def __truediv__(self, key: str | os.PathLike[str]) -> Self:
         """Return the path of an entry in it. An absolute `key` replaces the path, as in `pathlib`."""
@@ -70,35 +70,35 @@ class JoinedPath(PosixPath):
         return self.parent / name
 
     def absolute(self) -> Path:  # type: ignore[override]
-        return joined([root.absolute() for root in self.roots]).joinpath(*self.parts[1:])
+        return join_paths([root.absolute() for root in self.roots]).joinpath(*self.parts[1:])
 
     def resolve(self, strict: bool = False) -> Path:  # type: ignore[override]
-        return self.place.resolve(strict)
+        return self.first_existing_path.resolve(strict)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        return self.place.is_dir()
+        return self.first_existing_path.is_dir()
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        return self.place.is_file()
+        return self.first_existing_path.is_file()
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        return self.place.exists()
+        return self.first_existing_path.exists()
 
     def is_symlink(self) -> bool:
-        return self.place.is_symlink()
+        return self.first_existing_path.is_symlink()
 
     def readlink(self) -> Path:  # type: ignore[override]
-        return self.place.readlink()
+        return self.first_existing_path.readlink()
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self.place.stat() if follow_symlinks else self.place.lstat()
+        return self.first_existing_path.stat() if follow_symlinks else self.first_existing_path.lstat()
 
     def lstat(self) -> os.stat_result:
-        return self.place.lstat()
+        return self.first_existing_path.lstat()
 
     def iterdir(self) -> Generator[Self, None, None]:
         """Yield the entries of all directories, each name once."""
-        names = {child.name: None for directory in self.places for child in directory.iterdir()}
+        names = {child.name: None for directory in self.existing_paths for child in directory.iterdir()}
         yield from (self / name for name in names)
 
     def open(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -106,12 +106,12 @@ class JoinedPath(PosixPath):
         raise Unsupported("this checkpoint is spread over several directories", path=self)
 
     @property
-    def _is_whole(self) -> bool:
+    def _has_joined_root(self) -> bool:
         """Whether the path begins with the joined directories, unlike a path relative to them."""
         return bool(self.parts) and self.parts[0].startswith(_MARK)
 
 
-def joined(roots: Sequence[Path]) -> Path:
+def join_paths(roots: Sequence[Path]) -> Path:
     """Return several directories as one, in this order; a single one unchanged."""
     if len(roots) == 1:
         return roots[0]
@@ -122,6 +122,6 @@ def joined(roots: Sequence[Path]) -> Path:
         return JoinedPath(f"{_MARK}{_JOINED.index(key)}")
 
 
-def roots_of(path: Path) -> tuple[Path, ...]:
+def local_paths_of(path: Path) -> tuple[Path, ...]:
     """Return the local paths behind a path: the path itself, or each existing path in joined directories."""
-    return tuple(path.places) if isinstance(path, JoinedPath) else (path,)
+    return tuple(path.existing_paths) if isinstance(path, JoinedPath) else (path,)

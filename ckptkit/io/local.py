@@ -9,8 +9,8 @@ import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ckptkit.errors import Incomplete, IOFailure, Unsafe, translate_os_errors, truncated
-from ckptkit.io.disk import close
+from ckptkit.errors import Incomplete, IOFailure, Unsafe, translate_os_errors, truncated_error
+from ckptkit.io.disk import close_descriptor
 
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
@@ -40,7 +40,7 @@ class LocalFile:
             while done < len(buffer):
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
                 if count == 0:
-                    raise truncated(offset + len(buffer), self.size, path=self.path)
+                    raise truncated_error(offset + len(buffer), self.size, path=self.path)
                 done += count
 
     def write_at(self, buffer: memoryview, offset: int) -> None:
@@ -59,16 +59,16 @@ class LocalFile:
     def close(self) -> None:
         """Close the file; some file systems report a failed write only here."""
         with translate_os_errors(self.path):
-            close(self._fd)
+            close_descriptor(self._fd)
 
 
 def open_regular(path: Path) -> LocalFile:
     """Open the regular file `path` for reading. Raises `Unsafe` for links, devices, pipes and directories.
 
-    A link in a snapshot of the Hub's cache to a blob of the same cache counts as the blob: see `find_blob`.
+    A link in a snapshot of the Hub's cache to a blob of the same cache counts as the blob: see `find_hub_cache_blob`.
     """
     try:
-        fd = open_to_read(path)
+        fd = open_descriptor(path)
     except FileNotFoundError as error:
         raise Incomplete(
             "the file is missing", path=path, hint="copy the file here; it was lost or never copied"
@@ -81,24 +81,24 @@ def open_regular(path: Path) -> LocalFile:
             raise Unsafe("the file is a symbolic link", path=path, hint=hint) from error
         raise IOFailure((error.strerror or str(error)).lower(), path=path) from error
     with translate_os_errors(path), ExitStack() as undo:
-        undo.callback(close, fd)
+        undo.callback(close_descriptor, fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise Unsafe("not a regular file", path=path)
         undo.pop_all()
     return LocalFile(path, fd)
 
 
-def open_to_read(path: Path) -> int:
+def open_descriptor(path: Path) -> int:
     """Return a descriptor of the file at `path`, or of the blob that a link in the Hub's cache leads to."""
     try:
         return os.open(path, _READ_FLAGS)
     except OSError as error:
-        if error.errno != errno.ELOOP or (blob := find_blob(path)) is None:
+        if error.errno != errno.ELOOP or (blob := find_hub_cache_blob(path)) is None:
             raise
         return os.open(blob, _READ_FLAGS)
 
 
-def find_blob(path: Path) -> Path | None:
+def find_hub_cache_blob(path: Path) -> Path | None:
     """Return the blob that a link in the Hub's cache leads to; None for a file, and for a link to anywhere else.
 
     `models--org--name/snapshots/REVISION/[folder/]file` is a link to `models--org--name/blobs/ID`. No directory in
@@ -119,9 +119,9 @@ def find_blob(path: Path) -> Path | None:
 
 def is_strange_link(path: Path) -> bool:
     """Return whether `path` is a symbolic link, other than a link to a blob in the Hub's cache."""
-    return path.is_symlink() and find_blob(path) is None
+    return path.is_symlink() and find_hub_cache_blob(path) is None
 
 
-def open_to_write(path: Path) -> LocalFile:
+def open_for_writing(path: Path) -> LocalFile:
     with translate_os_errors(path):
         return LocalFile(path, os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))

@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.errors import Occupied
-from ckptkit.io.disk import UNSUPPORTED_CALL, retry_interrupted, warn_of_loss
+from ckptkit.io.disk import UNSUPPORTED_CALL, retry_interrupted, warn_of_lost_guarantee
 
 _PAUSE = 0.05  # seconds between two attempts
 _NO_LOCKS_ERRORS = (*UNSUPPORTED_CALL, errno.ENOLCK)
 
 
-def acquire(path: Path, *, patience: float = 0) -> int:
-    """Lock file `path`, which `release` removes. Raises `Occupied` if it is still locked after `patience` seconds."""
+def acquire_lock(path: Path, *, patience: float = 0) -> int:
+    """Lock file `path`, which `release_lock` removes. Raises `Occupied` if it stays locked for `patience` seconds."""
     last = time.monotonic() + patience
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -26,9 +26,9 @@ def acquire(path: Path, *, patience: float = 0) -> int:
             if is_free and is_same_file(lock, path):
                 return lock
         except BaseException:
-            close(lock)
+            close_if_open(lock)
             raise
-        close(lock)  # another process has the lock, or removed the file between our two calls
+        close_if_open(lock)  # another process has the lock, or removed the file between our two calls
         if not is_free:
             if time.monotonic() >= last:
                 raise Occupied("another run is writing this destination", path=path, hint="wait for it to end")
@@ -47,7 +47,9 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS_ERRORS:
             raise
-        warn_of_loss(path, "this file system cannot lock files: two commands that write here would not see each other")
+        warn_of_lost_guarantee(
+            path, "this file system cannot lock files: two commands that write here would not see each other"
+        )
     return True
 
 
@@ -60,7 +62,7 @@ def is_locked(path: Path) -> bool:
     try:
         return not try_lock(lock, path)
     finally:
-        close(lock)
+        close_if_open(lock)
 
 
 def is_same_file(fd: int, path: Path) -> bool:
@@ -71,18 +73,18 @@ def is_same_file(fd: int, path: Path) -> bool:
         return False
 
 
-def release(lock: int, path: Path) -> None:
+def release_lock(fd: int, path: Path) -> None:
     """Remove a lock file and unlock it. If it cannot be removed, its next owner will do that.
 
     If somebody deleted the file, another lock may lie at its path: that one stays.
     """
     with suppress(OSError):
-        if is_same_file(lock, path):
+        if is_same_file(fd, path):
             retry_interrupted(path.unlink)
-    close(lock)
+    close_if_open(fd)
 
 
-def close(fd: int | None) -> None:
+def close_if_open(fd: int | None) -> None:
     """Close a descriptor, if there is one."""
     if fd is not None:
         with suppress(OSError):

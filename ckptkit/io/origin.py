@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import IOFailure, translate_os_errors
-from ckptkit.io.joined import roots_of
+from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import is_remote
 
 
@@ -26,7 +26,7 @@ class Origin:
     @classmethod
     def of(cls, path: Path) -> Self:
         """Return the identity of the current file or directory at `path`; 0 and 0 if it does not exist."""
-        _, *others = roots_of(path) or (path,)
+        _, *others = local_paths_of(path) or (path,)
         others_now = tuple(map(Origin.of, others))
         with translate_os_errors(path):
             try:
@@ -35,7 +35,7 @@ class Origin:
                 return cls(path, 0, 0)
         return cls(path, status.st_dev, status.st_ino, others_now)
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise `IOFailure` if the checkpoint was replaced: the bytes that were read may mix two checkpoints."""
         hint = "run the same command again"
         if is_remote(self.path):

@@ -25,8 +25,8 @@ from ckptkit.io.stores import (
     KnownStore,
     StoredSum,
     StoreEntry,
-    known_by_url,
     open_store,
+    store_row_for_url,
     translate_store_errors,
 )
 
@@ -41,13 +41,13 @@ _URL = re.compile(r"(?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[^/\s]+)?", re.ASCII)
 _SPECIAL_REVISION = re.compile(r"@(refs/[^/]+/[^/]+)")
 _KINDS = ("datasets", "spaces", "buckets")  # kinds of repositories on the Hub with a prefix of their own
-_LEVELS_AHEAD = 2  # directory levels that `list_ahead` lists
+_LEVELS_AHEAD = 2  # directory levels that `prefetch_listings` lists
 
 
 class RemotePath(PosixPath):
     """A file or directory behind a URL, whose scheme is the first component of the path.
 
-    Each request is sent once; its response is cached until `refresh`.
+    Each request is sent once; its response is cached until `drop_cached_listing`.
     """
 
     __slots__ = ()
@@ -67,15 +67,15 @@ class RemotePath(PosixPath):
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
         """Return whether the path is a directory, or a prefix of keys in a store without directories."""
-        entry = self.entry()
+        entry = self.find_entry()
         return entry is not None and entry.is_dir
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        entry = self.entry()
+        entry = self.find_entry()
         return entry is not None and not entry.is_dir
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        return self.entry() is not None
+        return self.find_entry() is not None
 
     def is_symlink(self) -> bool:
         """Return False: a store resolves its own links, if it has any."""
@@ -88,16 +88,16 @@ class RemotePath(PosixPath):
         return self
 
     def iterdir(self) -> Generator[Self, None, None]:
-        store, key = self._place
+        store, key = self._store_and_key
         with translate_store_errors(self, store.store):
-            names = list(store.entries(key))
+            names = list(store.entries_by_name(key))
         yield from (self / name for name in names)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
         """Return type, size and modification time. The inode is a number that changes with the content."""
         from hashlib import blake2b
 
-        entry = self.entry()
+        entry = self.find_entry()
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         mode = stat.S_IFDIR | 0o555 if entry.is_dir else stat.S_IFREG | 0o444
@@ -109,47 +109,47 @@ class RemotePath(PosixPath):
     def lstat(self) -> os.stat_result:
         return self.stat()
 
-    def entry(self) -> StoreEntry | None:
+    def find_entry(self) -> StoreEntry | None:
         """Return the store's description of the path; None if nothing exists there."""
-        store, key = self._place
+        store, key = self._store_and_key
         with translate_store_errors(self, store.store):
-            return store.find(key)
+            return store.find_entry(key)
 
-    def stored_sum(self) -> StoredSum | None:
+    def find_stored_sum(self) -> StoredSum | None:
         """Return the store's checksums of this file; None if the store keeps no checksums."""
-        store, key = self._place
+        store, key = self._store_and_key
         if not isinstance(store.store, ChecksumStore):
             return None
         with translate_store_errors(self, store.store):
-            return store.store.stored_sum(key)
+            return store.store.read_stored_sum(key)
 
     def find_change(self) -> RemotePath | None:
         """Query the store again. Returns the path of something here that has changed, or None."""
-        store, key = self._place
+        store, key = self._store_and_key
         with translate_store_errors(self, store.store):
             changed = store.find_change(key)
-        return None if changed is None else RemotePath(*self.top.parts, changed)
+        return None if changed is None else RemotePath(*self.store_root.parts, changed)
 
     @property
-    def top(self) -> RemotePath:
+    def store_root(self) -> RemotePath:
         """Return the bucket, host or repository of the path."""
         return RemotePath(*self.parts[: self._depth])
 
     @property
     def store(self) -> CachedStore:
-        return self._place[0]
+        return self._store_and_key[0]
 
     @property
     def key(self) -> str:
-        return self._place[1]
+        return self._store_and_key[1]
 
     @property
-    def _place(self) -> tuple[CachedStore, str]:
+    def _store_and_key(self) -> tuple[CachedStore, str]:
         if not self.parts or not self.parts[0].endswith(":"):
             raise Unsafe("the path leaves its store", path=Path(*self.parts))
         depth = self._depth
         try:
-            store = open_store(str(self.top))
+            store = open_store(str(self.store_root))
         except CkptError as error:
             raise error.blame(path=self) from error.__cause__
         return store, "/".join(self.parts[depth:])
@@ -169,15 +169,15 @@ def is_remote(path: object) -> TypeIs[RemotePath]:
     return isinstance(path, RemotePath)
 
 
-def known_store(path: Path) -> KnownStore:
+def capabilities_at(path: Path) -> KnownStore:
     """Return ckptkit's capabilities in the store of a path; for a local path, on a disk."""
-    return known_by_url(str(path)) if is_remote(path) else LOCAL
+    return store_row_for_url(str(path)) if is_remote(path) else LOCAL
 
 
-def refresh(path: Path) -> Path:
+def drop_cached_listing(path: Path) -> Path:
     """Return the path after dropping the cached responses of its store, which are otherwise kept for the process."""
     if is_remote(path):
-        path.store.forget()
+        path.store.drop_cache()
     return path
 
 
@@ -186,37 +186,37 @@ def path_beside(source: Path, name: str) -> Path:
     return Path(name) if is_remote(source) else source.with_name(name)
 
 
-def to_path(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`: a local path or a URL.
+def to_path(typed: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `typed`: a local path or a URL.
 
     While HF_HUB_OFFLINE is set, an `hf://` URL becomes the snapshot in the Hub's cache, if the cache has one.
     """
-    path = to_live_path(place)
-    if isinstance(place, str) and is_remote(path) and path.parts[0] == "hf:":
-        from ckptkit.io.stores.hub import find_snapshot
+    path = to_live_path(typed)
+    if isinstance(typed, str) and is_remote(path) and path.parts[0] == "hf:":
+        from ckptkit.io.stores.hub import find_offline_snapshot
 
         depth = path._depth
-        snapshot = find_snapshot("/".join(path.parts[1:depth]))
+        snapshot = find_offline_snapshot("/".join(path.parts[1:depth]))
         return path if snapshot is None else snapshot.joinpath(*path.parts[depth:])
     return path
 
 
-def to_live_path(place: str | os.PathLike[str]) -> Path:
+def to_live_path(typed: str | os.PathLike[str]) -> Path:
     """Return the path that a user wants to change: a local path or a URL, never a copy in a cache."""
-    if isinstance(place, str) and _URL.match(place):
-        return parse_url(place)
-    return place if isinstance(place, Path) else Path(place)
+    if isinstance(typed, str) and _URL.match(typed):
+        return parse_url(typed)
+    return typed if isinstance(typed, Path) else Path(typed)
 
 
-def to_local(place: str | os.PathLike[str]) -> Path:
+def to_local_path(typed: str | os.PathLike[str]) -> Path:
     """Return the local path that a user wants to write to. Raises `Usage` for any URL except `file:`."""
-    path = to_live_path(place)
+    path = to_live_path(typed)
     if is_remote(path):
-        raise Usage(f"expected a local path, found `{place}`", hint="pass a local path, and copy it with `ckptkit cp`")
+        raise Usage(f"expected a local path, found `{typed}`", hint="pass a local path, and copy it with `ckptkit cp`")
     return path
 
 
-def spelled_like(typed: Path, absolute: Path) -> Path:
+def as_typed(typed: Path, absolute: Path) -> Path:
     """Return an absolute path as a relative one if the user typed a relative one.
 
     Only if it is below the current directory.
@@ -228,41 +228,41 @@ def spelled_like(typed: Path, absolute: Path) -> Path:
     )
 
 
-def to_model_path(place: str | os.PathLike[str]) -> Path:
+def to_model_path(typed: str | os.PathLike[str]) -> Path:
     """Return the path of a model: like `to_path`, but also accepts a model id on the Hub."""
-    return to_path(f"hf://{place}" if is_model_id(place) else place)
+    return to_path(f"hf://{typed}" if is_model_id(typed) else typed)
 
 
-def is_model_id(place: str | os.PathLike[str]) -> bool:
-    """Return whether `place` is like `org/name`, and no local path `place` or `org` exists.
+def is_model_id(typed: str | os.PathLike[str]) -> bool:
+    """Return whether `typed` is like `org/name`, and no local path `typed` or `org` exists.
 
     Only options that take a model id call this: the name of a local file never goes to the Hub.
     """
-    if not isinstance(place, str) or not has_form_of_id(place):
+    if not isinstance(typed, str) or not is_like_model_id(typed):
         return False
-    return not os.path.lexists(place) and not os.path.lexists(Path(place).parent)
+    return not os.path.lexists(typed) and not os.path.lexists(Path(typed).parent)
 
 
-def has_form_of_id(place: str) -> bool:
-    """Return whether `place` has the form of a model id, `org/name` or `org/name@revision`."""
-    return _HUB_ID.fullmatch(place) is not None and not place.endswith(".json")
+def is_like_model_id(typed: str) -> bool:
+    """Return whether `typed` has the form of a model id, `org/name` or `org/name@revision`."""
+    return _HUB_ID.fullmatch(typed) is not None and not typed.endswith(".json")
 
 
-def hint_for_hub_id(place: str) -> str | None:
+def hint_for_hub_id(typed: str) -> str | None:
     """Return a hint for a path that does not exist and may be meant for the Hub; None for any other path."""
-    if os.path.lexists(place) or not has_form_of_id(place):
+    if os.path.lexists(typed) or not is_like_model_id(typed):
         return None
-    return f"write hf://{place} for a repository on the Hub: ckptkit only looked on this disk"
+    return f"write hf://{typed} for a repository on the Hub: ckptkit only looked on this disk"
 
 
-def remarks_on_id(place: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the remark that a model came from the Hub because no local path is called `place`; () for any other."""
-    if place is None or not is_model_id(place):
+def remarks_on_hub_id(typed: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """Return the remark that a model came from the Hub because no local path is called `typed`; () for any other."""
+    if typed is None or not is_model_id(typed):
         return ()
-    return (f"`{place}` is not a path here: ckptkit took it for the id of a model on the Hub",)
+    return (f"`{typed}` is not a path here: ckptkit took it for the id of a model on the Hub",)
 
 
-def list_ahead(paths: Iterable[Path]) -> None:
+def prefetch_listings(paths: Iterable[Path]) -> None:
     """List the remote directories among `paths`, and directories below, in parallel, to fill the cache.
 
     Errors are ignored: the later reader of the directory gets them.
@@ -277,15 +277,15 @@ def list_ahead(paths: Iterable[Path]) -> None:
         return []
 
     for _ in range(_LEVELS_AHEAD):
-        waiting = list(chain.from_iterable(at_once(folders_in, waiting)))
+        waiting = list(chain.from_iterable(map_in_parallel(folders_in, waiting)))
 
 
-def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
-    """Return the results of `ask` for all things, in order; the calls run in parallel threads."""
+def map_in_parallel(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """Return the results of `function` for all things, in order; the calls run in parallel threads."""
     from concurrent.futures import ThreadPoolExecutor  # deferred: slow to import, and rarely needed
 
     with ThreadPoolExecutor(REMOTE_JOBS) as pool:
-        return list(pool.map(ask, things))
+        return list(pool.map(function, items))
 
 
 def parse_url(url: str) -> Path:

@@ -55,7 +55,7 @@ class PieceTaker(Protocol):
 class PieceSink(PieceTaker, Protocol):
     """A receiver that may already have some of the pieces."""
 
-    def recall(self, piece: FilePiece, data: memoryview) -> bool:
+    def try_read_back(self, piece: FilePiece, data: memoryview) -> bool:
         """Fill `data` with the piece if the receiver already has it. Returns whether it has."""
 
 
@@ -79,7 +79,7 @@ class LocalPieces:
                 continue
             self._done[name, number] = crc
 
-    def recall(self, piece: FilePiece, data: memoryview) -> bool:
+    def try_read_back(self, piece: FilePiece, data: memoryview) -> bool:
         """Fill `data` from an interrupted copy, if it finished the piece and its checksum is still correct."""
         crc = self._done.get((piece.name, piece.number))
         if crc is None:
@@ -102,7 +102,7 @@ class LocalPieces:
         """Do nothing: no piece waits for another."""
 
 
-def new_piece(nbytes: int) -> memoryview:
+def new_piece_buffer(nbytes: int) -> memoryview:
     """Return zeroed memory of `nbytes` bytes, which goes back to the system as soon as nothing refers to it.
 
     The C library's `free` would keep up to 32 MiB for each thread that allocates memory of this size.
@@ -110,19 +110,19 @@ def new_piece(nbytes: int) -> memoryview:
     return memoryview(mmap(-1, max(nbytes, 1), flags=MAP_PRIVATE | MAP_ANONYMOUS))[:nbytes]
 
 
-def is_large(nbytes: int) -> bool:
+def is_sent_in_pieces(nbytes: int) -> bool:
     """Return whether a file of this size is sent in several pieces."""
     return nbytes > PART_BYTES
 
 
-def piece_bytes(size: int) -> int:
+def piece_size_for(size: int) -> int:
     """Return the bytes per piece of a file of `size` bytes; only the last piece may be smaller."""
     return max(PART_BYTES, -(-size // (_MAX_PARTS * _MIB)) * _MIB)
 
 
-def cut_file(name: str, size: int) -> Iterator[FilePiece]:
+def cut_into_pieces(name: str, size: int) -> Iterator[FilePiece]:
     """Yield the pieces of a file of `size` bytes; a small or empty file is a single piece."""
-    length = piece_bytes(size)
+    length = piece_size_for(size)
     starts = range(0, max(size, 1), length)
     for number, start in enumerate(starts, 1):
         yield FilePiece(name, number, len(starts), start, min(length, size - start))
@@ -154,10 +154,10 @@ class OrderedWriter:
         An error of `write` is raised in every thread that waits or comes later.
         """
         with self._changed:
-            while not self._is_turn(piece) and self._held + len(data) > self._room and self._error is None:
+            while not self._is_next(piece) and self._held + len(data) > self._room and self._error is None:
                 self._changed.wait()
-            self._require_going()
-            if not self._is_turn(piece):
+            self._require_no_error()
+            if not self._is_next(piece):
                 self._early[piece.key] = piece, data
                 self._held += len(data)
                 return
@@ -169,7 +169,7 @@ class OrderedWriter:
             except BaseException as error:
                 self.stop(error)
                 raise
-            following = self._go_on(following[0])
+            following = self._advance_after(following[0])
 
     def stop(self, error: BaseException) -> None:
         """Raise an error in every thread that waits or comes later, and drop the early pieces."""
@@ -178,13 +178,13 @@ class OrderedWriter:
             self._early.clear()
             self._changed.notify_all()
 
-    def _is_turn(self, piece: FilePiece) -> bool:
+    def _is_next(self, piece: FilePiece) -> bool:
         return self._next.get(piece.name, 1) == piece.number
 
-    def _go_on(self, written: FilePiece) -> tuple[FilePiece, memoryview] | None:
+    def _advance_after(self, written: FilePiece) -> tuple[FilePiece, memoryview] | None:
         """Make the piece after a written one the next. Returns it if it has already arrived."""
         with self._changed:
-            self._require_going()
+            self._require_no_error()
             self._next[written.name] = written.number + 1
             following = self._early.pop((written.name, written.number + 1), None)
             if following is not None:
@@ -192,6 +192,6 @@ class OrderedWriter:
             self._changed.notify_all()
         return following
 
-    def _require_going(self) -> None:
+    def _require_no_error(self) -> None:
         if self._error is not None:
             raise self._error

@@ -8,6 +8,6 @@ Progress = Callable[[int, int], None]  # (bytes just done, bytes in all)
 Told = Callable[[int], None]  # (bytes just done)
 
 
-def report_progress(progress: Progress | None, total: int) -> Told | None:
+def make_progress_reporter(progress: Progress | None, total: int) -> Told | None:
     """Return a function that reports bytes just done to `progress`, with the total; None without `progress`."""
     return progress and (lambda nbytes: progress(nbytes, total))

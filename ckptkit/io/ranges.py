@@ -1,7 +1,7 @@
 """Read byte ranges of remote files with few requests, through a cache of pages.
 
-A small read also fetches the bytes around it. `read_ahead` fetches ranges that will be needed in a few large parallel
-requests. Large reads are one request each and are not cached.
+A small read also fetches the bytes around it. `iterate_with_prefetch` fetches ranges that will be needed in a few large
+parallel requests. Large reads are one request each and are not cached.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from ckptkit.errors import Incomplete, IOFailure, Unsafe, Unsupported, truncated
-from ckptkit.io.path import RemotePath, at_once, is_remote
+from ckptkit.errors import Incomplete, IOFailure, Unsafe, Unsupported, truncated_error
+from ckptkit.io.path import RemotePath, is_remote, map_in_parallel
 from ckptkit.io.stores import Read, translate_store_errors
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Pages:
             while len(self._kept) > self._limit:
                 self._kept.popitem(last=False)
 
-    def busy(self, *key: object) -> threading.Lock:
+    def fetch_lock(self, *key: object) -> threading.Lock:
         """Return the lock to take while fetching `key`: other threads wait, then find the pages in the cache."""
         return self._busy[hash(key) % len(self._busy)]
 
@@ -64,7 +64,7 @@ class RemoteFile:
     __slots__ = ("_entry", "_read", "path", "size")
 
     def __init__(self, path: RemotePath) -> None:
-        entry = path.entry()
+        entry = path.find_entry()
         if entry is None:
             raise Incomplete("the file is missing", path=path, hint="copy the file here; it was lost or never copied")
         if entry.is_dir:
@@ -78,14 +78,14 @@ class RemoteFile:
         """Fill `buffer` from `offset`. Raises `Corrupt` if the file ends before, `IOFailure` if it cannot be read."""
         stop = offset + len(buffer)
         if stop > self.size:
-            raise truncated(stop, self.size, path=self.path)
+            raise truncated_error(stop, self.size, path=self.path)
         if not buffer:
             return
         if len(buffer) > _WINDOW:
-            buffer[:] = self.fetch(offset, stop)
+            buffer[:] = self.fetch_range(offset, stop)
             return
         for start in range(offset - offset % _PAGE, stop, _PAGE):
-            page = self._page(start // _PAGE)
+            page = self._get_page(start // _PAGE)
             first, last = max(offset, start), min(stop, start + _PAGE)
             buffer[first - offset : last - offset] = page[first - start : last - start]
 
@@ -99,12 +99,12 @@ class RemoteFile:
     def close(self) -> None:
         """Do nothing: no connection stays open."""
 
-    def fetch(self, start: int, stop: int) -> bytes:
+    def fetch_range(self, start: int, stop: int) -> bytes:
         """Return the bytes from offset `start` to `stop`, in one uncached request."""
         store = self.path.store.store
         with translate_store_errors(self.path, store):
             try:
-                self._read = self._read or store.open(self.path.key, self._entry)
+                self._read = self._read or store.open_reader(self.path.key, self._entry)
                 data = self._read(start, stop)
             except FileNotFoundError as error:
                 hint = "run the command again: another process deletes this file"
@@ -117,28 +117,28 @@ class RemoteFile:
     def fetch_pages(self, numbers: Sequence[int]) -> None:
         """Fetch pages, given by sorted numbers, in one request that includes the bytes between them."""
         start, stop = numbers[0] * _PAGE, min(self.size, (numbers[-1] + 1) * _PAGE)
-        data = self.fetch(start, stop)
+        data = self.fetch_range(start, stop)
         for number in numbers:
             at = number * _PAGE - start
             PAGES.put(self._key(number), data[at : at + _PAGE])
 
-    def pages(self, ranges: Iterable[Range]) -> list[int]:
+    def missing_pages(self, ranges: Iterable[Range]) -> list[int]:
         """Return the sorted numbers of the pages that `ranges` need and that are not cached."""
         spans = ((start, min(stop, self.size)) for _, start, stop in ranges if 0 <= start < self.size)
         numbers = {number for start, stop in spans for number in range(start // _PAGE, -(-stop // _PAGE))}
         return sorted(number for number in numbers if PAGES.get(self._key(number)) is None)
 
-    def _page(self, number: int) -> bytes:
+    def _get_page(self, number: int) -> bytes:
         page = PAGES.get(self._key(number))
         if page is not None:
             return page
         # fetch the aligned window around the page: neighboring pages are usually needed next
         first = number - number % (_WINDOW // _PAGE)
-        with PAGES.busy(str(self.path), first):
+        with PAGES.fetch_lock(str(self.path), first):
             page = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
             if page is None:
                 start, stop = first * _PAGE, min(self.size, first * _PAGE + _WINDOW)
-                data = self.fetch(start, stop)
+                data = self.fetch_range(start, stop)
                 for at in range(0, len(data), _PAGE):
                     PAGES.put(self._key(first + at // _PAGE), data[at : at + _PAGE])
                 at = (number - first) * _PAGE
@@ -149,17 +149,17 @@ class RemoteFile:
         return str(self.path), self._entry.tag, number
 
 
-def read_ahead(root: Path, things: Iterable[T], ranges: Callable[[T], Iterable[Range]]) -> Iterator[T]:
-    """Yield `things` in order; for a remote directory, prefetch the `ranges` of each batch of things first.
+def iterate_with_prefetch(root: Path, items: Iterable[T], ranges_of: Callable[[T], Iterable[Range]]) -> Iterator[T]:
+    """Yield `items` in order; for a remote directory, prefetch the `ranges_of` of each batch of things first.
 
     Otherwise each small read would be a request of its own, one after the other.
     """
     if not is_remote(root):
-        yield from things
+        yield from items
         return
-    waiting = iter(things)
+    waiting = iter(items)
     while batch := list(islice(waiting, _BATCH)):
-        prefetch(root, [wanted for thing in batch for wanted in ranges(thing)])
+        prefetch(root, [wanted for thing in batch for wanted in ranges_of(thing)])
         yield from batch
 
 
@@ -172,11 +172,15 @@ def prefetch(root: RemotePath, ranges: Iterable[Range]) -> None:
     for wanted in ranges:
         by_file.setdefault(wanted[0], []).append(wanted)
     files = [(path, file_ranges) for name, file_ranges in by_file.items() if (path := root / name).is_file()]
-    runs = [(path, run) for path, file_ranges in files for run in coalesce(RemoteFile(path).pages(file_ranges))]
-    at_once(lambda run: RemoteFile(run[0]).fetch_pages(run[1]), runs)
+    runs = [
+        (path, run)
+        for path, file_ranges in files
+        for run in group_close_pages(RemoteFile(path).missing_pages(file_ranges))
+    ]
+    map_in_parallel(lambda run: RemoteFile(run[0]).fetch_pages(run[1]), runs)
 
 
-def coalesce(numbers: Iterable[int]) -> Iterator[list[int]]:
+def group_close_pages(numbers: Iterable[int]) -> Iterator[list[int]]:
     """Yield sorted page numbers as groups that are worth one request each."""
     run: list[int] = []
     for number in numbers:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol, cast
 
-from ckptkit.entry_points import load
+from ckptkit.entry_points import import_object
 from ckptkit.errors import translate_os_errors
 from ckptkit.io.file import opening, read_at
-from ckptkit.io.path import RemotePath, is_remote, known_store, refresh
-from ckptkit.io.staging import publish
+from ckptkit.io.path import RemotePath, capabilities_at, drop_cached_listing, is_remote
+from ckptkit.io.staging import publish_file
 
 _PROBE = ".ckptkit-probe"
 
@@ -17,7 +17,7 @@ _PROBE = ".ckptkit-probe"
 class SmallFiles(Protocol):
     """Single files of a store. No method uses cached responses."""
 
-    def tag(self, path: RemotePath) -> str:
+    def find_content_tag(self, path: RemotePath) -> str:
         """Return a tag that changes with the content of a file, such as its ETag; "" if the file does not exist."""
 
     def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
@@ -33,7 +33,7 @@ class SmallFiles(Protocol):
 
 def open_small_files(path: RemotePath) -> SmallFiles:
     """Return the writer of single files for the store of a path from `to_destination`."""
-    return cast(SmallFiles, load(known_store(path).small_files)(path))
+    return cast(SmallFiles, import_object(capabilities_at(path).small_files)(path))
 
 
 def require_writable(directory: Path) -> None:
@@ -44,10 +44,10 @@ def require_writable(directory: Path) -> None:
         files.delete(directory / _PROBE)
 
 
-def read_file(path: Path) -> bytes:
+def read_current_content(path: Path) -> bytes:
     """Return the current content of a small file; b"" if it is missing."""
     with translate_os_errors(path):
-        if not refresh(path).exists():
+        if not drop_cached_listing(path).exists():
             return b""
     with opening(path) as file:
         return read_at(file, file.size, 0)
@@ -58,7 +58,7 @@ def replace_file(path: Path, content: bytes) -> None:
     if is_remote(path):
         open_small_files(path).put(path, content)
     else:
-        publish(path, content, overwrite=True)
+        publish_file(path, content, overwrite=True)
 
 
 class LocalLines:
@@ -67,31 +67,32 @@ class LocalLines:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def add(self, line: bytes) -> None:
+    def add_line(self, line: bytes) -> None:
         with translate_os_errors(self._path), self._path.open("ab") as file:
             file.write(line)
 
-    def send(self) -> None:
+    def send_lines(self) -> None:
         """Do nothing: the lines are already in the file."""
 
 
 class StoreLines:
-    """The lines of an object, buffered in memory until `send` writes all of them.
+    """The lines of an object, buffered in memory until `send_lines` writes all of them.
 
-    `send` raises `Occupied` if another process has written the object meanwhile: a second training of the same run.
+    `send_lines` raises `Occupied` if another process has written the object meanwhile: a second training of the same
+    run.
     """
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._files = open_small_files(path)
-        self._tag = self._files.tag(path)
-        self._content = bytearray(read_file(path))
+        self._tag = self._files.find_content_tag(path)
+        self._content = bytearray(read_current_content(path))
         self._sent = len(self._content)
 
-    def add(self, line: bytes) -> None:
+    def add_line(self, line: bytes) -> None:
         self._content += line
 
-    def send(self) -> None:
+    def send_lines(self) -> None:
         if len(self._content) > self._sent:
             self._tag = self._files.put(self._path, bytes(self._content), replaces=self._tag)
             self._sent = len(self._content)

@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import CkptError, Occupied, Unsafe, translate_os_errors
-from ckptkit.io.allocation import write_file
+from ckptkit.io.allocation import write_new_file
 from ckptkit.io.disk import (
     HIDDEN_SIBLING,
     aside_path,
     lock_path,
     make_directories,
+    move_directory_into_place,
     move_file_into_place,
-    move_into_place,
-    remove,
+    remove_path,
     retry_interrupted,
     staging_path,
+    sync_directory_tree,
     sync_path,
-    sync_tree,
 )
-from ckptkit.io.file import destination_exists, opening, read_at
-from ckptkit.io.locks import acquire, close, is_same_file, release, try_lock
+from ckptkit.io.file import destination_exists_error, opening, read_at
+from ckptkit.io.locks import acquire_lock, close_if_open, is_same_file, release_lock, try_lock
 
 WORK = ".ckptkit-work"
 _KEY = "key"
@@ -35,7 +35,7 @@ _PATIENCE = 60.0  # seconds that a `part` waits for the lock of a process with a
 
 
 @contextmanager
-def naming_destination(path: Path) -> Iterator[None]:
+def errors_naming_destination(path: Path) -> Iterator[None]:
     """Make errors name the destination, as it was typed, instead of the hidden directory that is renamed to it."""
     try:
         yield
@@ -52,9 +52,9 @@ class Stage:
     Locks the destination from `open` to the end: a second process with the same destination gets `Occupied` while the
     first is alive, and removes its files if it has died.
 
-    `key` identifies the output. `open` resumes an unfinished directory with the same key, and `leave` keeps the
-    directory for a later call. Several processes that each write a `part` share the directory: each of them calls
-    `let_others_in`.
+    `key` identifies the output. `open` resumes an unfinished directory with the same key, and `unlock_for_resume` keeps
+    the directory for a later call. Several processes that each write a `part` share the directory: each of them calls
+    `unlock_for_other_parts`.
 
     If an unfinished output has another key, `open` calls `check_other` with its key and notes before it removes the
     output. `check_other` may raise an error to keep that output.
@@ -86,7 +86,7 @@ class Stage:
         self._is_ours = False  # whether the files in `path` are this process's
 
     @property
-    def work(self) -> Path:
+    def notes_directory(self) -> Path:
         """Return the directory in `path` for notes on finished work; it is not part of the output."""
         return self.path / WORK
 
@@ -96,65 +96,67 @@ class Stage:
         Separate from `__init__`, so that the caller can `discard` whenever a signal arrives. The writer of a part waits
         until the others have let it in, and has the directory to itself until it lets them in.
         """
-        check_destination(self.dst, self.overwrite, is_file=self.is_file)
+        require_free_destination(self.dst, self.overwrite, is_file=self.is_file)
         with translate_os_errors(self.dst):
             make_directories(self.dst.parent, sync=self.sync)
             self._lock = self._acquire()
             # a process that died during a swap may have left the old destination aside
-            recover(self.dst)
+            recover_interrupted_swap(self.dst)
             # another process may have finished it while we waited for the lock
-            check_destination(self.dst, self.overwrite, is_file=self.is_file)
-            begun = read_key(self.path)
+            require_free_destination(self.dst, self.overwrite, is_file=self.is_file)
+            begun = find_staging_key(self.path)
             if self.key is None or begun != self.key:
                 if begun is not None and self.check_other is not None:
-                    self.check_other(begun, self.work)
-                close(claim(self.path))  # raises `Occupied` while other processes still write parts here
+                    self.check_other(begun, self.notes_directory)
+                close_if_open(
+                    lock_resumable_output(self.path)
+                )  # raises `Occupied` while other processes still write parts here
                 self._is_ours = True
-                make_empty(self.path)
+                create_empty_directory(self.path)
                 if self.key is not None:
-                    write_key(self.path, self.key)
+                    write_staging_key(self.path, self.key)
             if self.key is not None:
-                self._claim = claim(self.path, shared=self.is_part)
+                self._claim = lock_resumable_output(self.path, shared=self.is_part)
             self._is_ours = True
         return self
 
     def _acquire(self) -> int:
         while True:
             try:
-                return acquire(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
+                return acquire_lock(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
             except Occupied:
-                if not self.is_part or read_key(self.path) != self.key:
+                if not self.is_part or find_staging_key(self.path) != self.key:
                     raise
             except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
                 error.filename = os.fspath(self.dst.parent)  # the user does not know our lock
                 raise
 
-    def let_others_in(self) -> None:
+    def unlock_for_other_parts(self) -> None:
         """Let other processes open the directory, too, to write other parts of the same output."""
         self._release()
 
     def commit(self) -> None:
         """Move the content of `path` to the destination, durably. Never retries a failed fsync."""
         with translate_os_errors(self.path):
-            remove(self.work)
+            remove_path(self.notes_directory)
             if self.sync:
-                sync_tree(self.path)
-            self._show()
+                sync_directory_tree(self.path)
+            self._move_to_destination()
             if self.sync:
                 sync_path(self.dst.parent)
         # `path` is now the old destination; if removing it fails, the next run does it
         with suppress(OSError):
-            remove(self.path)
-        self.leave()
+            remove_path(self.path)
+        self.unlock_for_resume()
 
-    def _show(self) -> None:
+    def _move_to_destination(self) -> None:
         self._is_ours = False  # from here on `path` may be the old destination, which `discard` must not remove
         try:
             if self.is_file:
                 (only_entry,) = self.path.iterdir()
                 move_file_into_place(only_entry, self.dst, self.overwrite)
             else:
-                move_into_place(self.path, self.dst, self.overwrite)
+                move_directory_into_place(self.path, self.dst, self.overwrite)
         except Exception:
             self._is_ours = True
             raise
@@ -165,22 +167,22 @@ class Stage:
             with suppress(OSError):
                 # Without its lock file, the directory was deleted, and another stage may have made it again.
                 if is_same_file(self._lock, lock_path(self.dst)) and not self.path.is_symlink():
-                    remove(self.path)
-        self.leave()
+                    remove_path(self.path)
+        self.unlock_for_resume()
 
-    def leave(self) -> None:
+    def unlock_for_resume(self) -> None:
         """Unlock the unfinished output, so that another process can resume it."""
         claimed, self._claim = self._claim, None
-        close(claimed)
+        close_if_open(claimed)
         self._release()
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            release(lock, lock_path(self.dst))
+            release_lock(lock, lock_path(self.dst))
 
 
-def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> None:
+def require_free_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> None:
     """Raise `Occupied` if `dst` exists and may not be replaced; a directory may replace an empty directory."""
     with translate_os_errors(dst):
         if dst.is_symlink():
@@ -190,10 +192,10 @@ def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> N
         if dst.is_dir() == is_file:
             raise Occupied(f"the destination is a {'directory' if is_file else 'file'}", path=dst)
         if not overwrite and (is_file or any(dst.iterdir())):
-            raise destination_exists(dst)
+            raise destination_exists_error(dst)
 
 
-def claim(path: Path, *, shared: bool = False) -> int | None:
+def lock_resumable_output(path: Path, *, shared: bool = False) -> int | None:
     """Lock the unfinished output in directory `path`. Returns None if it has no key, so that nobody can resume it."""
     try:
         fd = os.open(path / WORK / _KEY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -204,12 +206,12 @@ def claim(path: Path, *, shared: bool = False) -> int | None:
             hint = "wait for them to end"
             raise Occupied("parts of this destination, or of another one, are still being made", path=path, hint=hint)
     except BaseException:
-        close(fd)
+        close_if_open(fd)
         raise
     return fd
 
 
-def read_key(path: Path) -> bytes | None:
+def find_staging_key(path: Path) -> bytes | None:
     """Return the key of the unfinished output in directory `path`; None without a directory or a key."""
     file = path / WORK / _KEY
     with translate_os_errors(file):
@@ -219,16 +221,16 @@ def read_key(path: Path) -> bytes | None:
             return read_at(opened, opened.size, 0)
 
 
-def write_key(path: Path, key: bytes) -> None:
+def write_staging_key(path: Path, key: bytes) -> None:
     """Write the key of directory `path` atomically."""
     written = path / WORK / f"{_KEY}.new"
     with translate_os_errors(path):
         retry_interrupted((path / WORK).mkdir)
-        write_file(written, key)
+        write_new_file(written, key)
         retry_interrupted(written.rename, path / WORK / _KEY)
 
 
-def make_empty(path: Path) -> None:
+def create_empty_directory(path: Path) -> None:
     """Create directory `path`, replacing the leftovers of a process that died."""
     with translate_os_errors(path):
         if path.is_symlink():
@@ -236,43 +238,43 @@ def make_empty(path: Path) -> None:
         if path.exists():
             # else a power failure may undo the rename that moved the old destination to this path
             sync_path(path.parent)
-            remove(path)
+            remove_path(path)
         retry_interrupted(path.mkdir)
 
 
-def clear_dead(root: Path) -> None:
+def remove_dead_leftovers(root: Path) -> None:
     """Remove the hidden leftovers of dead processes in directory `root`, except outputs that can be resumed."""
     with translate_os_errors(root):
         names = {match[1] for path in root.iterdir() if (match := HIDDEN_SIBLING.fullmatch(path.name))}
         for dst in (root / name for name in sorted(names)):
             lock = lock_path(dst)
             with suppress(Occupied):
-                owned = acquire(lock)
+                owned = acquire_lock(lock)
                 try:
-                    recover(dst)
-                    if read_key(staging_path(dst)) is None:
-                        remove(staging_path(dst))
+                    recover_interrupted_swap(dst)
+                    if find_staging_key(staging_path(dst)) is None:
+                        remove_path(staging_path(dst))
                 finally:
-                    release(owned, lock)
+                    release_lock(owned, lock)
 
 
-def recover(dst: Path) -> None:
+def recover_interrupted_swap(dst: Path) -> None:
     """Restore, or remove, an old `dst` that a process put aside before it died in the middle of a swap."""
     aside = aside_path(dst)
     if dst.exists():
-        remove(aside)
+        remove_path(aside)
     elif aside.exists():
         retry_interrupted(os.rename, aside, dst)
 
 
-def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
+def publish_file(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
     """Write `content` to the file `dst` atomically.
 
     Raises `Occupied` if the file exists, unless `overwrite`.
     """
     stage = Stage(dst, overwrite=overwrite, is_file=True)
     try:
-        write_file(stage.open().path / dst.name, content)
+        write_new_file(stage.open().path / dst.name, content)
         stage.commit()
     except BaseException:
         stage.discard()

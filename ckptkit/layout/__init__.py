@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
-from ckptkit.layout.box import Box, Shape, find_gap, find_outside, find_overlap, whole
+from ckptkit.errors import CkptError, Corrupt, Report, raise_problem
+from ckptkit.layout.box import Box, Shape, find_gap, find_outside, find_overlap, full_box
 from ckptkit.layout.dtypes import DType
 
 OWN = "own_state"  # the key of all per-rank state, above `rank_N`
@@ -98,7 +98,7 @@ class Chunk(NamedTuple):
     bytes of that chunk: the `run`, an offset and a length.
 
     `where` is None if the bytes are at that location. Otherwise it says where they are: `Wrapped` in an archive, which
-    the reader's `locate` opens before planning; in no file because they are `Zeros`; in an `Unreadable` file; or lost
+    `locate_all_chunks` opens before planning; in no file because they are `Zeros`; in an `Unreadable` file; or lost
     by a `Fault`. Tensors with a lost chunk are dropped before planning. A chunk that no file contains has the path "",
     and an `offset` that only distinguishes it from other chunks.
     """
@@ -129,7 +129,7 @@ class Chunk(NamedTuple):
         return cls(box, "", 0, box.numel * dtype.itemsize, dtype, where=fault)
 
     @property
-    def bytes(self) -> tuple[int, int]:
+    def checksummed_range(self) -> tuple[int, int]:
         """Return offset and length of the bytes that the checksum covers."""
         return self.run or (self.offset, self.length)
 
@@ -318,7 +318,7 @@ class Layout:
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
 
     @property
-    def stored(self) -> Iterator[tuple[str, Chunk | Blob]]:
+    def chunks_and_blobs(self) -> Iterator[tuple[str, Chunk | Blob]]:
         """Yield every chunk, then every blob, with the name of its entry."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
@@ -326,7 +326,7 @@ class Layout:
         yield from self.blobs.items()
 
     @property
-    def copies(self) -> Iterator[tuple[str, Chunk]]:
+    def replica_chunks(self) -> Iterator[tuple[str, Chunk]]:
         """Yield every spare chunk with the name of its tensor."""
         for name, chunks in self.spares.items():
             for chunk in chunks:
@@ -335,7 +335,7 @@ class Layout:
     @property
     def paths(self) -> set[str]:
         """Return the names of the files that contain its chunks and blobs, or should contain them."""
-        return {item.path for _, item in self.stored if item.path}
+        return {item.path for _, item in self.chunks_and_blobs if item.path}
 
     @property
     def files(self) -> set[str]:
@@ -352,17 +352,17 @@ class Layout:
         return self.keys.get(name, (name,))
 
 
-def check_cover(layout: Layout, report: Report = refuse) -> None:
+def check_chunks_tile(layout: Layout, report: Report = raise_problem) -> None:
     """Report as `Corrupt` each tensor whose chunks are outside of it, overlap or leave a gap."""
     for name, tensor in layout.tensors.items():
-        if len(tensor.chunks) == 1 and tensor.chunks[0].box == whole(tensor.spec.shape):
+        if len(tensor.chunks) == 1 and tensor.chunks[0].box == full_box(tensor.spec.shape):
             continue
-        fault = find_fault(layout.root, tensor)
+        fault = find_tiling_error(layout.root, tensor)
         if fault is not None:
             report(fault.blame(path=layout.path, tensor=name))
 
 
-def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
+def find_tiling_error(root: Path, tensor: StoredTensor) -> Corrupt | None:
     """Return the error for chunks that do not tile a tensor, None if they do."""
     shape = tensor.shape_of_chunks
     boxes = [chunk.box for chunk in tensor.chunks]

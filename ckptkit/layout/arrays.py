@@ -33,7 +33,7 @@ def to_numpy(data: bytearray, dtype: DType, shape: Shape) -> Array:
     if dtype.name.endswith("_x2") or dtype.kind == "quantized":
         raise Unsupported(f"numpy does not have dtype {dtype}", hint="`.torch()` knows some that numpy does not")
     if dtype.kind == "small_float":
-        numbers = np.array(SMALL_FLOATS[dtype.name].numbers, np.float32)
+        numbers = np.array(SMALL_FLOATS[dtype.name].value_by_bits, np.float32)
         return numbers[np.frombuffer(data, np.uint8)].reshape(shape)
     return np.ndarray(shape, dtype.name, data)
 

@@ -10,7 +10,7 @@ from operator import add, itemgetter, le, mul, sub
 from typing import NamedTuple
 
 
-def row_major(shape: Shape) -> Shape:
+def row_major_strides(shape: Shape) -> Shape:
     """Return the strides, in elements, of a contiguous row-major tensor."""
     return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
 
@@ -45,13 +45,13 @@ class Span(NamedTuple):
 
 def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
     """Return the span of the elements of `box` in `chunk`, which has `strides` (row-major if None)."""
-    steps = row_major(chunk.size) if strides is None else strides
+    steps = row_major_strides(chunk.size) if strides is None else strides
     start = sum(map(mul, map(sub, box.start, chunk.start), steps))
     length = 1 + sum(map(mul, box.size, steps)) - sum(steps)
     return Span(start, length, strides is None and length == box.numel)
 
 
-def halve(box: Box, strides: Shape) -> tuple[Box, Box]:
+def halve_box(box: Box, strides: Shape) -> tuple[Box, Box]:
     """Cut a box in two across the axis with the largest stride."""
     axis = max((d for d in range(len(box.size)) if box.size[d] > 1), key=lambda d: strides[d])
     half = box.size[axis] // 2
@@ -86,7 +86,7 @@ class Box(NamedTuple):
         return Box(tuple(map(sub, self.start, outer.start)), self.size)
 
 
-def whole(shape: Shape) -> Box:
+def full_box(shape: Shape) -> Box:
     """Return the box of a full tensor."""
     return Box((0,) * len(shape), shape)
 
@@ -112,7 +112,7 @@ class BoxIndex:
     def __init__(self, boxes: Sequence[Box]) -> None:
         ndim = len(boxes[0].start) if boxes else 0
         self._boxes = boxes
-        starts, sizes = columns(boxes, ndim)
+        starts, sizes = starts_and_sizes_by_axis(boxes, ndim)
         self._axis = max(range(ndim), key=lambda axis: len(set(starts[axis])), default=None)
         if self._axis is None:
             return
@@ -128,19 +128,19 @@ class BoxIndex:
         """Return True if the boxes follow each other along an axis, as shards do. Then no two of them overlap."""
         return self._axis is not None and all(map(le, self._furthest, self._starts[1:]))
 
-    def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the index of each box that intersects `wanted`, with the intersection, in order of start."""
+    def intersections_with(self, region: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the index of each box that intersects `region`, with the intersection, in order of start."""
         if self._axis is None:
             yield from enumerate(self._boxes)
             return
-        axis, stop = self._axis, wanted.stop
-        low, high = wanted.start[axis], stop[axis]
-        is_across = all(wanted.start[d] <= start and end <= stop[d] for d, start, end in self._across)
+        axis, stop = self._axis, region.stop
+        low, high = region.start[axis], stop[axis]
+        is_across = all(region.start[d] <= start and end <= stop[d] for d, start, end in self._across)
         for i in self._order[bisect_left(self._furthest, low + 1) : bisect_left(self._starts, high)]:
             box = self._boxes[i]
             if is_across and box.start[axis] >= low and box.start[axis] + box.size[axis] <= high:
                 yield i, box
-            elif (shared := intersect(box, wanted)) is not None:
+            elif (shared := intersect(box, region)) is not None:
                 yield i, shared
 
 
@@ -150,7 +150,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
     if index.is_stacked:
         return None
     for i, box in enumerate(boxes):
-        for j, shared in index.meeting(box):
+        for j, shared in index.intersections_with(box):
             if i != j:
                 return i, j, shared
     return None
@@ -161,14 +161,14 @@ def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
     for i, (start, size) in enumerate(boxes):
         if not len(start) == len(size) == len(shape):
             return i
-    for starts, sizes, extent in zip(*columns(boxes, len(shape)), shape, strict=True):
+    for starts, sizes, extent in zip(*starts_and_sizes_by_axis(boxes, len(shape)), shape, strict=True):
         if boxes and (min(starts) < 0 or min(sizes) < 0 or max(map(add, starts, sizes)) > extent):
             ends = zip(starts, sizes, strict=True)
             return next(i for i, (a, n) in enumerate(ends) if a < 0 or n < 0 or a + n > extent)
     return None
 
 
-def columns(boxes: Sequence[Box], ndim: int) -> tuple[list[list[int]], list[list[int]]]:
+def starts_and_sizes_by_axis(boxes: Sequence[Box], ndim: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the starts and the sizes of the boxes along each axis."""
     starts, sizes = [box.start for box in boxes], [box.size for box in boxes]
     axes = [itemgetter(axis) for axis in range(ndim)]
@@ -199,7 +199,7 @@ def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
     return (0, 0, shape[0]) if shape else (0, 0, 1)
 
 
-def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
+def subtract_boxes(box: Box, others: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes that cover a box without the others."""
     remaining = [box]
     for other in others:

@@ -23,12 +23,12 @@ _PART = 1 << 18  # elements at a time: with fewer, threads wait longer for the G
 _OVERFLOW = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
 
 
-def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
+def cast_into(values: Array, src: DType, dst: DType, out: Array) -> None:
     """Convert `values`, 1-D and stored as `src` (in any numpy dtype of its size), into `out`, stored as `dst`.
 
     Rounds to nearest, ties to even; NaN stays NaN. Raises `Unsupported` if a finite value would become infinite.
     """
-    if not src.can_become(dst):
+    if not src.is_castable_to(dst):
         raise Unsupported(f"no conversion from {src} to {dst}")
     parts = [slice(start, start + _PART) for start in range(0, len(values), _PART)]
     if src.itemsize == 2 and dst.name == "float32":  # exact: float32 represents every 16-bit float
@@ -38,10 +38,10 @@ def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
     widen, narrow = widener(src), _narrower(dst, min(_PART, len(values)))
     for part in parts:
         wide = widen(values[part])
-        narrow(wide, out[part], are_small(wide, dst))
+        narrow(wide, out[part], are_representable(wide, dst))
 
 
-def are_small(values: Array, dst: DType) -> bool:
+def are_representable(values: Array, dst: DType) -> bool:
     """Return True if all `values` are finite in `dst`, False if unknown. Raises `Unsupported` if one is too large."""
     limit = _OVERFLOW.get(dst.name)
     if limit is None or values.dtype == _NUMPY.get(dst.name):
@@ -80,8 +80,8 @@ def _narrower(dst: DType, count: int) -> Callable[[Array, Array, bool], None]:
         scratch = np.empty(count, np.uint32)
         return lambda wide, out, small: _to_bfloat16(_to_float32(wide), out.view(np.uint16), small, scratch)
     if dst.name == "float16":
-        return lambda wide, out, _: _assign(out.view(np.float16), _to_float32(wide))
-    return lambda wide, out, _: _assign(out.view(_NUMPY[dst.name]), wide)
+        return lambda wide, out, _: _assign_quietly(out.view(np.float16), _to_float32(wide))
+    return lambda wide, out, _: _assign_quietly(out.view(_NUMPY[dst.name]), wide)
 
 
 def _to_float32(wide: Array) -> Array:
@@ -91,7 +91,7 @@ def _to_float32(wide: Array) -> Array:
         return wide.astype(np.float32)
 
 
-def _assign(out: Array, values: Array) -> None:
+def _assign_quietly(out: Array, values: Array) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = values
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.moments import Moments, measure, measure_often
+from ckptkit.layout.moments import Moments, measure_moments, measure_repeated
 from ckptkit.layout.small_floats import SMALL_FLOATS, SmallFloat
 
 Array = NDArray[Any]
@@ -68,7 +68,7 @@ class Count:
         )
 
 
-def count(data: memoryview, dtype: DType) -> Count:
+def count_values(data: memoryview, dtype: DType) -> Count:
     """Return the counts of stored elements of a dtype. Integers and booleans are never NaN, infinite or denormal."""
     total = Count()
     for start in range(0, len(data), _PART_BYTES):
@@ -83,7 +83,7 @@ def _count_part(data: memoryview, dtype: DType) -> Count:
         name = _COMPONENTS.get(dtype.name, dtype.name)
         kind = _FLOATS[name]
         bits = np.frombuffer(data, f"u{kind.nbytes}")
-        return replace(_count_floats(bits, kind), moments=measure(bits, widener(DTYPES[name])))
+        return replace(_count_floats(bits, kind), moments=measure_moments(bits, widener(DTYPES[name])))
     return _count_integers(np.frombuffer(data, _INTEGERS.get(dtype.name, dtype.name)))
 
 
@@ -96,7 +96,7 @@ _INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int
 def _count_integers(values: Array) -> Count:
     zero = len(values) - int(np.count_nonzero(values))
     low, high = values.min().item(), values.max().item()
-    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, lambda stored: stored))
+    return Count(len(values), zero=zero, low=low, high=high, moments=measure_moments(values, lambda stored: stored))
 
 
 # Floats of 16 bits and more, by their bits
@@ -115,7 +115,7 @@ class _Float:
     infinity: int
 
     @property
-    def sign(self) -> int:
+    def sign_bit(self) -> int:
         return 1 << (8 * self.nbytes - 1)
 
     def decode(self, bits: int) -> float:
@@ -137,7 +137,7 @@ def _count_floats(bits: Array, kind: _Float) -> Count:
     extremes = _Extremes.of(bits, kind)
     if kind.normal <= extremes.least and extremes.most < kind.infinity:
         return Count(len(bits), low=kind.decode(extremes.low), high=kind.decode(extremes.high))
-    magnitudes = bits & bits.dtype.type(kind.sign - 1)
+    magnitudes = bits & bits.dtype.type(kind.sign_bit - 1)
     counts = Count(
         len(bits),
         nan=int(np.count_nonzero(magnitudes > kind.infinity)),
@@ -166,12 +166,12 @@ class _Extremes:
         """Return the extremes. Unsigned, negative floats come last; signed, first. Bits grow with the magnitude."""
         signed = bits.view(f"i{kind.nbytes}")
         first, last = int(bits.min()), int(bits.max())
-        first_signed, last_signed = (int(at) % (2 * kind.sign) for at in (signed.min(), signed.max()))
+        first_signed, last_signed = (int(at) % (2 * kind.sign_bit) for at in (signed.min(), signed.max()))
         return cls(
-            least=min(first % kind.sign, first_signed % kind.sign),
-            most=max(last % kind.sign, last_signed % kind.sign),
-            low=last if last >= kind.sign else first,
-            high=last_signed if last_signed < kind.sign else first,
+            least=min(first % kind.sign_bit, first_signed % kind.sign_bit),
+            most=max(last % kind.sign_bit, last_signed % kind.sign_bit),
+            low=last if last >= kind.sign_bit else first,
+            high=last_signed if last_signed < kind.sign_bit else first,
         )
 
 
@@ -184,15 +184,15 @@ def _count_small(codes: Array, kind: SmallFloat) -> Count:
     if kind.nbits == 4:
         pairs = occurrences.reshape(16, 16)
         occurrences = pairs.sum(axis=0) + pairs.sum(axis=1)
-    values = np.array(kind.numbers)
+    values = np.array(kind.value_by_bits)
     numbers = values[(occurrences > 0) & ~np.isnan(values)]
     return Count(
         int(occurrences.sum()),
         nan=int(occurrences[np.isnan(values)].sum()),
         inf=int(occurrences[np.isinf(values)].sum()),
         zero=int(occurrences[values == 0].sum()),
-        denormal=int(occurrences[(values != 0) & (np.abs(values) < kind.normal)].sum()),
+        denormal=int(occurrences[(values != 0) & (np.abs(values) < kind.smallest_normal)].sum()),
         low=numbers.min().item() if len(numbers) else None,
         high=numbers.max().item() if len(numbers) else None,
-        moments=measure_often(values, occurrences),
+        moments=measure_repeated(values, occurrences),
     )

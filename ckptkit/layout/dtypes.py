@@ -26,11 +26,11 @@ class DType:
     itemsize: int
     kind: Kind
 
-    def can_become(self, other: DType) -> bool:
+    def is_castable_to(self, other: DType) -> bool:
         """Return True if this dtype can be cast to `other`: both are floats of 16 bits or more."""
         return self.kind == other.kind == "float"
 
-    def compares_with(self, other: DType) -> bool:
+    def is_comparable_with(self, other: DType) -> bool:
         """Return True if elements of both dtypes can be compared: they have one number per element, or are equal."""
         return self == other or not any(d.kind == "quantized" or d.name.endswith("_x2") for d in (self, other))
 

@@ -15,18 +15,18 @@ from ckptkit.layout.dtypes import DType
 _Entry = TypeVar("_Entry")
 
 
-def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
+def select_entries(layout: Layout, keep: Callable[[str], bool]) -> Layout:
     named = chain(layout.tensors, layout.blobs, layout.twins, layout.spares, layout.absent)
-    return with_names(layout, {name: name for name in named if keep(name)}, layout.keys)
+    return with_renamed_entries(layout, {name: name for name in named if keep(name)}, layout.keys)
 
 
-def in_folder(layout: Layout, folder: str) -> Layout:
-    """Return the layout with paths relative to the parent of its directory, which is called `folder`."""
-    if not folder:
+def with_paths_below(layout: Layout, directory: str) -> Layout:
+    """Return the layout with paths relative to the parent of its directory, which is called `directory`."""
+    if not directory:
         return layout
 
     def move(file: str) -> str:
-        return str(PurePosixPath(folder, file)) if file else file
+        return str(PurePosixPath(directory, file)) if file else file
 
     def move_chunks(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
         return tuple(chunk._replace(path=move(chunk.path)) for chunk in chunks)
@@ -48,7 +48,7 @@ def in_folder(layout: Layout, folder: str) -> Layout:
     )
 
 
-def join(root: Path, layouts: Sequence[Layout]) -> Layout:
+def merge_layouts(root: Path, layouts: Sequence[Layout]) -> Layout:
     """Join layouts that share no name, in the first one's format, with its texts. Paths must be relative to `root`."""
 
     def joined(parts: Iterable[Mapping[str, _Entry]]) -> dict[str, _Entry]:
@@ -72,7 +72,7 @@ def join(root: Path, layouts: Sequence[Layout]) -> Layout:
     )
 
 
-def with_names(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyPath]) -> Layout:
+def with_renamed_entries(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyPath]) -> Layout:
     """Return the entries in `names`, renamed as it says, with the new key paths in `keys`."""
 
     def named(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
@@ -89,35 +89,35 @@ def with_names(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyP
     )
 
 
-def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
+def rename_tensors(layout: Layout, new_name: Callable[[str], str]) -> Layout:
     """Return the same tensors with new names, without blobs and copies. Raises `Mismatch` if two become equal."""
     old_names: dict[str, str] = {}
     for name in layout.tensors:
         new = new_name(name)
         if new in old_names:
-            raise clash(layout, old_names[new], name, new)
+            raise name_clash_error(layout, old_names[new], name, new)
         old_names[new] = name
     tensors = {new: layout.tensors[old] for new, old in old_names.items()}
     return replace(layout, tensors=tensors, blobs={}, keys={}, twins={}, spares={}, absent={})
 
 
-def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
+def with_new_key_paths(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
     """Return the same entries with new key paths. Raises `Mismatch` if names clash, or one is where a dict must be."""
     old_names: dict[str, str] = {}
     keys: dict[str, KeyPath] = {}
     for name in layout.names:
-        key = ways[name]
+        key = key_paths[name]
         new = ".".join(map(str, key))
         if new in old_names:
-            raise clash(layout, old_names[new], name, new)
+            raise name_clash_error(layout, old_names[new], name, new)
         old_names[new], keys[new] = name, key
-    check_ways(layout, keys)
+    check_key_paths(layout, keys)
     names = {old: new for new, old in old_names.items()}
-    names |= {name: ".".join(map(str, ways.get(name, (name,)))) for name in layout.absent}
-    return with_names(layout, names, keys)
+    names |= {name: ".".join(map(str, key_paths.get(name, (name,)))) for name in layout.absent}
+    return with_renamed_entries(layout, names, keys)
 
 
-def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
+def check_key_paths(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
     """Raise `Mismatch` if an entry is where others need a dict."""
     ends = {key: name for name, key in keys.items()}
     for name, key in keys.items():
@@ -127,30 +127,30 @@ def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
             raise Mismatch(message, path=layout.path, tensor=name, hint="change --rename, or drop one")
 
 
-def nest(layout: Layout, above: KeyPath) -> Layout:
+def nest_below_key(layout: Layout, above: KeyPath) -> Layout:
     """Return the same tensors and blobs, all below one key of the nested dict."""
-    return rekey(layout, {name: (*above, *layout.key(name)) for name in (*layout.names, *layout.absent)})
+    return with_new_key_paths(layout, {name: (*above, *layout.key(name)) for name in (*layout.names, *layout.absent)})
 
 
-def take_twins(layout: Layout) -> Layout:
+def with_low_precision_copies(layout: Layout) -> Layout:
     """Return the layout with its low-precision copies in place of the tensors that have one."""
     return replace(layout, tensors={**layout.tensors, **layout.twins}, twins={})
 
 
-def twins_as_rounded(layout: Layout) -> tuple[Layout, Layout]:
+def rounded_tensors_and_copies(layout: Layout) -> tuple[Layout, Layout]:
     """Return the tensors that have low-precision copies, cast to their dtypes, and the copies. Both must be equal."""
     copied = {name: layout.tensors[name] for name in layout.twins if name in layout.tensors}
     tensors = replace(layout, tensors=copied, blobs={}, twins={})
     copies = replace(tensors, tensors={name: layout.twins[name] for name in copied})
-    return cast(tensors, lambda name, _: copies.tensors[name].spec.dtype), copies
+    return cast_tensors(tensors, lambda name, _: copies.tensors[name].spec.dtype), copies
 
 
-def clash(layout: Layout, one: str, other: str, new: str) -> Mismatch:
+def name_clash_error(layout: Layout, one: str, other: str, new: str) -> Mismatch:
     message = f"`{one}` and `{other}` would both get this name"
     return Mismatch(message, path=layout.path, tensor=new, hint="change --rename, or drop one with --exclude")
 
 
-def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
+def cast_tensors(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
     """Return the same tensors with the dtypes that `wanted` returns. Chunks stay, and are cast on read."""
     tensors = {
         name: replace(tensor, spec=replace(tensor.spec, dtype=wanted(name, tensor.spec)))
@@ -159,17 +159,17 @@ def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
     return replace(layout, tensors=tensors)
 
 
-def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
+def cast_to_specs(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
     """Return the same tensors with the dtypes in `specs` for their names, where they can be cast."""
 
     def choose(name: str, spec: Spec) -> DType:
         wanted = specs.get(name, spec).dtype
-        return wanted if spec.dtype.can_become(wanted) else spec.dtype
+        return wanted if spec.dtype.is_castable_to(wanted) else spec.dtype
 
-    return cast(layout, choose)
+    return cast_tensors(layout, choose)
 
 
-def without_lost(layout: Layout) -> tuple[Layout, dict[str, StoredTensor]]:
+def split_off_lost_tensors(layout: Layout) -> tuple[Layout, dict[str, StoredTensor]]:
     """Return the layout without its lost tensors, and the lost tensors."""
     lost = {name: t for name, t in layout.tensors.items() if t.is_lost}
-    return select(layout, lambda name: name not in lost), lost
+    return select_entries(layout, lambda name: name not in lost), lost

@@ -4,10 +4,10 @@ torch's optimizers number their parameters, group by group, in the order in whic
 `match_by_size` assumes no order: it needs a different size for every parameter, and an index for every parameter of a
 model. If the optimizer has fewer indices, it may train something that was not saved.
 
-`match` assumes that every group lists its parameters in the order of the model's `parameters()`. Sizes cannot prove
-that order, so call it only where the trainer's code fixes the order, or the user confirms it. There must be exactly one
-way to distribute the parameters to the groups so that all sizes fit: two groups of equal layers have several ways, and
-match nothing.
+`match_in_order` assumes that every group lists its parameters in the order of the model's `parameters()`. Sizes cannot
+prove that order, so call it only where the trainer's code fixes the order, or the user confirms it. There must be
+exactly one way to distribute the parameters to the groups so that all sizes fit: two groups of equal layers have
+several ways, and match nothing.
 
 A size is a shape, or a number of elements where states are flattened. Parameters have any key, such as their names.
 """
@@ -34,7 +34,7 @@ KEEP_NUMBERS = "pass --optimizer-keys ids to keep the numbers"
 _HINT = "check that the optimizer belongs to this model"
 
 
-def match(
+def match_in_order(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold | None = None
 ) -> dict[int, Key]:
     """Return the parameter of each index.
@@ -43,7 +43,7 @@ def match(
     model's parameters in order. Raises `Corrupt` for an index that the groups list twice or not at all, `Unsupported`
     if no assignment fits, or several do.
     """
-    check_numbers(groups, sizes)
+    check_indices(groups, sizes)
     total = sum(map(len, groups))
     if total != len(parameters):
         message = f"expected {count(len(parameters), 'parameter')} as in the model, found {total} in the optimizer"
@@ -54,12 +54,12 @@ def match(
     return dict(zip(numbers, parameters, strict=True))
 
 
-def match_if_certain(
+def find_match_in_order(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold | None = None
 ) -> dict[int, Key] | None:
-    """Return the parameter of each index, as `match`; None where that is not certain."""
+    """Return the parameter of each index, as `match_in_order`; None where that is not certain."""
     try:
-        return match(groups, sizes, parameters, may_hold)
+        return match_in_order(groups, sizes, parameters, may_hold)
     except (Corrupt, Unsupported):
         return None
 
@@ -67,11 +67,11 @@ def match_if_certain(
 def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Key, Size]) -> dict[int, Key]:
     """Return the parameter of each index if sizes allow exactly one assignment, in any order, to all of one model.
 
-    `sizes` are as for `match`; each of `models` has the parameters of a model, without those known to be frozen. Raises
-    `Corrupt` for an index that the groups list twice or not at all, `Unsupported` if no assignment fits, or several do,
-    or if the indices are not all parameters of one of the models.
+    `sizes` are as for `match_in_order`; each of `models` has the parameters of a model, without those known to be
+    frozen. Raises `Corrupt` for an index that the groups list twice or not at all, `Unsupported` if no assignment fits,
+    or several do, or if the indices are not all parameters of one of the models.
     """
-    check_numbers(groups, sizes)
+    check_indices(groups, sizes)
     numbers = list(chain.from_iterable(groups))
     parameters = {key: size for model in models for key, size in model.items()}
     of_size: dict[Size, list[Key]] = {}
@@ -81,11 +81,14 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
     for size, states in Counter(sizes[number] for number in numbers if number in sizes).items():
         keys = of_size.get(size, [])
         if len(keys) < states:
-            message = f"expected at most {len(keys)} states of shape {as_text(size)} as in the model, found {states}"
+            message = (
+                f"expected at most {len(keys)} states of shape {format_size(size)} as in the model, found {states}"
+            )
             raise Unsupported(message, hint=_HINT)
         if len(keys) > 1:
             message = (
-                f"this parameter and `{keys[1]!s}` have the same shape {as_text(size)}, and no file says which state "
+                f"this parameter and `{keys[1]!s}` have the same shape {format_size(size)}, "
+                f"and no file says which state "
                 "belongs to which"
             )
             raise Unsupported(message, tensor=str(keys[0]))
@@ -99,17 +102,17 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
         raise Unsupported(message, tensor=str(unassigned[0]))
     assigned |= dict(zip(unknown, unassigned, strict=False))
     trained = set(assigned.values())
-    if not any(is_all_of(model, trained) for model in models):
-        raise not_all_of_one_model(trained, models)
+    if not any(is_full_model(model, trained) for model in models):
+        raise partial_model_error(trained, models)
     return assigned
 
 
-def is_all_of(model: Mapping[Key, Size], trained: Collection[Key]) -> bool:
+def is_full_model(model: Mapping[Key, Size], trained: Collection[Key]) -> bool:
     """Return whether these are all parameters of a model. Others without dimensions may be buffers, such as a scale."""
     return model.keys() >= set(trained) and all(model[key] == () for key in model.keys() - set(trained))
 
 
-def not_all_of_one_model(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -> Unsupported:
+def partial_model_error(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -> Unsupported:
     """Return the error for an optimizer whose shapes fit, but that has no index for some parameters of each model."""
     total = count(len(keys), "parameter")
     model = next((model for model in models if model.keys() >= keys), None)
@@ -120,7 +123,7 @@ def not_all_of_one_model(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -
     return Unsupported(f"{message} parameters explain that, and so does an optimizer of something that was not saved")
 
 
-def match_by_size_if_certain(
+def find_match_by_size(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]
 ) -> dict[int, Key] | None:
     """Return the parameter of each index, as `match_by_size`; None where that is not certain."""
@@ -131,17 +134,17 @@ def match_by_size_if_certain(
 
 
 def match_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
-    """Return the parameter of each index, as `match`, for a model in which some `parameters` may be frozen."""
-    check_numbers(groups, sizes)
-    return match(groups, sizes, choose_trained(groups, sizes, parameters))
+    """Return the parameter of each index, as `match_in_order`, for a model in which some `parameters` may be frozen."""
+    check_indices(groups, sizes)
+    return match_in_order(groups, sizes, choose_trained(groups, sizes, parameters))
 
 
-def is_counted_through(groups: Groups) -> bool:
+def is_counted_from_zero(groups: Groups) -> bool:
     """Return whether the indices are 0, 1, 2 and so on through all groups, as torch saves them."""
     return all(number == index for index, number in enumerate(chain.from_iterable(groups)))
 
 
-def check_numbers(groups: Groups, used: Collection[int] = ()) -> None:
+def check_indices(groups: Groups, used: Collection[int] = ()) -> None:
     """Raise `Corrupt` for an index that the groups list twice, or that is `used` but in no group."""
     times = Counter(chain.from_iterable(groups))
     twice = [number for number, often in times.items() if often > 1]
@@ -163,7 +166,8 @@ def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mappin
         if available[size] != states:
             states_text = count(states, "state")
             message = (
-                f"expected {available[size]} states of shape {as_text(size)} as in the model, found {states_text} in "
+                f"expected {available[size]} states of shape {format_size(size)} as in the model, found "
+                f"{states_text} in "
                 "the optimizer"
             )
             raise Unsupported(
@@ -199,15 +203,15 @@ def assign_uniquely(
                     ambiguous_at = key if after in next_reached else way and way.ambiguous_at
                     next_reached[after] = Way(way, group[counts[i]], ambiguous_at)
         if not next_reached:
-            message = f"no optimizer state in this position has the shape {as_text(size)}"
+            message = f"no optimizer state in this position has the shape {format_size(size)}"
             raise Unsupported(message, tensor=str(key), hint=_HINT)
         # so many open assignments stay ambiguous, and would take too long
         if len(next_reached) > _MOST_WAYS:
-            raise ambiguous(key)
+            raise ambiguous_group_error(key)
         reached = next_reached
     (way,) = reached.values()  # all parameters are assigned
     if way is not None and way.ambiguous_at is not None:
-        raise ambiguous(way.ambiguous_at)
+        raise ambiguous_group_error(way.ambiguous_at)
     numbers: list[int] = []
     while way is not None:
         numbers.append(way.number)
@@ -215,10 +219,10 @@ def assign_uniquely(
     return numbers[::-1]
 
 
-def ambiguous(key: Hashable) -> Unsupported:
+def ambiguous_group_error(key: Hashable) -> Unsupported:
     message = "the shape fits several optimizer groups, so the parameter index is unknown"
     return Unsupported(message, tensor=str(key), hint=KEEP_NUMBERS)
 
 
-def as_text(size: Size) -> str:
+def format_size(size: Size) -> str:
     return str([size] if isinstance(size, int) else list(size))

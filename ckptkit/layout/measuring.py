@@ -31,7 +31,7 @@ _NUMPY = {  # dtypes with another name in numpy, or read as bits
 
 
 @np.errstate(all="ignore")
-def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = None) -> Distance:
+def measure_distance(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = None) -> Distance:
     """Return the distance between the elements of `box`, row-major in both, in dtypes that can be compared.
 
     Without a tolerance elements of one dtype differ if any bit differs, elements of two dtypes if their values do; then
@@ -40,21 +40,23 @@ def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = No
     distance, rows = Distance(), _Scratch()
     for start in range(0, box.numel, _PART):
         part = slice(start, min(start + _PART, box.numel))
-        distance = distance.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance, rows))
+        distance = distance.merge(
+            _distance_of_part(_slice_elements(a, part), _slice_elements(b, part), box, start, tolerance, rows)
+        )
     return distance
 
 
 @np.errstate(all="ignore")
-def size_of(elements: Elements) -> float:
+def sum_of_finite_squares(elements: Elements) -> float:
     """Return the sum of squares of the finite elements."""
     data, dtype = elements
     numel = len(data) // dtype.itemsize
     parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
     rows = _Scratch()
-    return sum(_squares(_widen(_numbers(_cut(elements, part), rows.narrow[0]))) for part in parts)
+    return sum(_squares(_widen(_numbers(_slice_elements(elements, part), rows.narrow[0]))) for part in parts)
 
 
-def _cut(elements: Elements, part: slice) -> Elements:
+def _slice_elements(elements: Elements, part: slice) -> Elements:
     data, dtype = elements
     return data[part.start * dtype.itemsize : part.stop * dtype.itemsize], dtype
 
@@ -73,7 +75,7 @@ class _Scratch:
         return self._rows[number, : prod(shape)].reshape(shape)
 
 
-def _measure_part(
+def _distance_of_part(
     a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Scratch
 ) -> Distance:
     x, y = _promoted(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
@@ -100,12 +102,12 @@ def _measure_part(
         gap=gap,
         size_a=_squares(_widen(x)),
         size_b=_squares(_widen(y)),
-        first=index_in(box, start + at) if is_different[at] else None,
+        first=index_in_tensor(box, start + at) if is_different[at] else None,
     )
 
 
-def index_in(box: Box, at: int) -> Index:
-    index = np.unravel_index(at, box.size) if box.size else ()
+def index_in_tensor(box: Box, flat_index: int) -> Index:
+    index = np.unravel_index(flat_index, box.size) if box.size else ()
     return tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
 
 
@@ -120,7 +122,7 @@ def _numbers(elements: Elements, memory: Array) -> Array:
     if dtype.kind == "small_float":
         kind = SMALL_FLOATS[dtype.name]
         codes = stored if kind.nbits == 8 else np.stack([stored & 15, stored >> 4], axis=1)
-        return np.array(kind.numbers)[codes]
+        return np.array(kind.value_by_bits)[codes]
     return stored
 
 

@@ -51,19 +51,19 @@ class Moments:
         return Moments(finite, self.mean * (1 - share) + other.mean * share, inf)  # the squares overflow float64
 
 
-def measure(stored: Array, widen: Callable[[Array], Array]) -> Moments:
+def measure_moments(stored: Array, widen: Callable[[Array], Array]) -> Moments:
     """Return the moments of the finite values in a 1-D array. `widen` converts stored elements to values."""
     moments = Moments()
     scratch = np.empty(min(_PART, len(stored)))
     for start in range(0, len(stored), _PART):
-        moments = moments.merge(_measure_part(widen(stored[start : start + _PART]), scratch))
+        moments = moments.merge(_moments_of_part(widen(stored[start : start + _PART]), scratch))
     return moments
 
 
-def measure_often(numbers: Array, often: Array) -> Moments:
-    """Return the moments of finite values. Each value occurs `often` times."""
-    is_counted = np.isfinite(numbers) & (often > 0)
-    values, times = numbers[is_counted], often[is_counted]
+def measure_repeated(numbers: Array, repeats: Array) -> Moments:
+    """Return the moments of finite values. Each value occurs `repeats` times."""
+    is_counted = np.isfinite(numbers) & (repeats > 0)
+    values, times = numbers[is_counted], repeats[is_counted]
     finite = int(times.sum())
     if not finite:
         return Moments()
@@ -71,7 +71,7 @@ def measure_often(numbers: Array, often: Array) -> Moments:
     return Moments(finite, mean, float(np.square(values - mean) @ times))
 
 
-def _measure_part(numbers: Array, scratch: Array) -> Moments:
+def _moments_of_part(numbers: Array, scratch: Array) -> Moments:
     count = len(numbers)
     apart = scratch[:count]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -85,7 +85,7 @@ def _measure_part(numbers: Array, scratch: Array) -> Moments:
         with np.errstate(over="ignore"):
             mean = (numbers / count).sum()
         return Moments(count, float(np.clip(mean, numbers.min(), numbers.max())), inf)
-    return _measure_part(finite, scratch) if len(finite) else Moments()
+    return _moments_of_part(finite, scratch) if len(finite) else Moments()
 
 
 def sum_of_squares(values: Array) -> float:

@@ -34,7 +34,7 @@ class PlacedBox(NamedTuple):
     at: Shape
 
 
-def place(
+def local_shape_and_boxes(
     shape: Shape,
     mesh: Shape,
     coordinate: Shape,
@@ -47,18 +47,20 @@ def place(
     one box, which may be empty, unless strided shards without a matching axis give several.
     """
     if order is None:
-        order, placements = unfold(mesh, placements)
+        order, placements = mesh_axis_order_and_shards(mesh, placements)
     runs: list[list[Run]] = [[(0, extent)] for extent in shape]
     for axis in order:
         shard = placements[axis]
         if shard is not None:
-            runs[shard.dim] = cut_strided(runs[shard.dim], mesh[axis], coordinate[axis], shard.stride)
+            runs[shard.dim] = strided_shard_of(runs[shard.dim], mesh[axis], coordinate[axis], shard.stride)
     local_shape = tuple(sum(count for _, count in along) for along in runs)
     ends = [along or [(extent, 0)] for along, extent in zip(runs, shape, strict=True)]
-    return local_shape, list(combine(ends))
+    return local_shape, list(boxes_of_ranges(ends))
 
 
-def unfold(mesh: Shape, placements: Sequence[Placement]) -> tuple[Sequence[int], Sequence[Placement]]:
+def mesh_axis_order_and_shards(
+    mesh: Shape, placements: Sequence[Placement]
+) -> tuple[Sequence[int], Sequence[Placement]]:
     """Return the order in which the axes of a mesh apply, and the placements without strides.
 
     Strides express that order. torch applies a strided shard literally, with the same result while all pieces are
@@ -81,44 +83,44 @@ def unfold(mesh: Shape, placements: Sequence[Placement]) -> tuple[Sequence[int],
     return order, [shard and Shard(shard.dim) for shard in placements]
 
 
-def combine(runs: Sequence[Sequence[Run]]) -> Iterator[PlacedBox]:
+def boxes_of_ranges(ranges_by_dim: Sequence[Sequence[Run]]) -> Iterator[PlacedBox]:
     """Yield the boxes that the index ranges along each dimension form."""
-    starts = [[0, *accumulate(count for _, count in along)] for along in runs]
-    for index in product(*(range(len(along)) for along in runs)):
-        chosen = [along[i] for along, i in zip(runs, index, strict=True)]
+    starts = [[0, *accumulate(count for _, count in along)] for along in ranges_by_dim]
+    for index in product(*(range(len(along)) for along in ranges_by_dim)):
+        chosen = [along[i] for along, i in zip(ranges_by_dim, index, strict=True)]
         box = Box(tuple(first for first, _ in chosen), tuple(count for _, count in chosen))
         yield PlacedBox(box, tuple(along[i] for along, i in zip(starts, index, strict=True)))
 
 
-def cut_strided(runs: Sequence[Run], parts: int, index: int, stride: int) -> list[Run]:
-    """Return shard `index` of `parts` in each of `stride` equal pieces of the index ranges."""
-    total = sum(count for _, count in runs)
+def strided_shard_of(ranges: Sequence[Run], shard_count: int, index: int, stride: int) -> list[Run]:
+    """Return shard `index` of `shard_count` in each of `stride` equal pieces of the index ranges."""
+    total = sum(count for _, count in ranges)
     size = -(-total // stride)
     shard: list[Run] = []
     for start in range(0, total, size or 1):
-        piece = narrow_runs(runs, start, start + size)
+        piece = narrow_ranges(ranges, start, start + size)
         # the last non-empty shard may have fewer elements, later ones none
-        each = -(-sum(count for _, count in piece) // parts)
-        for run in narrow_runs(piece, index * each, (index + 1) * each):
-            append(shard, run)
+        each = -(-sum(count for _, count in piece) // shard_count)
+        for run in narrow_ranges(piece, index * each, (index + 1) * each):
+            append_range(shard, run)
     return shard
 
 
-def narrow_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+def narrow_ranges(ranges: Sequence[Run], start: int, stop: int) -> list[Run]:
     """Return the elements `start:stop`, or as many as there are, of concatenated index ranges."""
     kept: list[Run] = []
     at = 0
-    for first, count in runs:
+    for first, count in ranges:
         low, high = max(start - at, 0), min(stop - at, count)
         if low < high:
-            append(kept, (first + low, high - low))
+            append_range(kept, (first + low, high - low))
         at += count
     return kept
 
 
-def append(runs: list[Run], run: Run) -> None:
+def append_range(ranges: list[Run], added: Run) -> None:
     """Add an index range; extend the last one if they are adjacent."""
-    if runs and runs[-1][0] + runs[-1][1] == run[0]:
-        runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
+    if ranges and ranges[-1][0] + ranges[-1][1] == added[0]:
+        ranges[-1] = (ranges[-1][0], ranges[-1][1] + added[1])
     else:
-        runs.append(run)
+        ranges.append(added)

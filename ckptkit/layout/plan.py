@@ -11,14 +11,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Blob, Chunk, FileOffset, Layout, Spec, StoredTensor
-from ckptkit.layout.axes import resplit, unsplit
-from ckptkit.layout.box import Box, BoxIndex, whole
+from ckptkit.layout.axes import with_split_chunks, with_unsplit_chunks
+from ckptkit.layout.box import Box, BoxIndex, full_box
 from ckptkit.layout.dtypes import DTYPES, DType
 
 Region = Callable[[Box], Box]
 
 
-def same(box: Box) -> Box:
+def unchanged_box(box: Box) -> Box:
     """Return the box itself: the region of an elementwise operand."""
     return box
 
@@ -33,7 +33,7 @@ class Operand(NamedTuple):
     source: int
     name: str
     dtype: DType
-    region: Region = same
+    region: Region = unchanged_box
 
 
 class Recipe(Protocol):
@@ -61,8 +61,8 @@ class ByRows(Recipe, Protocol):
 class RecipeVerdict(Protocol):
     """A summary of tensors, by whether the recipe had a remark on each of them. Recipes have it as `verdict`."""
 
-    def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
-        """Return a sentence on all tensors that were `judged`, some of them also `noted`."""
+    def verdict_sentence(self, checked: Sequence[str], noted: Collection[str]) -> str:
+        """Return a sentence on all tensors that were `checked`, some of them also `noted`."""
 
 
 class Copy(NamedTuple):
@@ -108,10 +108,10 @@ class Plan:
     def __post_init__(self) -> None:
         for target in self.targets:
             if target.chunk.where is not None:
-                raise not_located(self.dst, target.chunk, target.name)
+                raise not_located_error(self.dst, target.chunk, target.name)
             for copy in target.copies:
                 if not (copy.src.where is None or copy.src.is_zeros):
-                    raise not_located(self.sources[copy.source], copy.src, target.name)
+                    raise not_located_error(self.sources[copy.source], copy.src, target.name)
 
     @property
     def sources(self) -> tuple[Layout, ...]:
@@ -132,12 +132,12 @@ class Plan:
         return self.before + self.nbytes + self.behind
 
 
-def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
+def not_located_error(layout: Layout, chunk: Chunk, name: str) -> Usage:
     """Return the error for a chunk that is not located, or whose bytes are lost."""
     message = (
         f"expected the elements at {chunk.offset}, found the envelope `{chunk.wrapper}`, which must be opened first"
     )
-    hint = "call `ckptkit.formats.locate` before you plan, read or compare a layout"
+    hint = "call `ckptkit.formats.locate_all_chunks` before you plan, read or compare a layout"
     if chunk.wrapper is None:
         message, hint = "the bytes of a chunk are lost or unreadable", "drop the tensor before planning"
     return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
@@ -155,16 +155,16 @@ def make_plan(
     for name, wanted in dst.tensors.items():
         recipe = (recipes or {}).get(name)
         if recipe is None:
-            check_source(name, wanted.spec, src)
+            require_source_tensor(name, wanted.spec, src)
         targets.extend(targets_for(name, wanted, [src] if recipe is None else sources, recipe))
-    targets += [target for name, blob in dst.blobs.items() if (target := join_blob(name, blob, src)) is not None]
-    return Plan(src, dst, in_order(targets), tuple(others))
+    targets += [target for name, blob in dst.blobs.items() if (target := find_blob_target(name, blob, src)) is not None]
+    return Plan(src, dst, in_file_order(targets), tuple(others))
 
 
-def data_of(dst: Layout, src: Layout) -> list[tuple[FileOffset, int, str, Chunk | Blob]]:
+def filled_entries_in_order(dst: Layout, src: Layout) -> list[tuple[FileOffset, int, str, Chunk | Blob]]:
     """Return everything that `src` fills in `dst`: location, bytes, name and chunk or blob, in file order."""
     chunks = [(name, chunk) for name, tensor in dst.tensors.items() for chunk in tensor.chunks if chunk.box.numel]
-    blobs = [(name, blob) for name, blob in dst.blobs.items() if join_blob(name, blob, src) is not None]
+    blobs = [(name, blob) for name, blob in dst.blobs.items() if find_blob_target(name, blob, src) is not None]
     data: list[tuple[FileOffset, int, str, Chunk | Blob]] = [
         ((chunk.path, chunk.offset), chunk.box.numel * chunk.dtype.itemsize, name, chunk) for name, chunk in chunks
     ]
@@ -172,31 +172,33 @@ def data_of(dst: Layout, src: Layout) -> list[tuple[FileOffset, int, str, Chunk 
     return sorted(data, key=itemgetter(0))
 
 
-def needed(src: Layout, dst: Layout, also: Container[str] = ()) -> Layout:
-    """Return the part of `src` that fills `dst`, a layout with tensors of the same names; and all tensors in `also`."""
+def restrict_to_needed(src: Layout, dst: Layout, always_needed: Container[str] = ()) -> Layout:
+    """Return the part of `src` that fills `dst`, which has the same names, and all tensors in `always_needed`."""
     tensors = {
-        name: restrict_to(src.tensors[name], wanted) for name, wanted in dst.tensors.items() if name in src.tensors
+        name: restrict_chunks_to(src.tensors[name], wanted)
+        for name, wanted in dst.tensors.items()
+        if name in src.tensors
     }
-    tensors |= {name: tensor for name, tensor in src.tensors.items() if name in also}
+    tensors |= {name: tensor for name, tensor in src.tensors.items() if name in always_needed}
     blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
     return replace(src, tensors=tensors, blobs=blobs)
 
 
-def restrict_to(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
+def restrict_chunks_to(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
     """Return a tensor with only those of its chunks that intersect any of the wanted ones."""
-    cut = wanted if tensor.splits is None else resplit(wanted, tensor.splits)
+    cut = wanted if tensor.splits is None else with_split_chunks(wanted, tensor.splits)
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    indices = {i for chunk in cut.chunks for i, _ in index.meeting(chunk.box)}
+    indices = {i for chunk in cut.chunks for i, _ in index.intersections_with(chunk.box)}
     return replace(tensor, chunks=tuple(tensor.chunks[i] for i in sorted(indices)))
 
 
-def plan_in_place(layout: Layout) -> Plan:
+def plan_full_read(layout: Layout) -> Plan:
     """Return the plan that reads every chunk of a layout unchanged, in the order of its files."""
     chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
-    return Plan(layout, layout, in_order(itself(name, chunk) for name, chunk in chunks))
+    return Plan(layout, layout, in_file_order(self_copy_target(name, chunk) for name, chunk in chunks))
 
 
-def check_source(name: str, wanted: Spec, layout: Layout) -> None:
+def require_source_tensor(name: str, wanted: Spec, layout: Layout) -> None:
     """Raise `Mismatch` unless a layout has the tensor in the wanted shape and dtype."""
     tensor = layout.tensors.get(name)
     if tensor is None:
@@ -214,7 +216,7 @@ def targets_for(
     if recipe is not None:
         check_operands(wanted.spec, operands, sources)
     tensors = [sources[operand.source].tensors[operand.name] for operand in operands]
-    wanted, *tensors = split_alike(wanted, tensors, operands)
+    wanted, *tensors = split_axes_alike(wanted, tensors, operands)
     indices = [BoxIndex([chunk.box for chunk in tensor.chunks]) for tensor in tensors]
     for chunk in wanted.chunks:
         if not chunk.box.numel:
@@ -222,7 +224,7 @@ def targets_for(
         copies: list[Copy] = []
         for number, (operand, tensor, index) in enumerate(zip(operands, tensors, indices, strict=True)):
             source, chunks, box = operand.source, tensor.chunks, operand.region(chunk.box)
-            ours = [Copy(region, chunks[i], chunk, source, number) for i, region in index.meeting(box)]
+            ours = [Copy(region, chunks[i], chunk, source, number) for i, region in index.intersections_with(box)]
             covered = sum(copy.region.numel for copy in ours)
             if covered != box.numel:
                 message = f"expected {box.numel} elements of {box}, found {covered} in the source"
@@ -239,25 +241,25 @@ def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[
         if tensor is None:
             raise Mismatch("the source does not have this tensor", path=layout.path, tensor=operand.name)
         spec = tensor.spec
-        is_alike = operand.region is not same or spec.shape == wanted.shape
-        if not (is_alike and (spec.dtype == operand.dtype or spec.dtype.can_become(operand.dtype))):
+        is_alike = operand.region is not unchanged_box or spec.shape == wanted.shape
+        if not (is_alike and (spec.dtype == operand.dtype or spec.dtype.is_castable_to(operand.dtype))):
             message = f"expected {operand.dtype} for {wanted}, found {spec}"
             raise Mismatch(message, path=layout.path, tensor=operand.name)
 
 
-def split_alike(
+def split_axes_alike(
     wanted: StoredTensor, tensors: Sequence[StoredTensor], operands: Sequence[Operand]
 ) -> list[StoredTensor]:
     """Return a tensor and its operands with the same axes split; with none split if an operand has other boxes."""
-    if any(operand.region is not same for operand in operands):
-        return [unsplit(tensor) for tensor in (wanted, *tensors)]
+    if any(operand.region is not unchanged_box for operand in operands):
+        return [with_unsplit_chunks(tensor) for tensor in (wanted, *tensors)]
     splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
     if splits is None:
         return [wanted, *tensors]
-    return [resplit(tensor, splits) for tensor in (wanted, *tensors)]
+    return [with_split_chunks(tensor, splits) for tensor in (wanted, *tensors)]
 
 
-def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
+def find_blob_target(name: str, wanted: Blob, src: Layout) -> Target | None:
     """Return the target that copies one blob; None if it is empty, or was written from a new value."""
     source = src.blobs.get(name)
     if source is None:
@@ -266,29 +268,29 @@ def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
         return None
     if source.length != wanted.length:
         raise Mismatch(f"expected {wanted.length} bytes, found {source.length}", path=src.root, tensor=name)
-    source_bytes, target_bytes = as_bytes(source), as_bytes(wanted)
+    source_bytes, target_bytes = as_byte_chunk(source), as_byte_chunk(wanted)
     return Target(name, target_bytes, (Copy(target_bytes.box, source_bytes, target_bytes),))
 
 
-def itself(name: str, chunk: Chunk, source: int = 0) -> Target:
+def self_copy_target(name: str, chunk: Chunk, source: int = 0) -> Target:
     """Return a chunk as a target that is copied from itself."""
     return Target(name, chunk, (Copy(chunk.box, chunk, chunk, source),))
 
 
-def plan_bytes(root: Path, runs: Iterable[tuple[str, int, int]]) -> Plan:
+def plan_range_reads(root: Path, ranges: Iterable[tuple[str, int, int]]) -> Plan:
     """Return the plan that reads byte ranges of files in turn, each a file name in `root`, an offset and a length."""
     nothing, uint8 = Layout(root, "", {}), DTYPES["uint8"]
-    chunks = (Chunk(whole((length,)), path, offset, length, uint8) for path, offset, length in runs)
-    return Plan(nothing, nothing, tuple(itself("", chunk) for chunk in chunks))
+    chunks = (Chunk(full_box((length,)), path, offset, length, uint8) for path, offset, length in ranges)
+    return Plan(nothing, nothing, tuple(self_copy_target("", chunk) for chunk in chunks))
 
 
-def as_bytes(stored: Blob | Chunk) -> Chunk:
+def as_byte_chunk(stored: Blob | Chunk) -> Chunk:
     """Return the bytes of a chunk or blob as a 1-D chunk of bytes."""
-    box = whole((stored.length,))
+    box = full_box((stored.length,))
     uint8 = DTYPES["uint8"]
     run = stored.run if isinstance(stored, Chunk) else None
     return Chunk(box, stored.path, stored.offset, stored.length, uint8, None, stored.crc32, stored.where, run)
 
 
-def in_order(targets: Iterable[Target]) -> tuple[Target, ...]:
+def in_file_order(targets: Iterable[Target]) -> tuple[Target, ...]:
     return tuple(sorted(targets, key=lambda target: (target.chunk.path, target.chunk.offset)))

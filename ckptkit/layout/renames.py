@@ -13,7 +13,7 @@ from itertools import islice
 
 from ckptkit.errors import Usage
 from ckptkit.layout.box import Shape
-from ckptkit.words import natural
+from ckptkit.words import natural_sort_key
 
 Words = tuple[str, ...]  # the components of a name, between its dots
 Shapes = Mapping[str, Shape | None]  # None for a non-tensor entry
@@ -30,7 +30,7 @@ class WordChange:
     new: Words
     at_start: bool
 
-    def apply(self, name: Words) -> Words | None:
+    def find_new_name(self, name: Words) -> Words | None:
         """Return the new name, None for a name without the old words."""
         places = range(1 if self.at_start else len(name))
         at = next((i for i in places if name[i : i + len(self.old)] == self.old), None)
@@ -52,41 +52,41 @@ class Explained:
 # -- find how names change ---------------------------------------------------------------------------------------------
 
 
-def by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
+def match_names_by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
     """Return our names, each with the name in `theirs` of a tensor of the same shape into which a rule renames it."""
     renamed: dict[str, str] = {}
-    votes = Counter(rule for pair in suggest(ours, theirs) if (rule := rule_of(*pair)))
+    votes = Counter(rule for pair in suggest_pairs(ours, theirs) if (rule := rule_between(*pair)))
     for rule, _ in votes.most_common(_MOST_TRIED):
         taken = set(renamed.values())
         pairs = {
             old: new
             for old in ours
-            if old not in renamed and (new := apply(rule, old)) in theirs and new not in taken
+            if old not in renamed and (new := apply_rule(rule, old)) in theirs and new not in taken
             if ours[old] == theirs[new]
         }
-        if len({fold(old) for old in pairs}) > 1:
+        if len({fold_numbers(old) for old in pairs}) > 1:
             renamed |= pairs
     return renamed
 
 
-def suggest(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
+def suggest_pairs(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
     """Yield pairs that may be the same tensor: of each shape the first names of both sides, the second of both, etc."""
     groups: dict[Shape | None, tuple[list[str], list[str]]] = {}
     for side, shapes in enumerate((ours, theirs)):
-        for name in sorted(shapes, key=natural):
+        for name in sorted(shapes, key=natural_sort_key):
             groups.setdefault(shapes[name], ([], []))[side].append(name)
     for our_names, their_names in groups.values():
         yield from zip(our_names, their_names, strict=False)
 
 
-def rule_of(old: str, new: str) -> Renaming:
+def rule_between(old: str, new: str) -> Renaming:
     """Return how one name becomes the other, word by word; () if they differ only in numbers."""
-    changes = changes_of(old, new)
+    changes = word_changes_between(old, new)
     words = [word for change in changes for word in change.old + change.new]
     return () if all(word.isdecimal() for word in words) else changes
 
 
-def changes_of(old: str, new: str) -> Renaming:
+def word_changes_between(old: str, new: str) -> Renaming:
     """Return the differences between two names as word sequences. Inserted words join the word before them."""
     a, b = tuple(old.split(".")), tuple(new.split("."))
     changes = []
@@ -97,15 +97,15 @@ def changes_of(old: str, new: str) -> Renaming:
     return tuple(changes)
 
 
-def apply(rule: Renaming, name: str) -> str:
+def apply_rule(rule: Renaming, name: str) -> str:
     """Return the new name, or the old name if the rule does not apply."""
     words: Words | None = tuple(name.split("."))
     for change in rule:
-        words = change.apply(words) if words is not None else None
+        words = change.find_new_name(words) if words is not None else None
     return name if words is None else ".".join(words)
 
 
-def fold(name: str) -> str:
+def fold_numbers(name: str) -> str:
     """Return a name with `*` for its numbers, equal for the same tensor in every layer."""
     return ".".join("*" if word.isdecimal() else word for word in name.split("."))
 
@@ -129,16 +129,16 @@ def find_prefix_rule(missing: Iterable[str], present: Iterable[str]) -> str | No
 # -- describe how names change -----------------------------------------------------------------------------------------
 
 
-def explain(renamed: Mapping[str, str]) -> list[Explained]:
+def explain_renames(renamed: Mapping[str, str]) -> list[Explained]:
     """Return the renames as one line per rule, the rule with the most tensors first."""
-    return sorted((line for line, _ in by_change(renamed)), key=lambda line: (-line.count, line.old))
+    return sorted((line for line, _ in group_by_change(renamed)), key=lambda line: (-line.count, line.old))
 
 
-def by_change(pairs: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, ...]]]:
+def group_by_change(pairs: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, ...]]]:
     """Yield each kind of change, with the old names that change that way."""
     groups: dict[Renaming, dict[str, str]] = {}
     for old, new in pairs.items():
-        groups.setdefault(changes_of(old, new), {})[old] = new
+        groups.setdefault(word_changes_between(old, new), {})[old] = new
     for rule, members in groups.items():
         yield describe_renaming(rule, list(members.items())), tuple(members)
 
@@ -146,19 +146,21 @@ def by_change(pairs: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, 
 def describe_renaming(rule: Renaming, pairs: Sequence[tuple[str, str]]) -> Explained:
     """Return the full names, the names with `*` for numbers, or the words that change."""
     olds, news = zip(*pairs, strict=True)
-    if len({fold(old) for old in olds}) == 1:
+    if len({fold_numbers(old) for old in olds}) == 1:
         is_single = len(pairs) == 1
-        return Explained(olds[0] if is_single else fold(olds[0]), news[0] if is_single else fold(news[0]), len(pairs))
+        return Explained(
+            olds[0] if is_single else fold_numbers(olds[0]), news[0] if is_single else fold_numbers(news[0]), len(pairs)
+        )
     return Explained(
-        pattern([change.old for change in rule], rule[0].at_start, olds),
-        pattern([change.new for change in rule], rule[0].at_start, news),
+        glob_of_words([change.old for change in rule], rule[0].at_start, olds),
+        glob_of_words([change.new for change in rule], rule[0].at_start, news),
         len(pairs),
     )
 
 
-def pattern(runs: Sequence[Words], at_start: bool, names: Sequence[str]) -> str:
+def glob_of_words(word_sequences: Sequence[Words], at_start: bool, names: Sequence[str]) -> str:
     """Return a pattern of the words that all names have, with `*` before, between and after them."""
-    words = [".".join(run) for run in runs if run]
+    words = [".".join(run) for run in word_sequences if run]
     if not words:
         return "*"
     at_end = all(name.endswith(f".{words[-1]}") for name in names)
@@ -168,7 +170,7 @@ def pattern(runs: Sequence[Words], at_start: bool, names: Sequence[str]) -> str:
 # -- rules of `--rename` -----------------------------------------------------------------------------------------------
 
 
-def renaming(rules: Iterable[str]) -> Callable[[str], str]:
+def renaming_function(rules: Iterable[str]) -> Callable[[str], str]:
     """Return the function that renames by each rule in turn. Raises `Usage` for an invalid rule."""
     parsed = [parse_rule(rule) for rule in rules]
 
@@ -195,11 +197,11 @@ def parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
 
 def rules_for(pairs: Mapping[str, str], names: Collection[str]) -> tuple[str, ...] | None:
     """Return the rules that rename `pairs` and no other of the `names`; None if a user would not read so many."""
-    rules = Counter(changes_of(old, new) for old, new in pairs.items())
+    rules = Counter(word_changes_between(old, new) for old, new in pairs.items())
     if len(rules) > _MOST_RULES:
         return None
     spelled = tuple(dict.fromkeys(spell_rule(change) for rule, _ in rules.most_common() for change in rule))
-    new_name = renaming(spelled)
+    new_name = renaming_function(spelled)
     return spelled if all(new_name(name) == pairs.get(name, name) for name in names) else None
 
 
@@ -214,7 +216,7 @@ def spell_rule(change: WordChange) -> str:
 # -- globs -------------------------------------------------------------------------------------------------------------
 
 
-def few_globs(names: Iterable[str], others: Collection[str], most: int) -> tuple[str, ...] | None:
+def find_few_globs(names: Iterable[str], others: Collection[str], most: int) -> tuple[str, ...] | None:
     """Return at most `most` globs that match all names and none of the others; None if that is impossible."""
     globs = tuple(islice(globs_for(names, others), most + 1))
     return globs if 0 < len(globs) <= most else None
@@ -225,7 +227,9 @@ def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
     remaining = dict.fromkeys(names)
     while remaining:
         matches = {
-            glob: matched(glob, remaining) for glob in globs_of(next(iter(remaining))) if not matched(glob, others)
+            glob: names_matching(glob, remaining)
+            for glob in candidate_globs(next(iter(remaining)))
+            if not names_matching(glob, others)
         }
         best = max(matches, key=lambda glob: len(matches[glob]))
         yield best
@@ -233,14 +237,14 @@ def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
             del remaining[name]
 
 
-def globs_of(name: str) -> Iterator[str]:
+def candidate_globs(name: str) -> Iterator[str]:
     """Yield globs for a name: itself, with `*` for its numbers, and its modules, innermost first."""
     yield escape(name)
-    yield fold(escape(name))
+    yield fold_numbers(escape(name))
     words = escape(name).split(".")
     yield from (".".join([*words[:end], "*"]) for end in range(len(words) - 1, 0, -1))
 
 
-def matched(glob: str, names: Collection[str]) -> list[str]:
+def names_matching(glob: str, names: Collection[str]) -> list[str]:
     pattern = re.compile(translate(glob))
     return [name for name in names if pattern.match(name)]

@@ -26,23 +26,23 @@ _SIGN, _NAN = 0x80, 0x7F
 _ABOVE = 0x7F81  # upper halves from here on are NaN
 
 
-def to_e4m3(values: Array) -> Array:
+def round_to_e4m3(values: Array) -> Array:
     """Return float32 values as bytes of float8_e4m3fn. Magnitudes above 448 become 448; NaN stays NaN."""
     bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     halves = bits & 0xFFFF
     halves += 0xFFFF  # carries into bit 16 unless the lower half is zero
     halves |= bits
     halves >>= 16
-    codes: Array = rounded().take(halves.astype(np.intp), mode="clip")
+    codes: Array = rounding_table().take(halves.astype(np.intp), mode="clip")
     return codes
 
 
 @cache
-def rounded() -> Array:
+def rounding_table() -> Array:
     """Return the result byte for each upper half of a float32."""
     halves = np.arange(_ABOVE, dtype=np.uint32)
     values = np.left_shift(halves, 16).view(np.float32).astype(np.float64)
-    numbers = np.array(SMALL_FLOATS["float8_e4m3fn"].numbers[:_NAN])
+    numbers = np.array(SMALL_FLOATS["float8_e4m3fn"].value_by_bits[:_NAN])
     between = (numbers[:-1] + numbers[1:]) / 2
     below = np.searchsorted(between, values)  # for a tie, the lower neighbor
     is_tie = between[np.minimum(below, len(between) - 1)] == values
@@ -66,12 +66,12 @@ class SmallFloat:
     is_signed: bool = True
 
     @property
-    def normal(self) -> float:
+    def smallest_normal(self) -> float:
         """Return the smallest normal magnitude."""
         return 2.0 ** ((1 if self.mantissa else 0) - self.bias)
 
     @cached_property
-    def numbers(self) -> tuple[float, ...]:
+    def value_by_bits(self) -> tuple[float, ...]:
         """Return the value of each bit pattern."""
         return tuple(map(self._decode, range(1 << self.nbits)))
 
@@ -85,7 +85,7 @@ class SmallFloat:
         elif exponent or not self.mantissa:
             number = (1 + fraction / (1 << self.mantissa)) * 2.0 ** (exponent - self.bias)
         else:
-            number = fraction / (1 << self.mantissa) * self.normal
+            number = fraction / (1 << self.mantissa) * self.smallest_normal
         return -number if sign else number
 
 

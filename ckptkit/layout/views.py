@@ -7,7 +7,7 @@ from operator import index as as_integer
 from types import EllipsisType
 from typing import Self
 
-from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, full_box
 from ckptkit.words import count
 
 Index = int | slice | EllipsisType
@@ -23,21 +23,21 @@ class View:
     @classmethod
     def of(cls, shape: Shape) -> Self:
         """Return the view of a full tensor."""
-        return cls(whole(shape), tuple(range(len(shape))))
+        return cls(full_box(shape), tuple(range(len(shape))))
 
     @property
     def shape(self) -> Shape:
         """Return the size along the remaining axes."""
         return tuple(self.box.size[axis] for axis in self.axes)
 
-    def take(self, index: Index | tuple[Index, ...]) -> View:
+    def indexed_by(self, index: Index | tuple[Index, ...]) -> View:
         """Return the view that numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
 
         Raises IndexError for an index that is out of range or one too many, TypeError for an index of another kind, and
         ValueError for a slice with a step.
         """
         start, size, kept = list(self.box.start), list(self.box.size), list(self.axes)
-        for axis, item in zip(self.axes, self._spread(index), strict=True):
+        for axis, item in zip(self.axes, self._index_per_axis(index), strict=True):
             extent = size[axis]
             if isinstance(item, slice):
                 low, high, step = item.indices(extent)
@@ -52,7 +52,7 @@ class View:
                 kept.remove(axis)
         return View(Box(tuple(start), tuple(size)), tuple(kept))
 
-    def _spread(self, index: Index | tuple[Index, ...]) -> list[int | slice]:
+    def _index_per_axis(self, index: Index | tuple[Index, ...]) -> list[int | slice]:
         given = index if isinstance(index, tuple) else (index,)
         for item in given:
             if isinstance(item, bool) or not (isinstance(item, slice | EllipsisType) or hasattr(item, "__index__")):

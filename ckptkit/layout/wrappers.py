@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.layout.matching import KEEP_NUMBERS, Size, as_text
+from ckptkit.layout.matching import KEEP_NUMBERS, Size, format_size
 
 # Source of recorded names: torch/optim/optimizer.py since 2.6. An optimizer that got `named_parameters()` has a list
 # `param_names` in each group, beside `params`. The names come from the module that was passed: it may have been wrapped
@@ -19,7 +19,7 @@ from ckptkit.layout.matching import KEEP_NUMBERS, Size, as_text
 PARAM_NAMES = "param_names"
 
 
-def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict[Any, str]:
+def read_recorded_names(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict[Any, str]:
     """Return the recorded name of each parameter index; {} if no group has a list of names.
 
     `groups` have the indices, `lists` the value of `param_names` of each group, None where it is missing. Raises
@@ -43,58 +43,62 @@ def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict
     return recorded
 
 
-def match_recorded(
+def parameters_by_index(
     recorded: Mapping[int, str],
-    sizes: Mapping[int, Size],
+    size_by_index: Mapping[int, Size],
     parameters: Mapping[str, Size],
     lister: str = f"`{PARAM_NAMES}`",
 ) -> dict[int, str]:
     """Return the parameter of each index, by its recorded name. Raises `Mismatch` if name or size do not fit."""
-    own = own_names(parameters)
-    wanted = {number: own_name(name, own) for number, name in recorded.items()}
+    own = raw_names_by_bare_name(parameters)
+    wanted = {number: model_name_of(name, own) for number, name in recorded.items()}
     unknown = [name for name in wanted.values() if name not in own]
     if unknown:
         message = f"{lister} lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
         raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=KEEP_NUMBERS)
     matched = {number: own[name] for number, name in wanted.items()}
-    for wrong in find_unequal(matched, sizes, parameters):
+    for wrong in find_unequal_sizes(matched, size_by_index, parameters):
         message = f"{lister} gives this name to parameter {wrong}: expected a state of shape "
-        message += f"{as_text(parameters[matched[wrong]])}, found {as_text(sizes[wrong])}"
+        message += f"{format_size(parameters[matched[wrong]])}, found {format_size(size_by_index[wrong])}"
         raise Mismatch(message, tensor=matched[wrong], hint=KEEP_NUMBERS)
     return matched
 
 
 def match_with_prefix(
-    recorded: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]
+    recorded: Mapping[int, str], size_by_index: Mapping[int, Size], parameters: Mapping[str, Size]
 ) -> list[dict[int, str]]:
     """Return each assignment that fits all sizes if one prefix is added to all names, or removed from all."""
-    own = own_names(parameters)
-    ways = with_other_prefix({number: own_name(name, own) for number, name in recorded.items()}, own)
-    return [matched for matched in ways if not find_unequal(matched, sizes, parameters)]
+    own = raw_names_by_bare_name(parameters)
+    ways = matches_with_other_prefix({number: model_name_of(name, own) for number, name in recorded.items()}, own)
+    return [matched for matched in ways if not find_unequal_sizes(matched, size_by_index, parameters)]
 
 
 def is_record_of(value: Any, names: Sequence[str]) -> bool:
     """Return whether the value of `param_names` has these names, ignoring the prefixes of wrappers."""
     is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return is_list and list(map(bare, value)) == list(map(bare, names))
+    return is_list and list(map(without_wrapper_prefixes, value)) == list(map(without_wrapper_prefixes, names))
 
 
-def bare(name: str) -> str:
+def without_wrapper_prefixes(name: str) -> str:
     """Return a name without the prefixes of wrappers."""
-    return unwrapped(name).removeprefix(DDP.text)
+    return without_inner_prefixes(name).removeprefix(DDP.text)
 
 
-def own_names(parameters: Iterable[str]) -> dict[str, str]:
+def raw_names_by_bare_name(parameters: Iterable[str]) -> dict[str, str]:
     """Return the names of parameters, by the names without the prefixes of wrappers."""
-    return {name: raw for raw, name in without_ddp({raw: unwrapped(raw) for raw in parameters}).items()}
+    return {name: raw for raw, name in without_ddp({raw: without_inner_prefixes(raw) for raw in parameters}).items()}
 
 
-def find_unequal(matched: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]) -> list[int]:
+def find_unequal_sizes(
+    matched: Mapping[int, str], size_by_index: Mapping[int, Size], parameters: Mapping[str, Size]
+) -> list[int]:
     """Return the indices of states whose size differs from their parameter's."""
-    return [number for number, name in matched.items() if sizes.get(number, parameters[name]) != parameters[name]]
+    return [
+        number for number, name in matched.items() if size_by_index.get(number, parameters[name]) != parameters[name]
+    ]
 
 
-def with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iterator[dict[int, str]]:
+def matches_with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iterator[dict[int, str]]:
     """Yield the parameters of the indices if one prefix is added to all names, or removed from all."""
     first = next(iter(wanted.values()), "")
     for prefix in [name.removesuffix(first) for name in own if name.endswith(f".{first}")]:
@@ -150,16 +154,16 @@ _ADAPTED = ("lora_", "base_model.", ".base_layer.", "trainable_tokens_delta", ".
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
 
 
-def unwrapped(name: str) -> str:
+def without_inner_prefixes(name: str) -> str:
     """Return a parameter's name without the prefixes in `INSIDE`."""
     for prefix in INSIDE:
         name = name.replace(prefix.text, "")
     return name
 
 
-def own_name(name: str, known: Container[str]) -> str:
+def model_name_of(name: str, known: Container[str]) -> str:
     """Return a model's name of a parameter; if it is not `known`, without DDP's prefixes at its start."""
-    own = unwrapped(name)
+    own = without_inner_prefixes(name)
     while own not in known and own.startswith(DDP.text):
         own = own.removeprefix(DDP.text)
     return own
@@ -173,7 +177,7 @@ def without_ddp(names: Mapping[str, str]) -> dict[str, str]:
     return stripped
 
 
-def find_average(names: Collection[str]) -> Average | None:
+def find_average_kind(names: Collection[str]) -> Average | None:
     """Return the kind of average that tensors of these names are, without DDP's prefix; None for a plain model."""
     for average in AVERAGES:
         rest = [name for name in names if name not in average.counters]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import read_small
-from ckptkit.models.companions import places_of
+from ckptkit.models.companions import directories_to_search
 from ckptkit.models.computation import ConfigDifference
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -27,9 +27,9 @@ _NOT_COMPUTED = frozenset(
 )
 
 
-def read_adapter_config(path: Path) -> Mapping[str, Any] | None:
+def find_adapter_config_values(path: Path) -> Mapping[str, Any] | None:
     """Return the config of the adapter at a path, in its directory or in its run; None without one."""
-    for directory in places_of(path.absolute()):
+    for directory in directories_to_search(path.absolute()):
         file = directory / ADAPTER_CONFIG
         if file.is_file():
             config = parse_json(read_small(file, _LIMIT), file)
@@ -40,17 +40,17 @@ def read_adapter_config(path: Path) -> Mapping[str, Any] | None:
 def find_adapter_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the settings that make two adapters with the same tensors compute different results."""
     counting = {*one, *two} - _NOT_COMPUTED
-    if changes_base(one) or changes_base(two):
+    if is_base_changed(one) or is_base_changed(two):
         counting.add(_INIT)
     pairs = ((key, one.get(key), two.get(key)) for key in sorted(counting))
     return [ConfigDifference(key, here, there) for key, here, there in pairs if here != there and (here or there)]
 
 
-def changes_base(adapter: Mapping[str, Any]) -> bool:
+def is_base_changed(adapter: Mapping[str, Any]) -> bool:
     """Return whether PEFT modifies the base's weights before it adds the adapter to them."""
     return str(adapter.get(_INIT)).lower().startswith(_BASE_CHANGED)
 
 
-def bases_of(*adapters: Mapping[str, Any]) -> list[str]:
+def base_names_of(*adapters: Mapping[str, Any]) -> list[str]:
     """Return the names of the base models; "" for an adapter that does not name its base."""
     return [str(adapter.get(_BASE) or "") for adapter in adapters]

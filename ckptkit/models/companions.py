@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
-from ckptkit.formats.json_text import not_json, parse_json
-from ckptkit.io.file import children, names_in, read_small
+from ckptkit.formats.json_text import not_json_error, parse_json
+from ckptkit.io.file import list_children, names_in, read_small
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import hint_for_hub_id, is_model_id, spelled_like, to_model_path, to_path
-from ckptkit.io.stores.hub import downloading
+from ckptkit.io.path import as_typed, hint_for_hub_id, is_model_id, to_model_path, to_path
+from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout import Spec
-from ckptkit.trainers import companion_folders, config_of, has_name_of_training, step_of
+from ckptkit.trainers import companion_directories, find_step_of_path, is_training_entry_name, library_of_config
 from ckptkit.trainers.trainer import ConfigOf
 
 CONFIG = "config.json"
@@ -56,15 +56,15 @@ class Companions:
     modules: tuple[str, ...] = ()
     library: ConfigOf | None = None
 
-    def path_of(self, name: str) -> Path:
+    def source_path_of(self, name: str) -> Path:
         """Return the path that a file was read from."""
         return self.elsewhere.get(name) or (self.found_in or Path()) / name
 
-    def describe(self) -> list[str]:
+    def source_lines(self) -> list[str]:
         """Return one line for each directory, with the files that were found there."""
         places: dict[Path, list[str]] = {}
         for name in self.files:
-            places.setdefault(self.path_of(name).parent, []).append(name)
+            places.setdefault(self.source_path_of(name).parent, []).append(name)
         return [f"used {', '.join(names)} from {place}" for place, names in places.items()]
 
     def to_files(self) -> dict[str, bytes]:
@@ -72,7 +72,7 @@ class Companions:
         return self.files if self.config is None else self.files | {CONFIG: dump_config(self.config)}
 
     @property
-    def stem(self) -> str:
+    def weights_stem(self) -> str:
         """Return the start of the names of weight files that loaders look for, such as "model"."""
         return "model" if self.library is None else self.library.stem
 
@@ -83,13 +83,13 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
     If there is no tokenizer beside config.json, the one in the checkpoint is used.
     """
     if base is not None:
-        companions = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache consists of links
+        companions = find_companions_in(base_directory_of(base), follow_links=True)  # the Hub's cache consists of links
         if companions is None:
             raise NotACheckpoint("expected a model's config.json in the base, found none", path=base)
         return with_tokenizer(companions, checkpoint)
     own = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().parent
-    for directory in places_of(checkpoint.absolute()):
-        companions = read_companions(spelled_like(checkpoint, directory))
+    for directory in directories_to_search(checkpoint.absolute()):
+        companions = find_companions_in(as_typed(checkpoint, directory))
         if companions is not None and (companions.library is None or directory == own):
             return with_tokenizer(companions, checkpoint)
     return Companions()
@@ -105,8 +105,8 @@ def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
     """Return companions, with the tokenizer in the checkpoint or a trainer's directory in it if they have none."""
     if companions.files.keys() & set(TOKENIZERS):
         return companions
-    for directory in places_of(checkpoint.absolute()):
-        beside = tokenizer_beside(spelled_like(checkpoint, directory))
+    for directory in directories_to_search(checkpoint.absolute()):
+        beside = tokenizer_paths_in(as_typed(checkpoint, directory))
         if beside.keys() & set(TOKENIZERS):
             elsewhere = {name: path for name, path in beside.items() if name not in companions.files}
             files = {name: read_small(path, TOKENIZER_LIMIT) for name, path in elsewhere.items()}
@@ -114,7 +114,7 @@ def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
     return companions
 
 
-def places_of(checkpoint: Path) -> Iterator[Path]:
+def directories_to_search(checkpoint: Path) -> Iterator[Path]:
     """Yield the directories to search: the checkpoint, a trainer's directory inside it, and the run above it.
 
     For a single file, only its own directory is searched. A parent counts as the run, or as the checkpoint that
@@ -123,26 +123,26 @@ def places_of(checkpoint: Path) -> Iterator[Path]:
     """
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     yield place
-    if place != checkpoint and step_of(place) is None:
+    if place != checkpoint and find_step_of_path(place) is None:
         return
-    folders = companion_folders()
+    folders = companion_directories()
     yield from (place / folder for folder in folders)
     above = place.parent
-    if step_of(above) is not None:  # `place` is a component of a checkpoint: the run is one level further up
+    if find_step_of_path(above) is not None:  # `place` is a component of a checkpoint: the run is one level further up
         yield from (above, *(above / folder for folder in folders), above.parent)
-    elif step_of(place) is not None or is_of_training(above):
+    elif find_step_of_path(place) is not None or is_training_directory(above):
         yield above
 
 
-def is_of_training(folder: Path) -> bool:
+def is_training_directory(directory: Path) -> bool:
     """Return whether a directory is a training run or a checkpoint, by the names in it."""
     try:
-        return any(map(has_name_of_training, names_in(folder)))
+        return any(map(is_training_entry_name, names_in(directory)))
     except PermissionError:  # a directory can be entered without the permission to list it
         return False
 
 
-def read_companions(directory: Path, *, follow_links: bool = False) -> Companions | None:
+def find_companions_in(directory: Path, *, follow_links: bool = False) -> Companions | None:
     """Return the companions in one directory; None if it has no config.json that can belong to a model.
 
     Follows links only in a directory that the user named. In an unknown directory a link could point to any private
@@ -158,43 +158,43 @@ def read_companions(directory: Path, *, follow_links: bool = False) -> Companion
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise not_json(error, text, directory / CONFIG) from error
+        raise not_json_error(error, text, directory / CONFIG) from error
     if not isinstance(config, dict) or not config:
         return None
-    if not is_of_transformers(config):
-        library = config_of(config)
-        names = [*FILES, *filter(library.reads, sorted(names_in(directory)))]
+    if not is_transformers_config(config):
+        library = library_of_config(config)
+        names = [*FILES, *filter(library.is_loading_file, sorted(names_in(directory)))]
         files = {name: read(name) for name in names if (directory / name).is_file()}
         return Companions(directory, files, library=library)
-    code = code_files(config)
+    code = own_code_files(config)
     names = [*FILES, *chat_templates_in(directory, follow_links=follow_links)]
-    names += [child.name for child in children(directory) if child.suffix == ".py"] if code else []
+    names += [child.name for child in list_children(directory) if child.suffix == ".py"] if code else []
     modules = extra_modules_in(directory)
     names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
     files = {name: read(name) for name in names if (directory / name).is_file()}
-    suffixes = {name: {child.suffix for child in children(directory / name)} for name in modules}
+    suffixes = {name: {child.suffix for child in list_children(directory / name)} for name in modules}
     trained = tuple(name for name, found in suffixes.items() if found & {".safetensors", ".bin"})
     return Companions(directory, files, config, tuple(sorted(code - files.keys())), modules=trained)
 
 
-def is_of_transformers(config: Mapping[str, Any]) -> bool:
+def is_transformers_config(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a model of transformers, not of another library or a trainer."""
     return "model_type" in config or "architectures" in config
 
 
-def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
+def find_model_config(checkpoint: Path) -> Mapping[str, Any] | None:
     """Return the config.json of the model in a checkpoint or in the run above; None if it is missing or unreadable."""
-    for directory in places_of(checkpoint.absolute()):
+    for directory in directories_to_search(checkpoint.absolute()):
         try:
             with translate_os_errors(directory):
                 if (directory / CONFIG).is_file():
-                    return read_config(directory / CONFIG)
+                    return read_config_json(directory / CONFIG)
         except (Corrupt, IOFailure, Unsafe):
             return None
     return None
 
 
-def read_config(path: Path) -> Mapping[str, Any] | None:
+def read_config_json(path: Path) -> Mapping[str, Any] | None:
     """Return the content of a config.json; None if it is not a JSON object. Raises `Corrupt` if it is not JSON."""
     found = parse_json(read_small(path, _CONFIG_LIMIT), path)
     return found if isinstance(found, dict) else None
@@ -205,7 +205,7 @@ def chat_templates_in(directory: Path, *, follow_links: bool) -> list[str]:
     folder = directory / TEMPLATES
     if not folder.is_dir() or (folder.is_symlink() and not follow_links):
         return []
-    return [f"{TEMPLATES}/{child.name}" for child in children(folder) if child.suffix == ".jinja"]
+    return [f"{TEMPLATES}/{child.name}" for child in list_children(folder) if child.suffix == ".jinja"]
 
 
 def extra_modules_in(directory: Path) -> list[str]:
@@ -219,7 +219,7 @@ def extra_modules_in(directory: Path) -> list[str]:
     ]
 
 
-def code_files(config: Mapping[str, Any]) -> set[str]:
+def own_code_files(config: Mapping[str, Any]) -> set[str]:
     """Return the Python files with a model's own code that `auto_map` in config.json names, expected beside it.
 
     Source: transformers/dynamic_module_utils.py. A class is `module.Class`, or `repository--module.Class` elsewhere.
@@ -230,7 +230,7 @@ def code_files(config: Mapping[str, Any]) -> set[str]:
     return {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
 
 
-def resolve_base(base: str) -> Path:
+def base_directory_of(base: str) -> Path:
     """Return the directory that `base` names; for a Hub id, the cache, into which missing companions are downloaded."""
     if "://" in base:
         return to_path(base)
@@ -243,11 +243,11 @@ def resolve_base(base: str) -> Path:
         return to_model_path(base)
     from huggingface_hub import snapshot_download
 
-    with downloading(base):
+    with translate_download_errors(base):
         return Path(snapshot_download(base, allow_patterns=[*FILES, f"{TEMPLATES}/*.jinja", "*.py"]))
 
 
-def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict[str, Any]:
+def with_weights_dtype(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict[str, Any]:
     """Return a config with the dtype of most bytes of the weights, and architectures without FSDP1's prefix."""
     described = dict(config)
     nbytes: Counter[str] = Counter()
@@ -268,7 +268,7 @@ def dump_config(config: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace")  # write a lone surrogate as its JSON escape
 
 
-def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:
+def tokenizer_paths_in(checkpoint: Path) -> dict[str, Path]:
     """Return a checkpoint's tokenizer files by name. Skips links out of the Hub's cache: they may point anywhere."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     paths = {name: place / name for name in FILES if name not in _NOT_OF_INPUTS}

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.errors import and_more
-from ckptkit.models.known_types import default_head_width
+from ckptkit.models.known_types import find_default_head_width
 
 _IDENTITY = ("model_type", "architectures")  # their absence is not a difference
 _ROPE = ("rope_scaling", "rope_parameters")
@@ -107,31 +107,31 @@ class ConfigDifference(NamedTuple):
     is_certain: bool = True
 
 
-def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[ConfigDifference]:
+def find_config_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the differences between two configs that change what the model computes, certain ones first.
 
     Rotary parameters may be in `rope_theta` and `rope_scaling`, or in `rope_parameters` (transformers 5.0 and later).
     If only one of the two models is multimodal, its text model is compared.
     """
-    one, two = comparable_parts(config, other)
-    keys, other_keys = flatten_both(one, two)
-    here, there = labels_of(one), labels_of(two)
+    one, two = comparable_configs(config, other)
+    keys, other_keys = flatten_both_configs(one, two)
+    here, there = class_labels_of(one), class_labels_of(two)
     labels = [ConfigDifference(_LABELS, here, there)] if here and there and here != there else []
-    differences = [*compare(keys, other_keys), *open_keys(keys, other_keys)]
+    differences = [*differing_keys(keys, other_keys), *keys_with_unknown_default(keys, other_keys)]
     differences.sort(key=lambda pair: not pair.is_certain)
     # transformers may have a default for a key that is null in one config and absent in the other
     may_have_defaults = any(keys.get(key, other_keys.get(key)) is None for key in keys.keys() ^ other_keys.keys())
     if not differences and not may_have_defaults:
         return labels
-    from ckptkit.models.transformers_model import with_defaults  # deferred: few configs differ; it takes seconds
+    from ckptkit.models.transformers_model import find_with_defaults  # deferred: few configs differ; it takes seconds
 
-    full, other_full = with_defaults(one), with_defaults(two)
+    full, other_full = find_with_defaults(one), find_with_defaults(two)
     if full is None or other_full is None:
         return [*labels, *differences]
-    return [*labels, *compare(*flatten_both(full, other_full), is_full=True)]
+    return [*labels, *differing_keys(*flatten_both_configs(full, other_full), is_full=True)]
 
 
-def labels_of(config: Mapping[str, Any]) -> list[str]:
+def class_labels_of(config: Mapping[str, Any]) -> list[str]:
     """Return the label names of a classifier in order; [] for names that transformers generates (`LABEL_0`)."""
     id2label = config.get(_LABELS)
     pairs = id2label.items() if isinstance(id2label, dict) else ()
@@ -147,22 +147,22 @@ def find_contradictions(reported: Mapping[str, Any], config: Mapping[str, Any]) 
     """
     text = config.get(_TEXT)
     config = text if isinstance(text, Mapping) else config
-    differences = contradictions(reported, config)
+    differences = contradicting_keys(reported, config)
     if not differences:
         return []
-    from ckptkit.models.transformers_model import with_defaults  # as in `find_differences`
+    from ckptkit.models.transformers_model import find_with_defaults  # as in `find_config_differences`
 
-    full = with_defaults(config)
-    return differences if full is None else contradictions(reported, full)
+    full = find_with_defaults(config)
+    return differences if full is None else contradicting_keys(reported, full)
 
 
-def contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
+def contradicting_keys(reported: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the keys with other values in a config, and the keys among `_BY_PRESENCE` that it lacks."""
-    known = {_CANONICAL.get(key, key): value for key, value in flatten(said).items() if value is not None}
-    config_values = {_CANONICAL.get(key, key): value for key, value in flatten(config).items()}
-    if rope_of(config).get("rope_theta") is not None:
+    known = {_CANONICAL.get(key, key): value for key, value in flatten_config(reported).items() if value is not None}
+    config_values = {_CANONICAL.get(key, key): value for key, value in flatten_config(config).items()}
+    if rope_parameters_of(config).get("rope_theta") is not None:
         config_values[POSITIONS] = "rope"
-    differences = compare(known, {key: value for key, value in config_values.items() if key in known})
+    differences = differing_keys(known, {key: value for key, value in config_values.items() if key in known})
     return [one for one in differences if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
 
 
@@ -177,17 +177,20 @@ def is_neutral(difference: ConfigDifference) -> bool:
 def describe_differences(differences: Sequence[ConfigDifference], other_name: str) -> str:
     """Return the first differences as text, `rope_theta (10000.0, in OTHER 500000.0)`, and the number of others."""
     named = differences[:_MAX_NAMED]
-    words = (f"{one.key} ({spell_value(one.here)}, in {other_name} {spell_value(one.there)})" for one in named)
+    words = (
+        f"{one.key} ({format_config_value(one.here)}, in {other_name} {format_config_value(one.there)})"
+        for one in named
+    )
     return f"{', '.join(words)}{and_more(len(differences) - _MAX_NAMED)}"
 
 
-def spell_value(value: Any) -> str:
+def format_config_value(value: Any) -> str:
     """Return a value of config.json as text for a message, at most 60 characters."""
     text = "absent" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def comparable_parts(
+def comparable_configs(
     config: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the two configs to compare: if only one model is multimodal, its text config replaces it."""
@@ -200,7 +203,7 @@ def comparable_parts(
     return (config, other) if one == two else (text_of(config, two), text_of(other, one))
 
 
-def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = False) -> list[ConfigDifference]:
+def differing_keys(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = False) -> list[ConfigDifference]:
     """Return the keys that differ. False, zero and null equal an absent key.
 
     If both configs have all defaults (`is_full`), a difference to null is certain.
@@ -220,41 +223,45 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = F
     return sorted(differences, key=lambda pair: not pair.is_certain)
 
 
-def open_keys(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
+def keys_with_unknown_default(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the keys that are false or zero in one config and absent in the other: their default may differ."""
     alone = sorted(key for key in one.keys() ^ two.keys() if not _SHOWN_BY_TENSORS.fullmatch(key.rpartition(".")[2]))
     found = (ConfigDifference(key, one.get(key), two.get(key), is_certain=False) for key in alone)
     return [pair for pair in found if pair.here in (False, 0) or pair.there in (False, 0)]
 
 
-def flatten_both(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def flatten_both_configs(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both configs flattened, without the quantization that only one describes: the tensors show it."""
-    keys = flatten(one), flatten(two)
+    keys = flatten_config(one), flatten_config(two)
     if all(any(map(_QUANTIZATION.fullmatch, flat)) for flat in keys):
         return keys
     first, second = ({key: value for key, value in flat.items() if not _QUANTIZATION.fullmatch(key)} for flat in keys)
     return first, second
 
 
-def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a config that change the computation, flattened; rope parameters are at the top level."""
-    return dict(entries_in(config, "", tuple(map(str, config.get("architectures") or ()))))
+    return dict(computation_entries_in(config, "", tuple(map(str, config.get("architectures") or ()))))
 
 
-def entries_in(config: Mapping[str, Any], section: str, readers: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def computation_entries_in(
+    config: Mapping[str, Any], section: str, readers: tuple[str, ...]
+) -> Iterator[tuple[str, Any]]:
     """Yield the keys that change the computation, with their values, from all sections.
 
     `readers` are the classes of the model, and the model types of the sections around this one.
     """
-    rope = rope_of(config)
+    rope = rope_parameters_of(config)
     kind = rope.get("rope_type")
     readers = (*readers, str(config.get("model_type")))
     entries: Iterable[tuple[str, Any]] = ({**config, **default_widths(config), **rope}).items()
     for key, value in entries:
-        if key in _ROPE or is_harmless(str(key), readers) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
+        if key in _ROPE or has_no_effect(str(key), readers) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
         if isinstance(value, Mapping):
-            yield from entries_in(value if key != _CODE else classes_in(value), f"{section}{key}.", readers)
+            yield from computation_entries_in(
+                value if key != _CODE else own_classes_in(value), f"{section}{key}.", readers
+            )
         elif key == "architectures" and isinstance(value, list):
             yield f"{section}{key}", [str(name).removeprefix("FSDP") for name in value]  # FSDP1's prefix
         else:
@@ -263,12 +270,12 @@ def entries_in(config: Mapping[str, Any], section: str, readers: tuple[str, ...]
         yield f"{section}{_LENGTH}", config[_LENGTH]
 
 
-def classes_in(auto_map: Mapping[str, Any]) -> dict[str, Any]:
+def own_classes_in(auto_map: Mapping[str, Any]) -> dict[str, Any]:
     """Return the classes of a model's own code in `auto_map`, without repositories: `modeling_x.XForCausalLM`."""
     return {kind: str(name).rpartition("--")[2] for kind, name in auto_map.items() if "Tokenizer" not in kind}
 
 
-def is_harmless(key: str, readers: Collection[str]) -> bool:
+def has_no_effect(key: str, readers: Collection[str]) -> bool:
     """Return whether a key changes no result. `readers` are the `model_type` and `architectures` of the config."""
     read_by = _READ_BY.get(key)
     if read_by is not None and any(map(read_by.fullmatch, readers)):
@@ -281,11 +288,11 @@ def default_widths(config: Mapping[str, Any]) -> dict[str, int]:
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not (isinstance(hidden, int) and isinstance(heads, int) and heads):
         return {}
-    width = default_head_width(str(config.get("model_type"))) or hidden // heads
+    width = find_default_head_width(str(config.get("model_type"))) or hidden // heads
     return {key: one for key, one in (("head_dim", width), ("num_key_value_heads", heads)) if config.get(key) is None}
 
 
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters in a config.json, or in a section of one, under the keys of `rope_parameters`.
 
     The length before scaling is taken from the config, else from the rope parameters, else it is the maximum length.

@@ -37,7 +37,7 @@ class Form:
     came_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
-    def needed(self) -> frozenset[str]:
+    def needed_names(self) -> frozenset[str]:
         """Return the names of the tensors that a complete model must have."""
         return frozenset(self.shapes) - self.tied.keys() - self.unsaved
 
@@ -107,11 +107,11 @@ class ExpectedByTable(Expected):
         disk = Form({name: shape for name, (shape, _) in self.table.disk.items()}, self.tied, came_from=came_from)
         return (memory, disk, memory) if self.is_fused else (disk, memory)
 
-    def with_base(self, names: frozenset[str] | None) -> ExpectedByTable | None:
+    def find_with_base_form(self, names: frozenset[str] | None) -> ExpectedByTable | None:
         """Return the model with the form of a base that has tensors of these names; None if they match no form."""
-        if names is None or is_of(names, self.forms[0]):
+        if names is None or is_form_of_names(names, self.forms[0]):
             return self
-        return replace(self, is_fused=True) if is_of(names, self.forms[-1]) else None
+        return replace(self, is_fused=True) if is_form_of_names(names, self.forms[-1]) else None
 
     def linear_layers(self, form: Form) -> LinearLayers:
         names = (name for name, shape in form.shapes.items() if self.table.is_linear(name, shape))
@@ -145,7 +145,7 @@ class ExpectedByTransformers(Expected):
         modules = linear_modules(self.meta)
         names, kept = [], set()
         for new, olds in form.came_from.items():
-            owners = [owner(old, modules) for old in olds]
+            owners = [find_owner_module(old, modules) for old in olds]
             if new.endswith(".bias") or None in owners:
                 continue
             names.append(new)
@@ -158,35 +158,35 @@ class ExpectedByTransformers(Expected):
         return llama_sizes(self.meta)
 
 
-def expected(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
+def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
     """Return the tensors that a config.json describes.
 
     `ask_base` returns the names of the base's tensors. It is called only for model types that have several forms on
     disk. Raises `Unsupported` for an unknown model.
     """
-    own = by_table(as_text(config))
+    own = find_expected_by_table(config_as_text(config))
     if own is not None and own.is_llama:
         return own
     hub_names = ask_base() if ask_base else None
-    own = own and own.with_base(hub_names)
-    return own or by_transformers(config, hub_names)
+    own = own and own.find_with_base_form(hub_names)
+    return own or expected_by_transformers(config, hub_names)
 
 
-def expected_llama(config: Mapping[str, Any]) -> Expected | None:
+def find_expected_llama(config: Mapping[str, Any]) -> Expected | None:
     """Return the table's model, if its blocks compute the same as Llama's; None for any other."""
     try:
-        own = by_table(as_text(config))
+        own = find_expected_by_table(config_as_text(config))
     except Unsupported:  # config.json lacks a size
         return None
     return own if own is not None and own.is_llama else None
 
 
-def as_text(config: Mapping[str, Any]) -> str:
+def config_as_text(config: Mapping[str, Any]) -> str:
     return json.dumps(config, skipkeys=True, default=repr)
 
 
 @lru_cache(maxsize=8)  # conversions call this several times, and a mixture has tens of thousands of names
-def by_table(text: str) -> ExpectedByTable | None:
+def find_expected_by_table(text: str) -> ExpectedByTable | None:
     """Return the model of a config.json from ckptkit's own table; None if the table does not know its type."""
     config = json.loads(text)
     table = find_table(config)
@@ -197,49 +197,51 @@ def by_table(text: str) -> ExpectedByTable | None:
     return ExpectedByTable(table.memory, parameters, tied, table, config)
 
 
-def by_transformers(config: Mapping[str, Any], hub_names: frozenset[str] | None) -> ExpectedByTransformers:
+def expected_by_transformers(config: Mapping[str, Any], hub_names: frozenset[str] | None) -> ExpectedByTransformers:
     """Return the model of a config.json from transformers. Raises `Unsupported` if transformers does not know it."""
     meta = find_meta_model(config)
     parameters = {name: meta.shapes[name] for name in meta.parameters}
     return ExpectedByTransformers(meta.shapes, parameters, meta.tied, meta, hub_names)
 
 
-def forms_for(config: Mapping[str, Any], ask_base: AskBase = None) -> tuple[Form, ...]:
-    """Return the forms of a config.json's model on disk, the one to write first; for `ask_base` see `expected`."""
-    return expected(config, ask_base).forms
+def forms_of_model(config: Mapping[str, Any], ask_base: AskBase = None) -> tuple[Form, ...]:
+    """Return the forms of a config.json's model on disk, the one to write first; `ask_base`: see `expected_model`."""
+    return expected_model(config, ask_base).forms
 
 
-def form_or_reason(names: Collection[str], config: Mapping[str, Any], ask_base: AskBase = None) -> Form | Unsupported:
+def closest_form_or_error(
+    names: Collection[str], config: Mapping[str, Any], ask_base: AskBase = None
+) -> Form | Unsupported:
     """Return the form that matches tensor names best, or the error that says why no form is known."""
     try:
-        return closest(forms_for(config, ask_base), names)
+        return closest_form(forms_of_model(config, ask_base), names)
     except Unsupported as error:
         return error
 
 
-def closest(forms: Iterable[Form], names: Collection[str]) -> Form:
+def closest_form(forms: Iterable[Form], names: Collection[str]) -> Form:
     """Return the form that matches tensor names best; the first of several equal ones."""
     given = frozenset(names)
-    return min(forms, key=lambda form: len(form.needed - given) + len(given - form.shapes.keys()))
+    return min(forms, key=lambda form: len(form.needed_names - given) + len(given - form.shapes.keys()))
 
 
-def is_of(names: frozenset[str], form: Form) -> bool:
+def is_form_of_names(names: frozenset[str], form: Form) -> bool:
     """Return whether names contain all names of a form, or only names of the form."""
-    return names >= form.needed or names <= form.shapes.keys()
+    return names >= form.needed_names or names <= form.shapes.keys()
 
 
 @cache
 def memory_form(meta: MetaModel) -> Form:
-    return form_of(meta, meta.shapes, {name: (name,) for name in meta.shapes})
+    return make_form(meta, meta.shapes, {name: (name,) for name in meta.shapes})
 
 
 @cache
 def saved_form(meta: MetaModel, hub_names: frozenset[str] | None) -> Form:
     on_disk = to_disk(meta, transforms_of(meta, hub_names), meta.model.state_dict())
-    return form_of(meta, {name: tuple(tensor.shape) for name, tensor in on_disk.tensors.items()}, on_disk.came_from)
+    return make_form(meta, {name: tuple(tensor.shape) for name, tensor in on_disk.tensors.items()}, on_disk.came_from)
 
 
-def form_of(meta: MetaModel, shapes: Mapping[str, Shape], came_from: Mapping[str, tuple[str, ...]]) -> Form:
+def make_form(meta: MetaModel, shapes: Mapping[str, Shape], came_from: Mapping[str, tuple[str, ...]]) -> Form:
     """Return the form with these tensors. `came_from` are the names in memory of each."""
     single = {olds[0]: new for new, olds in came_from.items() if len(olds) == 1}
     pairs = ((single.get(target), single.get(source)) for target, source in meta.tied.items())
@@ -256,7 +258,7 @@ def form_of(meta: MetaModel, shapes: Mapping[str, Shape], came_from: Mapping[str
     )
 
 
-def owner(name: str, modules: Mapping[str, object]) -> str | None:
+def find_owner_module(name: str, modules: Mapping[str, object]) -> str | None:
     """Return the module among `modules` that contains a tensor; None if no module does."""
     module = name.rpartition(".")[0]
     while module and module not in modules:

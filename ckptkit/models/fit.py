@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.engine.compare import compare
+from ckptkit.engine.compare import compare_layouts
 from ckptkit.errors import Caution, Mismatch, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.renames import find_prefix_rule
 from ckptkit.models.companions import Companions
-from ckptkit.models.expected import Form, form_or_reason
-from ckptkit.models.known_types import HEAD, find_embedding, is_tied
+from ckptkit.models.expected import Form, closest_form_or_error
+from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.words import count
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 
 
-def fit(
+def fit_to_config(
     layout: Layout, companions: Companions, form: Form | Unsupported | None, *, strict: bool
 ) -> tuple[Layout, dict[str, str], list[str]]:
     """Compare the weights with config.json, and drop the tensors that loaders do not need.
@@ -32,29 +32,29 @@ def fit(
     given = layout
     layout, notes = without_extra_state(layout)
     dropped = dict.fromkeys(given.tensors.keys() - layout.tensors, "state of a module, not a weight")
-    notes += check_loadable(layout, companions, strict=strict)
+    notes += warn_if_not_loadable(layout, companions, strict=strict)
     config = companions.config
     if config is None or form is None:
         return layout, dropped, notes
-    notes[:0] = companions.describe()
-    layout, remarks = drop_tied(layout, ties_of(layout, config, form))
+    notes[:0] = companions.source_lines()
+    layout, remarks = drop_tied(layout, ties_to_drop(layout, config, form))
     notes += remarks
     if isinstance(form, Unsupported):
         return layout, dropped, [*notes, f"names not compared with config.json: {form.message}"]
     unsaved = form.unsaved & layout.tensors.keys()
     if unsaved:
-        notes.append(f"dropped {abridge(sorted(unsaved))}, which transformers computes itself")
+        notes.append(f"dropped {join_few_names(sorted(unsaved))}, which transformers computes itself")
         dropped |= dict.fromkeys(unsaved, "transformers computes it itself")
-        layout = edits.select(layout, lambda name: name not in unsaved)
-    check_names(layout, form, str(companions.found_in))
+        layout = edits.select_entries(layout, lambda name: name not in unsaved)
+    require_described_tensors(layout, form, str(companions.found_in))
     extra = sorted(layout.tensors.keys() - form.shapes.keys())
     if extra:
-        from ckptkit.models.predictors import predictors_in  # deferred: few models have extra tensors
+        from ckptkit.models.predictors import mtp_tensor_names  # deferred: few models have extra tensors
 
-        declared = predictors_in(extra, config)  # MTP layers, which transformers' model does not have
+        declared = mtp_tensor_names(extra, config)  # MTP layers, which transformers' model does not have
         extra = [name for name in extra if name not in declared]
     if extra:
-        message = f"{count(len(extra), 'tensor')} that config.json does not describe: {abridge(extra)}"
+        message = f"{count(len(extra), 'tensor')} that config.json does not describe: {join_few_names(extra)}"
         if strict:
             hint = "drop them with --exclude"
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
@@ -62,7 +62,7 @@ def fit(
     return layout, dropped, notes
 
 
-def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> list[str]:
+def warn_if_not_loadable(layout: Layout, companions: Companions, *, strict: bool) -> list[str]:
     """Return a warning if there is no config.json, or if it needs code that is missing: loaders cannot open the output.
 
     Without a config.json, `strict` raises `Mismatch` instead. For a config.json of another library, returns a note, or
@@ -93,10 +93,10 @@ def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
     if not extra:
         return layout, []
     note = f"dropped {count(len(extra), 'tensor')} of module state, such as `{extra[0]}`"
-    return edits.select(layout, lambda name: not _EXTRA_STATE.fullmatch(name)), [note]
+    return edits.select_entries(layout, lambda name: not _EXTRA_STATE.fullmatch(name)), [note]
 
 
-def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported | None) -> Mapping[str, str]:
+def ties_to_drop(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported | None) -> Mapping[str, str]:
     """Return the tensors that are not written, with the tensors that they are tied to.
 
     config.json says whether the head is tied to the embedding, even for unknown model types and for classes without
@@ -107,7 +107,7 @@ def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported 
         if HEAD not in layout.tensors or HEAD in form.shapes:
             return form.tied
         known = form.tied
-    embedding = find_embedding(layout.tensors) if is_tied(config) else None
+    embedding = find_embedding(layout.tensors) if has_tied_head(config) else None
     return {**({} if embedding is None else {HEAD: embedding}), **known}
 
 
@@ -121,16 +121,16 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
             layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
             notes.append(f"{source} is damaged: ckptkit used {name}, which is tied to it")
         elif source in layout.tensors:
-            check_equal(layout, name, source)
+            require_equal_tied(layout, name, source)
             notes.append(f"wrote {source} only once: {name} is tied to it and equal")
         else:
             tensors = {source if old == name else old: tensor for old, tensor in layout.tensors.items()}
             layout = replace(layout, tensors=tensors)
             notes.append(f"wrote {name} under the name {source}, because the two are tied")
-    return edits.select(layout, lambda name: name not in present), notes
+    return edits.select_entries(layout, lambda name: name not in present), notes
 
 
-def check_equal(layout: Layout, name: str, source: str) -> None:
+def require_equal_tied(layout: Layout, name: str, source: str) -> None:
     """Raise `Mismatch` if two tied tensors differ, `Unsupported` if they must be computed first. Skips lost ones."""
     if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
         return
@@ -138,15 +138,15 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
         hint = f"if both are equal, pass --exclude {name}"
         message = f"tied to `{source}`, and ckptkit cannot compare quantized tensors"
         raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
-    head = locate(edits.rename(edits.select(layout, name.__eq__), lambda _: source))
-    other = locate(edits.select(layout, source.__eq__))
+    head = locate_all_chunks(edits.rename_tensors(edits.select_entries(layout, name.__eq__), lambda _: source))
+    other = locate_all_chunks(edits.select_entries(layout, source.__eq__))
     if head.tensors == other.tensors:
         return
     message = f"config.json ties it to `{source}`"
     if head.specs != other.specs:
         message += f": expected {other.specs[source]}, found {head.specs[source]}"
         raise Mismatch(message, path=layout.path, tensor=name)
-    if compare(head, other).different:
+    if compare_layouts(head, other).differing_names:
         hint = "if they were trained separately, pass a --base whose config.json has tie_word_embeddings false"
         raise Mismatch(f"{message}, but their bytes differ", path=layout.path, tensor=name, hint=hint)
 
@@ -158,18 +158,18 @@ def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
     """
     if layout.keys or not config:
         return layout
-    tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
+    tied = ties_to_drop(layout, config, closest_form_or_error(layout.tensors.keys(), config))
     omitted = {name: source for name, source in tied.items() if name not in layout.tensors and source in layout.tensors}
     return replace(layout, tensors={**layout.tensors, **{name: layout.tensors[omitted[name]] for name in omitted}})
 
 
-def check_names(layout: Layout, form: Form, found_in: str) -> None:
+def require_described_tensors(layout: Layout, form: Form, found_in: str) -> None:
     """Raise `Mismatch` if a tensor that config.json describes is missing or has another shape."""
-    needed = form.needed
+    needed = form.needed_names
     missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
     if missing:
         rule = find_prefix_rule(missing, layout.tensors)
-        hint = f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}"
+        hint = f"--rename '{rule}'" if rule else f"the checkpoint has {join_few_names(sorted(layout.tensors))}"
         number, total = len(missing), len(needed)
         message = f"missing: the checkpoint lacks {number} of {total} tensors of the config.json in {found_in}"
         raise Mismatch(message, path=layout.path, tensor=missing[0], hint=hint)
@@ -181,6 +181,6 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
             raise Mismatch(message, path=layout.path, tensor=name, hint=hint)
 
 
-def abridge(names: Sequence[str]) -> str:
+def join_few_names(names: Sequence[str]) -> str:
     """Return up to four names, separated by commas."""
     return ", ".join(names[:4]) + (", ..." if names[4:] else "")

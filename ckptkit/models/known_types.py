@@ -156,7 +156,7 @@ class Table:
         for i, block in enumerate(self.blocks):
             names |= {f"model.layers.{i}.{name}": letters for name, letters in block.items()}
         names |= {"model.norm.weight": "h", HEAD: "vh"}
-        return {name: self.shape(letters) for name, letters in names.items()}
+        return {name: self.shape_of_letters(letters) for name, letters in names.items()}
 
     @cached_property
     def disk(self) -> dict[str, tuple[Shape, str]]:
@@ -165,14 +165,14 @@ class Table:
         for name, shape in self.memory.items():
             layer, _, own = name.partition(".layers.")[2].partition(".")
             parts = self.mixture.disk.items() if self.mixture else ()
-            shapes = {part: self.shape(letters) for part, (letters, origin) in parts if origin == own}
+            shapes = {part: self.shape_of_letters(letters) for part, (letters, origin) in parts if origin == own}
             for i in range(self.sizes["e"] if shapes else 0):
                 on_disk |= {f"model.layers.{layer}.{part.format(i)}": (shapes[part], name) for part in shapes}
             if not shapes:
                 on_disk[name] = shape, name
         return on_disk
 
-    def shape(self, letters: str) -> Shape:
+    def shape_of_letters(self, letters: str) -> Shape:
         return tuple(self.sizes[letter] for letter in letters)
 
     def is_linear(self, name: str, shape: Shape) -> bool:
@@ -196,18 +196,18 @@ def find_table(config: Mapping[str, Any]) -> Table | None:
     if variation is None:
         return None
     if variation.mixture is not None:
-        return mixture_table(config, variation, variation.mixture)
+        return find_mixture_table(config, variation, variation.mixture)
     try:
-        sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
+        sizes, layers = sizes_by_letter(config), int(config["num_hidden_layers"])
     except (KeyError, TypeError, ValueError, ArithmeticError):
         layers = _MAX_LAYERS + 1
     if layers > _MAX_LAYERS:
         raise Unsupported(f"the config of this `{model_type}` lacks a size, or gives a size that is not a number")
-    block = in_order(variation, config)
-    return Table((block,) * layers, sizes, is_tied(config), None)
+    block = block_shapes_in_order(variation, config)
+    return Table((block,) * layers, sizes, has_tied_head(config), None)
 
 
-def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixture) -> Table | None:
+def find_mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixture) -> Table | None:
     """Return the tensors of a model with experts; None if its config lacks a size, or the model is quantized."""
     counts = [config[key] for key in ("num_experts", "num_local_experts") if key in config]
     heads = [config["head_dim"]] if config.get("head_dim") is not None else []
@@ -220,14 +220,14 @@ def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixt
     experts, layers, width = counts[0], config["num_hidden_layers"], config[mixture.width]
     if layers > _MAX_LAYERS or layers * experts > _MAX_EXPERTS:
         return None
-    block = in_order(variation, config)
+    block = block_shapes_in_order(variation, config)
     sparse = with_experts(block, mixture)
     blocks = (block if i in dense or (i + 1) % every else sparse for i in range(layers))
-    sizes = letter_sizes(config) | {"e": experts, "m": width, "n": 2 * width}
-    return Table(tuple(blocks), sizes, is_tied(config), mixture)
+    sizes = sizes_by_letter(config) | {"e": experts, "m": width, "n": 2 * width}
+    return Table(tuple(blocks), sizes, has_tied_head(config), mixture)
 
 
-def in_order(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
+def block_shapes_in_order(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the symbolic shapes of a dense block, in the order of the model's parameters."""
     block = {name: letters for name, letters in {**_BLOCK, **variation.more}.items() if name not in variation.without}
     for option in variation.options:
@@ -248,25 +248,25 @@ def with_experts(block: Mapping[str, str], mixture: Mixture) -> dict[str, str]:
     return dict([*first, *mixture.memory.items(), *last])
 
 
-def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+def sizes_by_letter(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes that the letters in symbolic shapes stand for.
 
     Raises KeyError, TypeError or ValueError if one is missing, and ArithmeticError for zero heads or an infinite size.
     """
     hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
     key_heads = int(config.get("num_key_value_heads") or heads)
-    head = int(config.get("head_dim") or default_head_width(str(config.get("model_type"))) or hidden // heads)
+    head = int(config.get("head_dim") or find_default_head_width(str(config.get("model_type"))) or hidden // heads)
     query, key = heads * head, key_heads * head
     fused = {"j": 2 * inner, "p": query + 2 * key}  # the projections of gate and up, and of queries, keys and values
     return {"h": hidden, "i": inner, "v": int(config["vocab_size"]), "q": query, "k": key, "d": head, **fused}
 
 
-def default_head_width(model_type: str) -> int | None:
+def find_default_head_width(model_type: str) -> int | None:
     """Return the default head width of a type; None if it follows from the hidden size, or the type is unknown."""
     return _TYPES.get(model_type, Variation()).head_dim
 
 
-def is_tied(config: Mapping[str, Any]) -> bool:
+def has_tied_head(config: Mapping[str, Any]) -> bool:
     """Return whether the model's head is tied to its embedding."""
     variation = _TYPES.get(str(config.get("model_type")), Variation())
     return bool(config.get("tie_word_embeddings", variation.is_tied))

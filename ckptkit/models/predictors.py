@@ -36,10 +36,10 @@ class Declared(NamedTuple):
     layers: int
     behind: int | None
 
-    def holds(self, name: str) -> bool:
-        return _OWN_STEP.fullmatch(name) is not None or self.number(name) is not None
+    def has_tensor(self, name: str) -> bool:
+        return _OWN_STEP.fullmatch(name) is not None or self.find_layer_index(name) is not None
 
-    def number(self, name: str) -> int | None:
+    def find_layer_index(self, name: str) -> int | None:
         """Return the index of a tensor's MTP layer, if MTP layers are numbered after the other layers; else None."""
         match = _NUMBERED.fullmatch(name)
         number = int(match[1]) - self.behind if match and self.behind is not None else -1
@@ -49,32 +49,34 @@ class Declared(NamedTuple):
 def declared_mtp_keys(config: Mapping[str, Any]) -> Iterator[Declared]:
     text = config.get("text_config")
     layers = (text if isinstance(text, Mapping) else config).get(_LAYERS, config.get(_LAYERS))
-    for sections, section in sections_of(config):
+    for sections, section in sections_with_paths(config):
         for key in _KEYS:
             count = section.get(key)
             if type(count) is int and count > 0:
                 yield Declared(sections, key, count, layers if type(layers) is int else None)
 
 
-def sections_of(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def sections_with_paths(
+    config: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield config.json and its sections that may declare layers, each with its path."""
     yield above, config
     for name in _SECTIONS:
         if isinstance(config.get(name), Mapping):
-            yield from sections_of(config[name], (*above, name))
+            yield from sections_with_paths(config[name], (*above, name))
 
 
-def predictors_in(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[str]:
+def mtp_tensor_names(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of tensors that belong to MTP layers that config.json declares."""
     declarations = tuple(declared_mtp_keys(config))
-    return frozenset(name for name in names if any(one.holds(name) for one in declarations))
+    return frozenset(name for name in names if any(one.has_tensor(name) for one in declarations))
 
 
-def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+def with_present_mtp_layers(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Return a config.json that declares only the layers that have tensors, and a note for each key that changed."""
     changed, words, names = deepcopy(dict(config)), [], list(names)
     for declaration in declared_mtp_keys(config):
-        numbers = {declaration.number(name) for name in names if declaration.holds(name)}
+        numbers = {declaration.find_layer_index(name) for name in names if declaration.has_tensor(name)}
         declared, behind = declaration.layers, declaration.behind
         present = declared if None in numbers else len(numbers)  # layers numbered on their own count as all or none
         if present == declared:

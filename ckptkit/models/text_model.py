@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.models.known_types import HEAD
-from ckptkit.models.transformers_model import MetaModel, config_class, find_meta_model, quiet, without_hints
+from ckptkit.models.transformers_model import (
+    MetaModel,
+    config_class,
+    find_meta_model,
+    quiet_transformers,
+    without_code_keys,
+)
 
 # text models without a class of their own, and the config keys of a type that computes the same for text: without an
 # image, the three positions of a token are equal.
@@ -41,7 +47,7 @@ def find_text_model(config: Mapping[str, Any]) -> TextModel:
     """
     full_model = find_meta_model(config)
     text = text_config_of(config, full_model)
-    return TextModel(text, names_in(full_model, find_meta_model(text), str(config.get("model_type"))))
+    return TextModel(text, names_in_larger_model(full_model, find_meta_model(text), str(config.get("model_type"))))
 
 
 def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any]:
@@ -49,8 +55,8 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
     import transformers
 
     model_type = str(config.get("model_type"))
-    with quiet():
-        known = config_class(transformers, model_type).from_dict(without_hints(dict(config)))
+    with quiet_transformers():
+        known = config_class(transformers, model_type).from_dict(without_code_keys(dict(config)))
         inner = known.get_text_config()
         text_config: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
     if inner is known:
@@ -72,7 +78,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
     return text_config | same | {"architectures": [classes[kind].__name__], "tie_word_embeddings": HEAD in whole.tied}
 
 
-def names_in(whole: MetaModel, text: MetaModel, model_type: str) -> dict[str, str]:
+def names_in_larger_model(whole: MetaModel, text: MetaModel, model_type: str) -> dict[str, str]:
     """Return the name in the larger model of each tensor of the text model. Raises `Unsupported` if one is missing."""
     base_prefix = f"{text.model.base_model_prefix}."
     inside = [name.removeprefix(base_prefix) for name in text.shapes if name.startswith(base_prefix)]

@@ -20,16 +20,16 @@ _UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # its vocabulary is a list: t
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
-def check_tokens(companions: Companions, rows: int) -> list[str]:
+def notes_on_tokens(companions: Companions, rows: int) -> list[str]:
     """Return notes on a vocabulary of `rows` rows. Raises `Mismatch` if the tokenizer has a token without a row."""
-    largest = largest_token(companions.files, companions.config or {})
+    largest = find_largest_token_id(companions.files, companions.config or {})
     if largest is None:
         return ["no tokenizer was found, so ckptkit could not check that each token has a row"]
     number, file = largest
     if number >= rows:
         hint = f"pass --vocab-size {number + 1} or more"
         message = f"the tokenizer has token {number}, but --vocab-size keeps only {rows} rows"
-        raise Mismatch(message, path=companions.path_of(file), hint=hint)
+        raise Mismatch(message, path=companions.source_path_of(file), hint=hint)
     return []
 
 
@@ -37,7 +37,7 @@ def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     """Return a warning if the tokenizer has a token beyond the last row of an embedding of `rows` rows."""
     # a cheap upper bound first: parsing large tokenizer files is slow
     likely = any(max_id_bound(name, content) >= rows for name, content in companions.files.items())
-    number, file = largest_token(companions.files, {}) or (-1, "") if likely else (-1, "")
+    number, file = find_largest_token_id(companions.files, {}) or (-1, "") if likely else (-1, "")
     if number < rows:
         return []
     words = f"{file} has token {number}, but the embedding has only {rows} rows"
@@ -55,7 +55,7 @@ def max_id_bound(name: str, content: bytes) -> int:
     return max(numbers, keys, content.count(b"[") if _UNIGRAM.search(content) else -1)
 
 
-def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[int, str] | None:
+def find_largest_token_id(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[int, str] | None:
     """Return the largest token id and the file that contains it; None if there are no tokenizer files.
 
     `files` are the files beside a model, by name. `config` is its config.json, which contains some special token ids.
@@ -63,7 +63,7 @@ def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tupl
     ids = [(number, name) for name, content in files.items() for number in token_ids_in(name, content)]
     for key in _IDS if ids else ():
         value = config.get(key)
-        numbers = filter(is_number, value if isinstance(value, list) else [value])
+        numbers = filter(is_integer, value if isinstance(value, list) else [value])
         ids += [(number, "config.json") for number in numbers]
     return max(ids, default=None)
 
@@ -71,7 +71,7 @@ def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tupl
 def token_ids_in(name: str, content: bytes) -> Iterator[int]:
     """Yield token ids of a tokenizer's file, the largest among them; nothing for other files."""
     if name == _SENTENCEPIECE:
-        count = count_pieces(content) or count_lines(content)
+        count = count_sentencepiece_tokens(content) or count_tiktoken_tokens(content)
         yield from [count - 1] if count else []
     elif name == "vocab.txt":
         yield content.count(b"\n") - 1
@@ -91,22 +91,22 @@ def token_ids_in_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
         if isinstance(vocabulary, list) and vocabulary:
             yield len(vocabulary) - 1
         elif isinstance(vocabulary, dict):
-            yield from filter(is_number, vocabulary.values())
+            yield from filter(is_integer, vocabulary.values())
         added = parsed.get("added_tokens")
         for token in added if isinstance(added, list) else ():
-            yield from filter(is_number, [token.get("id") if isinstance(token, dict) else None])
+            yield from filter(is_integer, [token.get("id") if isinstance(token, dict) else None])
     elif name == _CONFIG:
         decoder = parsed.get("added_tokens_decoder")
         yield from (int(key) for key in (decoder if isinstance(decoder, dict) else ()) if key.isdecimal())
     else:
-        yield from filter(is_number, parsed.values())
+        yield from filter(is_integer, parsed.values())
 
 
-def is_number(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return type(value) is int
 
 
-def count_pieces(content: bytes) -> int:
+def count_sentencepiece_tokens(content: bytes) -> int:
     """Return the number of pieces in a sentencepiece model, 0 for any other file.
 
     Source: sentencepiece_model.proto. Each of its fields is a message or a string, with its length in front.
@@ -136,7 +136,7 @@ def read_varint(content: bytes, at: int) -> tuple[int, int]:
     return 1 << 62, len(content)
 
 
-def count_lines(content: bytes) -> int:
+def count_tiktoken_tokens(content: bytes) -> int:
     """Return the number of tokens in a tiktoken file (one line with an id per token), 0 for any other file."""
     numbers = [line.rpartition(b" ")[2] for line in content.splitlines()]
     return max(map(int, numbers), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0

@@ -12,9 +12,9 @@ from typing import Any
 
 from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
 from ckptkit.layout.box import Shape
-from ckptkit.models.expected import Form, closest, forms_for
-from ckptkit.models.known_types import HEAD, is_tied
-from ckptkit.models.transformers_model import classes_of
+from ckptkit.models.expected import Form, closest_form, forms_of_model
+from ckptkit.models.known_types import HEAD, has_tied_head
+from ckptkit.models.transformers_model import model_class_names_of
 from ckptkit.words import count
 
 Config = Mapping[str, Any]
@@ -40,7 +40,7 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
     if not heads:
         return config, []
     named = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))
-    fitting = list(candidates(shapes, config, heads))
+    fitting = list(candidate_configs(shapes, config, heads))
     if len(fitting) == 1:
         (fitting_config,) = fitting
         class_name = str(fitting_config["architectures"][0])
@@ -49,7 +49,7 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
         labels = len(fitting_config.get("id2label") or {})
         is_resized = fitting_config.get("id2label") != config.get("id2label")
         if is_resized:
-            check_labels(config, heads[0], labels)
+            check_label_count(config, heads[0], labels)
         return fitting_config, [f"{words} with {count(labels, 'label')}" if is_resized else words]
     if not fitting and all(map(_VALUE_HEAD.fullmatch, heads)):
         words = f"`{heads[0]}`{and_more(len(heads) - 1)} is a value head, which {named} of config.json does not have"
@@ -62,13 +62,13 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
 
 def check_second_head(shapes: Mapping[str, Shape], config: Config, head: str, classes: str) -> None:
     """Raise `Mismatch` if a language model's own (untied) head is present beside another head."""
-    if HEAD in shapes and not is_tied(config):
+    if HEAD in shapes and not has_tied_head(config):
         message = f"this head and `{HEAD}` are those of two classes, {classes}, and each class drops the other head"
         module = head.rpartition(".")[0]
         raise Mismatch(message, tensor=head, hint=f"pass --exclude '*{HEAD}' or --exclude '*{module}.*'")
 
 
-def check_labels(config: Config, head: str, labels: int) -> None:
+def check_label_count(config: Config, head: str, labels: int) -> None:
     """Raise `Mismatch` if config.json names another number of labels than the head has."""
     names = (config.get("id2label") or {}).values()
     if any(not re.fullmatch(r"LABEL_[0-9]+", str(name)) for name in names):
@@ -76,27 +76,27 @@ def check_labels(config: Config, head: str, labels: int) -> None:
         raise Mismatch(message, tensor=head, hint="pass a --base whose config.json names the labels of this head")
 
 
-def candidates(shapes: Mapping[str, Shape], config: Config, heads: Collection[str]) -> Iterator[dict[str, Any]]:
+def candidate_configs(shapes: Mapping[str, Shape], config: Config, heads: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield a config.json for each class of its type that fits, and for each number of labels that a head may have."""
     rows = {shapes[name][0] for name in heads if len(shapes[name]) == 2}
     known = {len(config["id2label"])} if config.get("id2label") else {int(config.get("num_labels") or 2)}
-    for name in classes_of(config):
+    for name in model_class_names_of(config):
         for labels in sorted(known) + sorted(rows - known):
             candidate = {**config, "architectures": [name]}
             if labels not in known:
                 candidate |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
                 candidate |= {"label2id": {f"LABEL_{i}": i for i in range(labels)}}
                 candidate.pop("num_labels", None)
-            if is_described(shapes, candidate):
+            if has_known_forms(shapes, candidate):
                 yield candidate
                 break
 
 
-def is_described(shapes: Mapping[str, Shape], config: Config) -> bool:
+def has_known_forms(shapes: Mapping[str, Shape], config: Config) -> bool:
     """Return whether a config.json describes all tensors; an additional language model's head is allowed."""
     try:
-        form = closest(forms_for(config), shapes.keys())
+        form = closest_form(forms_of_model(config), shapes.keys())
     except Unsupported:
         return False
     fits = all(shapes[name] == form.shapes[name] for name in shapes.keys() & form.shapes.keys())
-    return fits and form.needed <= shapes.keys() and shapes.keys() - form.shapes.keys() <= {HEAD}
+    return fits and form.needed_names <= shapes.keys() and shapes.keys() - form.shapes.keys() <= {HEAD}

@@ -75,12 +75,12 @@ def find_meta_model(config: Mapping[str, Any]) -> MetaModel:
         text = json.dumps(config, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise Unsupported(f"transformers does not accept its config.json: {error}") from error
-    return build(text)
+    return build_meta_model(text)
 
 
 @cache
-def build(text: str) -> MetaModel:
-    config = without_hints(json.loads(text))
+def build_meta_model(config_json: str) -> MetaModel:
+    config = without_code_keys(json.loads(config_json))
     model_type = str(config.get("model_type"))
     try:
         transformers = import_transformers()
@@ -89,10 +89,10 @@ def build(text: str) -> MetaModel:
         raise
     import torch
 
-    check_counts(config)
+    refuse_huge_counts(config)
     try:
-        with quiet(), torch.device("meta"):
-            model = class_of(transformers, config)(config_class(transformers, model_type).from_dict(config))
+        with quiet_transformers(), torch.device("meta"):
+            model = model_class_of(transformers, config)(config_class(transformers, model_type).from_dict(config))
             shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     except UnknownType as error:
         message = f"transformers {transformers.__version__} does not have {error.message}"
@@ -111,18 +111,18 @@ def build(text: str) -> MetaModel:
         tied={target: source for target, source in ties.items() if target in shapes and source in shapes},
         unsaved=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
         in_fp32={
-            "bfloat16": pattern_of(strict),
-            "float16": pattern_of([*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())]),
+            "bfloat16": find_glob_pattern(strict),
+            "float16": find_glob_pattern([*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())]),
         },
     )
 
 
-def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return a config.json with all defaults of transformers, and its own class names; None if it cannot be loaded."""
     try:
         kind = config_class(import_transformers(), str(config.get("model_type")))
-        with quiet():
-            full = kind.from_dict(without_hints(dict(config))).to_dict()
+        with quiet_transformers():
+            full = kind.from_dict(without_code_keys(dict(config))).to_dict()
     except Exception:  # noqa: BLE001 - transformers' own code may raise anything, and then the keys are what they are
         return None
     return {**full, **{key: config.get(key) for key in ("architectures", "auto_map")}}
@@ -130,7 +130,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def import_transformers() -> Any:
     """Return the module transformers. Raises `NotInstalled` if it cannot be used, or torch is missing."""
-    if missing := missing_package():
+    if missing := find_missing_model_package():
         raise NotInstalled(f"{missing} is not installed", hint="pip install 'ckptkit-fsdp[hf]'")
     upgrade = "pip install --upgrade 'ckptkit-fsdp[hf]'"
     try:
@@ -152,13 +152,13 @@ def config_class(transformers: Any, model_type: str) -> Any:
     return transformers.CONFIG_MAPPING[model_type]
 
 
-def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
+def model_class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     """Return the model class that a config names, or else the class of its type. Raises `UnknownType` without one."""
     named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
-    if model := first_model(transformers, named, transformers):
+    if model := find_first_model_class(transformers, named, transformers):
         return model
     kind = config_class(transformers, str(config.get("model_type")))
-    if model := first_model(transformers, named, modeling_of(kind)):
+    if model := find_first_model_class(transformers, named, modeling_module_of(kind)):
         return model
     mappings = [getattr(transformers, name) for name in _MAPPINGS]
     classes = [mapping[kind] for mapping in mappings if kind in mapping]
@@ -167,34 +167,34 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     return classes[0]
 
 
-def classes_of(config: Mapping[str, Any]) -> list[str]:
+def model_class_names_of(config: Mapping[str, Any]) -> list[str]:
     """Return the names of all model classes for the type of a config.json; [] if transformers does not have it."""
     try:
         transformers = import_transformers()
         kind = config_class(transformers, str(config.get("model_type")))
     except Unsupported:
         return []
-    module = modeling_of(kind)
+    module = modeling_module_of(kind)
     names = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
-    models = {name: first_model(transformers, [name], module) for name in names}
+    models = {name: find_first_model_class(transformers, [name], module) for name in names}
     return [name for name, model in models.items() if model is not None and model.config_class is kind]
 
 
-def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
+def find_first_model_class(transformers: Any, names: Iterable[str], module: Any) -> Any:
     """Return the first model class of these names in a module; None if there is none."""
     classes = [member for name in names if isinstance(member := getattr(module, name, None), type)]
     return next((member for member in classes if issubclass(member, transformers.PreTrainedModel)), None)
 
 
-def modeling_of(kind: Any) -> Any:
+def modeling_module_of(config_class: Any) -> Any:
     """Return the module that defines the models of a config class (with classes that are not exported), or None."""
     try:
-        return import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+        return import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
     except ImportError:  # a few models need another library
         return None
 
 
-def pattern_of(globs: Collection[str]) -> re.Pattern[str] | None:
+def find_glob_pattern(globs: Collection[str]) -> re.Pattern[str] | None:
     """Return a pattern for any of the globs, as transformers' `build_glob_alternation` does; None without globs."""
     return re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs))) if globs else None
 
@@ -209,7 +209,7 @@ def linear_modules(meta: MetaModel) -> dict[str, bool]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    with quiet():
+    with quiet_transformers():
         kept = [*get_keys_to_not_convert(meta.model), *(getattr(meta.model, "_keep_in_fp32_modules", None) or ())]
     return {
         name: should_convert_module(name, kept)
@@ -233,33 +233,33 @@ def llama_sizes(meta: MetaModel) -> dict[str, Any]:
     return sizes | {"model_type": known.model_type}
 
 
-def without_hints(config: Any) -> Any:
+def without_code_keys(config: Any) -> Any:
     """Return a config without keys that could load code, and without dtypes, at any depth; decodes infinite numbers."""
     if isinstance(config, dict):
         if config.keys() == {_FLOAT}:
             return float(config[_FLOAT])
-        return {key: without_hints(value) for key, value in config.items() if not _DROPPED_KEYS.fullmatch(str(key))}
-    return [without_hints(one) for one in config] if isinstance(config, list) else config
+        return {key: without_code_keys(value) for key, value in config.items() if not _DROPPED_KEYS.fullmatch(str(key))}
+    return [without_code_keys(one) for one in config] if isinstance(config, list) else config
 
 
-def check_counts(config: Mapping[str, Any]) -> None:
+def refuse_huge_counts(config: Mapping[str, Any]) -> None:
     """Raise `Unsupported` for a config with many more layers or experts than any real model."""
-    layers, experts = (max([1, *counts_in(config, pattern)]) for pattern in (_LAYERS, _EXPERTS))
+    layers, experts = (max([1, *numbers_under_keys(config, pattern)]) for pattern in (_LAYERS, _EXPERTS))
     if layers > _MAX_LAYERS or layers * experts > _MAX_LAYERS_TIMES_EXPERTS:
         raise Unsupported(f"its config.json says {layers:.6g} layers, and {experts:.6g} experts")
 
 
-def counts_in(config: Any, pattern: re.Pattern[str]) -> Iterator[float]:
+def numbers_under_keys(config: Any, pattern: re.Pattern[str]) -> Iterator[float]:
     """Yield the numbers in a config whose key matches a pattern, at any depth."""
     for key, value in config.items() if isinstance(config, dict) else ():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int | float) and pattern.fullmatch(str(key)):
                 yield item
-            yield from counts_in(item, pattern)
+            yield from numbers_under_keys(item, pattern)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Suppress warnings of transformers inside the block: they concern models that will run."""
     from transformers.utils import logging
 
@@ -273,6 +273,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def missing_package() -> str | None:
+def find_missing_model_package() -> str | None:
     """Return the package that is missing for building models, "transformers" or "torch"; None if both are installed."""
     return next((package for package in ("transformers", "torch") if find_spec(package) is None), None)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CkptError, Mismatch, Unsupported
-from ckptkit.models.transformers_model import MetaModel, quiet
-from ckptkit.words import natural
+from ckptkit.models.transformers_model import MetaModel, quiet_transformers
+from ckptkit.words import natural_sort_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ def transforms_of(meta: MetaModel, hub_names: Collection[str] | None) -> list[An
     transforms = every_transform(meta, add_legacy=False)
     if hub_names is None:
         return [transform for transform in transforms if not isinstance(transform, PrefixChange)]
-    for name in sorted(hub_names, key=natural):
-        rename(name, transforms)  # notes in each transform whether it matched
+    for name in sorted(hub_names, key=natural_sort_key):
+        rename_by_transforms(name, transforms)  # notes in each transform whether it matched
     return [transform for transform in transforms if transform.was_used()]
 
 
@@ -57,7 +57,7 @@ def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
     """Return all transforms from disk to memory; with `add_legacy` also those for old names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    with quiet():
+    with quiet_transformers():
         return list(get_model_conversion_mapping(meta.model, add_legacy=add_legacy))
 
 
@@ -84,21 +84,21 @@ def transform_all(
     before, after = ([], renamings) if is_to_disk else (renamings, [])
     transformed = TransformedTensors()
     groups: dict[str, TransformGroup] = {}
-    for name in sorted(tensors, key=natural):
-        key, pattern = convert_name(rename(name, before), converters)
+    for name in sorted(tensors, key=natural_sort_key):
+        key, pattern = convert_name(rename_by_transforms(name, before), converters)
         if not is_to_disk and key not in meta.shapes and name in meta.shapes:
             key, pattern = name, None
         if pattern is None:
-            put_tensor(transformed, rename(key, after), tensors[name], (name,))
+            put_tensor(transformed, rename_by_transforms(key, after), tensors[name], (name,))
         else:
-            collect(groups, converters, key, pattern, name)
+            add_to_group(groups, converters, key, pattern, name)
     for key, group in groups.items():
-        for new, tensor in convert(meta, key, group, tensors):
-            put_tensor(transformed, rename(new, after), tensor, group.names)
+        for new, tensor in convert_group(meta, key, group, tensors):
+            put_tensor(transformed, rename_by_transforms(new, after), tensor, group.names)
     return transformed
 
 
-def rename(name: str, transforms: Iterable[Any]) -> str:
+def rename_by_transforms(name: str, transforms: Iterable[Any]) -> str:
     for transform in transforms:
         name, _ = transform.rename_source_key(name)
     return name
@@ -113,7 +113,9 @@ def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
     return name, None
 
 
-def collect(groups: dict[str, TransformGroup], converters: Iterable[Any], key: str, pattern: str, name: str) -> None:
+def add_to_group(
+    groups: dict[str, TransformGroup], converters: Iterable[Any], key: str, pattern: str, name: str
+) -> None:
     """Add a tensor to its group; `key` is the name of the group's first result."""
     if key not in groups:
         own = [converter for converter in converters if pattern in converter.source_patterns]
@@ -121,7 +123,9 @@ def collect(groups: dict[str, TransformGroup], converters: Iterable[Any], key: s
     groups[key].found.setdefault(pattern, []).append(name)
 
 
-def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def convert_group(
+    meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Yield the tensors that a transform makes from a group.
 
     Raises `Mismatch` if a tensor is missing or has the wrong shape, `Unsupported` if the transform fails.

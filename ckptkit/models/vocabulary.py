@@ -13,8 +13,8 @@ from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
-from ckptkit.layout.box import Shape, whole
-from ckptkit.models.expected import AskBase, forms_for
+from ckptkit.layout.box import Shape, full_box
+from ckptkit.models.expected import AskBase, forms_of_model
 
 # names, in all families, of tensors with a row per token
 _ROWS = re.compile(
@@ -31,7 +31,7 @@ def is_by_token(name: str) -> bool:
     return _ROWS.fullmatch(name) is not None
 
 
-def rows_of(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+def row_count_by_name(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     return {name: tensor.spec.shape[0] for name, tensor in tensors.items() if is_by_token(name)}
 
 
@@ -63,38 +63,38 @@ class NewVocabulary:
         if config is None:
             return cls(rows, {})
         try:
-            forms_for(config, ask_base)
+            forms_of_model(config, ask_base)
         except Unsupported:
             return cls(rows, {})
         try:
-            shapes, longer = (shapes_in_all_forms(with_vocabulary(config, n), ask_base) for n in (rows, rows + 1))
+            shapes, longer = (shapes_in_all_forms(with_vocabulary_size(config, n), ask_base) for n in (rows, rows + 1))
         except Unsupported as error:
             raise Mismatch(f"config.json cannot describe a model with {rows} rows: {error.message}") from error
-        return cls(rows, {name: token_axis(name, rows, shape, longer[name]) for name, shape in shapes.items()})
+        return cls(rows, {name: find_grown_axis(name, rows, shape, longer[name]) for name, shape in shapes.items()})
 
-    def axis_of(self, name: str) -> TokenAxis | None:
+    def find_token_axis(self, name: str) -> TokenAxis | None:
         """Return the token axis of a tensor with this name; None if it has none."""
         return self.described[name] if name in self.described else TokenAxis() if is_by_token(name) else None
 
-    def sizes(self, name: str, shape: Shape, other: Shape) -> tuple[int, int] | None:
+    def find_row_counts(self, name: str, shape: Shape, other: Shape) -> tuple[int, int] | None:
         """Return the rows of two shapes of a tensor; None if the shapes differ in more than the vocabulary."""
-        token_axis = self.axis_of(name)
+        token_axis = self.find_token_axis(name)
         if token_axis is None or len(shape) != len(other):
             return None
         axis, extra = token_axis.axis, token_axis.extra
-        if axes.replace_at(shape, axis, 1, ()) != axes.replace_at(other, axis, 1, ()):
+        if axes.replace_sizes_at(shape, axis, 1, ()) != axes.replace_sizes_at(other, axis, 1, ()):
             return None
         return shape[axis] - extra, other[axis] - extra
 
-    def resize(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def resize_all(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return located tensors with `rows` rows in each tensor that follows the vocabulary. New rows are zero."""
-        axes = {name: axis for name in tensors if (axis := self.axis_of(name)) is not None}
-        resized = {name: resize(tensors[name], axis.axis, self.rows + axis.extra) for name, axis in axes.items()}
+        axes = {name: axis for name in tensors if (axis := self.find_token_axis(name)) is not None}
+        resized = {name: resize_axis(tensors[name], axis.axis, self.rows + axis.extra) for name, axis in axes.items()}
         return {**tensors, **resized}
 
     def require_one_size(self, tensors: Mapping[str, StoredTensor]) -> int:
         """Return the current number of rows. Raises `Mismatch` if no tensor has rows for tokens, or if they differ."""
-        axes = {name: axis for name in tensors if (axis := self.axis_of(name)) is not None}
+        axes = {name: axis for name in tensors if (axis := self.find_token_axis(name)) is not None}
         sizes = {name: tensors[name].spec.shape[axis.axis] - axis.extra for name, axis in axes.items()}
         if not sizes:
             raise Mismatch("there is no embedding that --vocab-size could change")
@@ -106,8 +106,8 @@ class NewVocabulary:
         return sizes[first]
 
 
-def vocabulary_in(config: Mapping[str, Any]) -> NewVocabulary:
-    size = vocabulary_of(config)
+def vocabulary_of_config(config: Mapping[str, Any]) -> NewVocabulary:
+    size = find_vocabulary_size(config)
     try:
         return NewVocabulary(0, {}) if size is None else NewVocabulary.of(config, size)
     except Unsupported:
@@ -116,10 +116,10 @@ def vocabulary_in(config: Mapping[str, Any]) -> NewVocabulary:
 
 def shapes_in_all_forms(config: Mapping[str, Any], ask_base: AskBase) -> dict[str, Shape]:
     """Return the shapes of all tensors that a config.json describes, in all forms on disk."""
-    return {name: shape for form in reversed(forms_for(config, ask_base)) for name, shape in form.shapes.items()}
+    return {name: shape for form in reversed(forms_of_model(config, ask_base)) for name, shape in form.shapes.items()}
 
 
-def token_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis | None:
+def find_grown_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis | None:
     """Return the axis that is longer in a model with one more token than `rows`; None if there is none."""
     grown = [axis for axis, (size, more) in enumerate(zip(shape, longer, strict=True)) if size != more]
     if not grown:
@@ -130,34 +130,34 @@ def token_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis |
     return TokenAxis(grown[0], shape[grown[0]] - rows)
 
 
-def resize(tensor: StoredTensor, axis: int, size: int) -> StoredTensor:
+def resize_axis(tensor: StoredTensor, axis: int, size: int) -> StoredTensor:
     """Return a tensor with `size` elements along an axis: cropped at the end, or padded with zeros."""
     dtype, shape = tensor.spec.dtype, tensor.spec.shape
     if size <= shape[axis]:
-        return tensor if size == shape[axis] else axes.cut(tensor, axis, 0, size)
+        return tensor if size == shape[axis] else axes.cut_axis(tensor, axis, 0, size)
     spec = Spec(dtype, (*shape[:axis], size - shape[axis], *shape[axis + 1 :]))
-    zeros = Chunk.of_zeros(whole(spec.shape), dtype)
+    zeros = Chunk.of_zeros(full_box(spec.shape), dtype)
     return axes.concatenate([tensor, StoredTensor(spec, (zeros,))], axis)
 
 
-def check_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
+def check_vocabulary_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
     """Raise `Mismatch` for an embedding or head whose number of rows differs from vocab_size in config.json."""
-    size = vocabulary_of(config)
-    for name, rows in rows_of(tensors).items():
+    size = find_vocabulary_size(config)
+    for name, rows in row_count_by_name(tensors).items():
         if size not in (None, rows):
             hint = f"--vocab-size {size} {'leaves out' if rows > size else 'adds zeros for'} the difference"
             message = f"expected {size} rows (vocab_size in config.json), found {rows}: one of the two is padded"
             raise Mismatch(message, tensor=name, hint=hint)
 
 
-def vocabulary_of(config: Mapping[str, Any]) -> int | None:
+def find_vocabulary_size(config: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in a config.json (of its text model if it is multimodal); None if it is absent."""
     inner = config.get("text_config")
     size = (inner if isinstance(inner, Mapping) else config).get(_KEY, config.get(_KEY))
     return size if type(size) is int and size > 0 else None  # -1 stands for an unknown size
 
 
-def with_vocabulary(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def with_vocabulary_size(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Return a config.json with another vocabulary size, at every place where it has one."""
     fixed = dict(config)
     inner = fixed.get("text_config")

@@ -11,11 +11,11 @@ import json
 import re
 from typing import Any
 
-from ckptkit.io.file import is_there, read_small
+from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout import Layout
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
+from ckptkit.models.names.rule import Rule, weight_and_bias_rules
+from ckptkit.models.names.sizes import LAYER, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import Chain, Concatenated, Grouped, Reversed, TensorStep
 
 _OWN = "transformer.h.{layer}."
@@ -61,21 +61,21 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         _OWN + "attn.proj": LAYER + "self_attn.o_proj",
         _OWN + "attn.norm_q": LAYER + "self_attn.q_norm",
         _OWN + "attn.norm_k": LAYER + "self_attn.k_norm",
-        **norm_names(model),
+        **hub_norm_names(model),
     }
     if model != _FUSED:
         modules |= feed_forward_names("mlp", LAYER + "mlp.gate_proj", LAYER + "mlp.up_proj", LAYER + "mlp.down_proj")
     if model in _MIXTURES:
-        hub = experts_of(model)
+        hub = expert_names_of_type(model)
         modules[_OWN + "mlp.gate"] = LAYER + hub.router
         modules |= feed_forward_names("mlp.experts.{expert}", *(LAYER + name for name in (hub.gate, hub.up, hub.down)))
     return (
-        *(rule for own_name, hub_name in modules.items() for rule in with_bias(own_name, hub_name)),
-        *(fused_attention() if model == _FUSED else separate_attention()),
+        *(rule for own_name, hub_name in modules.items() for rule in weight_and_bias_rules(own_name, hub_name)),
+        *(fused_attention_rules() if model == _FUSED else separate_attention_rules()),
     )
 
 
-def norm_names(model: str) -> dict[str, str]:
+def hub_norm_names(model: str) -> dict[str, str]:
     """Return the Hub names of the norms in a layer, keyed by LitGPT name."""
     hub_names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
     if model in _FOUR_NORMS:
@@ -95,21 +95,24 @@ def feed_forward_names(own: str, gate: str, up: str, down: str) -> dict[str, str
     return {f"{_OWN}{own}.fc_1": gate, f"{_OWN}{own}.fc_2": up, f"{_OWN}{own}.proj": down}
 
 
-def attention(hub: str | tuple[str, ...], step: TensorStep | None, older: TensorStep | None) -> tuple[Rule, ...]:
+def fused_qkv_rules(hub: str | tuple[str, ...], step: TensorStep | None, older: TensorStep | None) -> tuple[Rule, ...]:
     """Return the rules for the fused query, key and value matrix: the current form, and the form before 0.5."""
-    return (*with_bias(_OWN + "attn.qkv", hub, step), *with_bias(_OWN + "attn.attn", hub, older))
+    return (
+        *weight_and_bias_rules(_OWN + "attn.qkv", hub, step),
+        *weight_and_bias_rules(_OWN + "attn.attn", hub, older),
+    )
 
 
-def separate_attention() -> tuple[Rule, ...]:
+def separate_attention_rules() -> tuple[Rule, ...]:
     """Return the attention rules for types with separate query, key and value tensors on the Hub."""
-    return attention(tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv"), _QKV, Grouped())
+    return fused_qkv_rules(tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv"), _QKV, Grouped())
 
 
-def fused_attention() -> tuple[Rule, ...]:
+def fused_attention_rules() -> tuple[Rule, ...]:
     """Return the rules for types that also fuse these tensors on the Hub, as well as the gate and up projections."""
     gate_and_up = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
     return (
-        *attention(LAYER + "self_attn.qkv_proj", None, Chain((Grouped(), Reversed(_QKV)))),
+        *fused_qkv_rules(LAYER + "self_attn.qkv_proj", None, Chain((Grouped(), Reversed(_QKV)))),
         Rule.of(gate_and_up, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
         Rule.of(_OWN + "mlp.proj.weight", LAYER + "mlp.down_proj.weight"),
     )
@@ -129,25 +132,25 @@ def neox_rules() -> tuple[Rule, ...]:
         _OWN + "mlp.proj": layer + "mlp.dense_4h_to_h",
     }
     return (
-        *(rule for own_name, hub_name in modules.items() for rule in with_bias(own_name, hub_name)),
-        *attention(layer + "attention.query_key_value", Chain((_QKV, Reversed(Grouped()))), None),
+        *(rule for own_name, hub_name in modules.items() for rule in weight_and_bias_rules(own_name, hub_name)),
+        *fused_qkv_rules(layer + "attention.query_key_value", Chain((_QKV, Reversed(Grouped()))), None),
     )
 
 
-def describe(checkpoint: Layout) -> dict[str, Any]:
+def computation_settings_of(checkpoint: Layout) -> dict[str, Any]:
     """Return the settings in model_config.yaml, in keys of config.json where it has them; {} without the file.
 
     Reads the settings that are one number or word, which the file has in a line of their own at the top level. Source:
     `save_config` in litgpt/utils.py, and litgpt/config.py.
     """
     path = checkpoint.root / _CONFIG
-    if not is_there(path):
+    if not is_existing_path(path):
         return {}
     lines = re.findall(r"^(\w+): *(\S+) *$", read_small(path, _CONFIG_LIMIT).decode(errors="replace"), re.MULTILINE)
-    return {_KEYS.get(key, key): value_of(text) for key, text in lines if key not in _NOT_COMPUTED}
+    return {_KEYS.get(key, key): parse_yaml_scalar(text) for key, text in lines if key not in _NOT_COMPUTED}
 
 
-def value_of(text: str) -> Any:
+def parse_yaml_scalar(text: str) -> Any:
     """Return a scalar of YAML as a constant, a number or a word."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
@@ -161,6 +164,6 @@ LITGPT = Family(
     name="litgpt",
     types=_TYPES,
     rules=rules,
-    describe=describe,
+    describe=computation_settings_of,
     has_tied_head=True,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
@@ -27,40 +27,40 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     """Return the naming rules. Raises `Unsupported` for any other model type than GPT-2."""
     sizes.require_type(NANOGPT.name, _TYPES)
     return (
-        *(rule_of(f"{name}.weight", SwappedAxes()) for name in _MATRICES),
-        *(rule_of(f"{name}.weight") for name in ("wte", "wpe", *_OTHERS)),
-        *(rule_of(f"{name}.bias") for name in (*_MATRICES, *_OTHERS)),
+        *(rule_for_tensor(f"{name}.weight", SwappedAxes()) for name in _MATRICES),
+        *(rule_for_tensor(f"{name}.weight") for name in ("wte", "wpe", *_OTHERS)),
+        *(rule_for_tensor(f"{name}.bias") for name in (*_MATRICES, *_OTHERS)),
         Rule.of("lm_head.weight", "lm_head.weight"),
     )
 
 
-def rule_of(name: str, step: TensorStep | None = None) -> Rule:
+def rule_for_tensor(name: str, step: TensorStep | None = None) -> Rule:
     """Return the rule for a tensor. On the Hub its name has the prefix `transformer.`, or none in the first files."""
     return Rule.of(f"transformer.{name}", f"transformer.{name} | {name}", step)
 
 
-def is_linear(shape: Shape) -> bool:
+def is_linear_qkv(shape: Shape) -> bool:
     """Return whether a fused query, key and value matrix has its outputs as rows, as in nn.Linear."""
     return len(shape) == 2 and shape[0] == 3 * shape[1]
 
 
-def describe(checkpoint: Layout) -> dict[str, Any]:
+def model_arguments_of(checkpoint: Layout) -> dict[str, Any]:
     """Return the arguments of the model, whose keys are those of GPT-2's config.json; {} without saved arguments."""
     entries = {checkpoint.key(name): blob for name, blob in checkpoint.blobs.items()}
     if (_ARGS,) in entries:
-        return {str(key): value for key, value in pairs_of(load_value(checkpoint.root, entries[_ARGS,])) or ()}
+        return {str(key): value for key, value in find_dict_items(load_value(checkpoint.root, entries[_ARGS,])) or ()}
     inside = {key: blob for key, blob in entries.items() if len(key) == 2 and key[0] == _ARGS}
     return {str(key[1]): load_value(checkpoint.root, blob) for key, blob in inside.items()}
 
 
 NANOGPT = Family(
     name="nanogpt",
-    tells_shape=is_linear,
+    tells_shape=is_linear_qkv,
     types=_TYPES,
     drops=(r"(transformer\.)?h\.#\.attn\.(masked_)?bias",),  # the mask of attention
     biased=r"transformer\.(h\.#\.)?(attn\.c_attn|(attn|mlp)\.c_proj|mlp\.c_fc|ln_[12f])",
     rules=rules,
-    describe=describe,
+    describe=model_arguments_of,
     trainer="nanoGPT",
     has_tied_head=True,
 )

@@ -8,8 +8,8 @@ greater by one than on the Hub; that would need arithmetic, so ckptkit refuses t
 from __future__ import annotations
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
+from ckptkit.models.names.rule import Rule, weight_and_bias_rules
+from ckptkit.models.names.sizes import LAYER, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import FlatFront, SwappedAxes
 
 _BEFORE = ("llama", "qwen2", "qwen3")
@@ -40,13 +40,13 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         _OWN + "attention_norm": LAYER + ("input_layernorm" if is_before else "post_attention_layernorm"),
         _OWN + "feed_forward_norm": LAYER + ("post_attention_layernorm" if is_before else "post_feedforward_layernorm"),
     }
-    plain = (rule for own, hub in (_MODULES | norms).items() for rule in with_bias(own, hub))
-    return (*plain, *(mixture() if model == "flex_olmo" else ()))
+    plain = (rule for own, hub in (_MODULES | norms).items() for rule in weight_and_bias_rules(own, hub))
+    return (*plain, *(mixture_rules() if model == "flex_olmo" else ()))
 
 
-def mixture() -> tuple[Rule, ...]:
+def mixture_rules() -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts."""
-    hub, own = experts_of("flex_olmo"), _OWN + "feed_forward_moe."
+    hub, own = expert_names_of_type("flex_olmo"), _OWN + "feed_forward_moe."
     projections = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
     return (
         Rule.of(own + "router.weight", f"{LAYER}{hub.router}.weight", FlatFront("experts")),

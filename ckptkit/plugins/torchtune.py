@@ -8,7 +8,7 @@ names that its converter uses.
 from __future__ import annotations
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.rule import Rule, with_bias
+from ckptkit.models.names.rule import Rule, weight_and_bias_rules
 from ckptkit.models.names.sizes import LAYER, Sizes
 from ckptkit.models.names.steps import Concatenated, Reversed, Rotary
 
@@ -37,13 +37,13 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         Rule.of("tok_embeddings.weight", "model.embed_tokens.weight"),
         Rule.of("output.weight", "lm_head.weight"),
         *(Rule.of(f"{own}.scale", f"{hub}.weight") for own, hub in names.items()),
-        *with_bias(_OWN + "attn.output_proj", LAYER + "self_attn.o_proj"),
+        *weight_and_bias_rules(_OWN + "attn.output_proj", LAYER + "self_attn.o_proj"),
         Rule.of(_OWN + "mlp.w2.weight", LAYER + "mlp.down_proj.weight"),
-        *(fused_projections() if model == _FUSED else separate_projections(is_in_pairs=model in _IN_PAIRS)),
+        *(fused_projection_rules() if model == _FUSED else separate_projection_rules(is_in_pairs=model in _IN_PAIRS)),
     )
 
 
-def separate_projections(*, is_in_pairs: bool) -> tuple[Rule, ...]:
+def separate_projection_rules(*, is_in_pairs: bool) -> tuple[Rule, ...]:
     """Return the rules for projections that are separate tensors on the Hub too."""
     heads = {"q": Rotary("heads"), "k": Rotary("key_heads")} if is_in_pairs else {}
     projections = {"w1": "gate_proj", "w3": "up_proj"}
@@ -51,13 +51,15 @@ def separate_projections(*, is_in_pairs: bool) -> tuple[Rule, ...]:
         *(
             rule
             for own in "qkv"
-            for rule in with_bias(_OWN + f"attn.{own}_proj", LAYER + f"self_attn.{own}_proj", heads.get(own))
+            for rule in weight_and_bias_rules(
+                _OWN + f"attn.{own}_proj", LAYER + f"self_attn.{own}_proj", heads.get(own)
+            )
         ),
         *(Rule.of(f"{_OWN}mlp.{own}.weight", f"{LAYER}mlp.{hub}.weight") for own, hub in projections.items()),
     )
 
 
-def fused_projections() -> tuple[Rule, ...]:
+def fused_projection_rules() -> tuple[Rule, ...]:
     """Return the rules for projections that are one matrix on the Hub."""
     query_key_value = tuple(f"{_OWN}attn.{own}_proj.weight" for own in "qkv")
     gate_and_up = tuple(f"{_OWN}mlp.{own}.weight" for own in ("w1", "w3"))

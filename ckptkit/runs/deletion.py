@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptkit.errors import Occupied, translate_os_errors
-from ckptkit.io.disk import lock_path, remove, retry_interrupted, sync_path
-from ckptkit.io.file import children
-from ckptkit.io.joined import roots_of
-from ckptkit.io.locks import acquire, is_locked, release
-from ckptkit.trainers import may_be_step_name
+from ckptkit.io.disk import lock_path, remove_path, retry_interrupted, sync_path
+from ckptkit.io.file import list_children
+from ckptkit.io.joined import local_paths_of
+from ckptkit.io.locks import acquire_lock, is_locked, release_lock
+from ckptkit.trainers import is_like_checkpoint_name
 
 _LEAVING = ".leaving"  # suffix of the hidden name of a checkpoint that is being deleted
 
@@ -28,42 +28,46 @@ def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
     after `patience` seconds.
     """
     with ExitStack() as locks:
-        for directory in roots_of(root):
+        for directory in local_paths_of(root):
             path = lock_path(directory / "prune")
             with translate_os_errors(directory):
                 try:
-                    lock = acquire(path, patience=patience)
+                    lock = acquire_lock(path, patience=patience)
                 except Occupied as error:
                     message = "another process is deleting checkpoints here"
                     raise Occupied(message, path=directory, hint="wait for it to end") from error
-            locks.callback(release, lock, path)
+            locks.callback(release_lock, lock, path)
         with translate_os_errors(root):
-            for path in (path for directory in roots_of(root) for path in filter(is_hidden, children(directory))):
-                remove(path)
+            for path in (
+                path
+                for directory in local_paths_of(root)
+                for path in filter(is_hidden_for_deletion, list_children(directory))
+            ):
+                remove_path(path)
         yield
 
 
-def delete(checkpoint: Path) -> None:
+def delete_checkpoint(checkpoint: Path) -> None:
     """Delete a checkpoint, from all disks if it is spread over several. Call it inside `with deleting(...)`.
 
     Raises `IOFailure` if a file cannot be removed. The checkpoint is hidden then, and the next deletion finishes it.
     """
-    hidden = {path: path.with_name(f".{path.name}{_LEAVING}") for path in roots_of(checkpoint)}
+    hidden = {path: path.with_name(f".{path.name}{_LEAVING}") for path in local_paths_of(checkpoint)}
     with translate_os_errors(checkpoint):
         for path, name in hidden.items():
             retry_interrupted(os.rename, path, name)
             # Before the first file is removed: after a power failure the checkpoint is complete or hidden.
             sync_path(path.parent)
         for name in hidden.values():
-            remove(name)
+            remove_path(name)
 
 
-def is_hidden(path: Path) -> bool:
+def is_hidden_for_deletion(path: Path) -> bool:
     name = path.name
-    return name.startswith(".") and name.endswith(_LEAVING) and may_be_step_name(name[1 : -len(_LEAVING)])
+    return name.startswith(".") and name.endswith(_LEAVING) and is_like_checkpoint_name(name[1 : -len(_LEAVING)])
 
 
 def is_being_written(checkpoint: Path) -> bool:
     """Return True if a process has locked an existing checkpoint to replace it."""
     with translate_os_errors(checkpoint):
-        return any(is_locked(lock_path(path)) for path in roots_of(checkpoint))
+        return any(is_locked(lock_path(path)) for path in local_paths_of(checkpoint))

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.examination import examine_checkpoint
-from ckptkit.checkpoints.examination.optimizers import find_training_point
+from ckptkit.checkpoints.examination.optimizers import find_train_mode_schedule_free
 from ckptkit.checkpoints.find_components import CHECKPOINT, LINK, RUN
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
-from ckptkit.checkpoints.seal import replace_manifest, sum_files
-from ckptkit.checks.verify import verify_part
+from ckptkit.checkpoints.seal import file_checksums, replace_manifest
+from ckptkit.checks.verify import verify_component
 from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import plan, require_all_taken
+from ckptkit.conversion.convert import plan_conversion, require_all_copied_or_explained
 from ckptkit.errors import Mismatch
 from ckptkit.io.allocation import create_file
 from ckptkit.io.disk import retry_interrupted
@@ -28,7 +28,7 @@ from ckptkit.io.progress import Told
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.runs.retention import read_metrics, write_metrics
+from ckptkit.runs.retention import dump_metrics, read_metrics
 from ckptkit.state.options import ConvertOptions
 from ckptkit.trainers.ckptkit import METRICS
 
@@ -51,29 +51,29 @@ def plan_demotion(checkpoint: Path) -> Demotion:
     the averaged weights for evaluation are only in the optimizer state.
     """
     opened = Checkpoint.open(checkpoint)
-    for finding in examine_checkpoint(opened, (find_training_point,)):
+    for finding in examine_checkpoint(opened, (find_train_mode_schedule_free,)):
         raise finding.to_error(checkpoint)  # the averaged weights are only in the optimizer state
     weights = opened.weights.layout
-    options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
-    conversion = plan([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
-    require_all_taken(conversion)
+    options = ConvertOptions.of({"dtype": dtype_rules_for(weights), "allow_unmatched": True}, to="hf")
+    conversion = plan_conversion([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
+    require_all_copied_or_explained(conversion)
     for left in conversion.left_behind:
         if left.why in (CHECKPOINT, LINK, RUN):  # a conversion ignores it, but `demote` would delete it
             message = f"`{left.name}` would be deleted ({left.why})"
             raise Mismatch(message, path=left.path, hint="move it out of the directory first")
     files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}
-    if metrics := metrics_file(checkpoint):
+    if metrics := metrics_file_content(checkpoint):
         files[METRICS] = FileSum(len(metrics), 0)
     (model,) = conversion.drafts
     manifest = Manifest(files, dict.fromkeys(model.wanted.tensors, 0), model.made_of)
     nbytes = sum(file.nbytes for file in files.values()) + len(manifest.to_bytes())
-    dropped = [group.name for entries in conversion.entries for group in entries.groups()]
+    dropped = [group.name for entries in conversion.entries for group in entries.dropped_by_reason()]
     return Demotion(nbytes, (*dropped, *(left.name for left in conversion.left_behind if left.path.name != METRICS)))
 
 
-def is_wide(spec: Spec) -> bool:
+def is_wider_than_bfloat16(spec: Spec) -> bool:
     """Return True for floats of more than 16 bits, which demote casts."""
-    return spec.dtype.can_become(_NARROW) and spec.dtype.itemsize > _NARROW.itemsize
+    return spec.dtype.is_castable_to(_NARROW) and spec.dtype.itemsize > _NARROW.itemsize
 
 
 def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progress: Told | None = None) -> int:
@@ -86,13 +86,13 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     stage = Stage(checkpoint, overwrite=True)
     try:
         model = stage.open().path / _MODEL
-        dtypes = dtypes_for(Checkpoint.open(checkpoint).weights.layout)
+        dtypes = dtype_rules_for(Checkpoint.open(checkpoint).weights.layout)
         advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
         consolidate(checkpoint, model, dtype=dtypes, allow_unmatched=True, jobs=jobs, progress=advance)
-        keep_metrics(checkpoint, model)
-        for problem in verify_part(model, jobs=jobs, progress=progress).problems:
+        copy_metrics(checkpoint, model)
+        for problem in verify_component(model, jobs=jobs, progress=progress).problems:
             raise problem
-        wide = sum(map(is_wide, Checkpoint.open(model).weights.layout.specs.values()))
+        wide = sum(map(is_wider_than_bfloat16, Checkpoint.open(model).weights.layout.specs.values()))
         for file in model.iterdir():
             os.utime(file, (saved_at, saved_at))
             retry_interrupted(os.rename, file, stage.path / file.name)
@@ -105,23 +105,23 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     return wide
 
 
-def dtypes_for(weights: Layout) -> list[str]:
+def dtype_rules_for(weights: Layout) -> list[str]:
     """Return rules for the option `dtype` that cast floats of more than 16 bits to bfloat16, and keep other tensors."""
-    others = [name for name, spec in weights.specs.items() if not is_wide(spec)]
+    others = [name for name, spec in weights.specs.items() if not is_wider_than_bfloat16(spec)]
     return [_NARROW.name, *(f"{glob.escape(name)}=keep" for name in others)]
 
 
-def keep_metrics(checkpoint: Path, model: Path) -> None:
+def copy_metrics(checkpoint: Path, model: Path) -> None:
     """Write the metrics of a checkpoint next to its weights, and add them to the manifest."""
-    content = metrics_file(checkpoint)
+    content = metrics_file_content(checkpoint)
     manifest = read_manifest(model)
     if content and manifest is not None:
         create_file(model / METRICS, len(content), [(0, content)])
-        files = {**manifest.files, **sum_files(model, {METRICS}, ())}
+        files = {**manifest.files, **file_checksums(model, {METRICS}, ())}
         replace_manifest(model, replace(manifest, files=files))
 
 
-def metrics_file(checkpoint: Path) -> bytes:
+def metrics_file_content(checkpoint: Path) -> bytes:
     """Return the content of the metrics file of a checkpoint, b"" without metrics."""
     metrics = read_metrics(checkpoint)
-    return write_metrics(Checkpoint.at(checkpoint).own_step or 0, metrics) if metrics else b""
+    return dump_metrics(Checkpoint.at(checkpoint).step_in_name or 0, metrics) if metrics else b""

@@ -14,45 +14,45 @@ from pathlib import Path, PureWindowsPath
 
 from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.evidence import read_number
+from ckptkit.checkpoints.evidence import read_value_at_key
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.formats.archives.values import load_value
-from ckptkit.io.file import folders
-from ckptkit.io.joined import roots_of
-from ckptkit.io.staging import clear_dead
+from ckptkit.io.file import list_directories
+from ckptkit.io.joined import local_paths_of
+from ckptkit.io.staging import remove_dead_leftovers
 from ckptkit.layout import KeyPath
 from ckptkit.runs import watches
-from ckptkit.runs.deletion import delete, deleting, is_being_written
-from ckptkit.runs.keeper import WatchLease, require_complete
+from ckptkit.runs.deletion import delete_checkpoint, deleting, is_being_written
+from ckptkit.runs.keeper import WatchLease, require_complete_checkpoint
 from ckptkit.runs.pins import clear_pin, is_pinned, set_pin
 from ckptkit.trainers.trackers import trackers_in
 
 
-def named_best(root: Path) -> Iterator[tuple[str, str]]:
+def best_checkpoint_names(root: Path) -> Iterator[tuple[str, str]]:
     """Yield the names of the best checkpoints of the run at `root` according to its trainer, each with a reason.
 
     Trainers record the best checkpoint in a small file, or in an entry of a checkpoint.
     """
-    for directory in (root, *folders(root)):
+    for directory in (root, *list_directories(root)):
         for file, key in trainers.best_keys():
             path = directory / file if file else directory
             if path.exists() and (file or directory != root):
-                yield from read_best(path, file, key, path.stat().st_mtime_ns)
+                yield from read_best_names(path, file, key, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)  # prune checks each checkpoint against the entries of all others
-def read_best(path: Path, file: str, key: KeyPath, changed: int) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
+def read_best_names(path: Path, file: str, key: KeyPath, changed: int) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
     """Return the checkpoint names at a key path of a small file or of a checkpoint's entries, each with a reason.
 
     `changed` is the modification time of `path`, and part of the cache key.
     """
     # Windows paths have backslashes; PureWindowsPath also splits at slashes
-    values = [read_number(path, key)] if file else entries_at(path, key)
+    values = [read_value_at_key(path, key)] if file else values_at_key(path, key)
     names = (PureWindowsPath(value).name for value in values if isinstance(value, str))
     return tuple((name, f"{file or 'the checkpoint'} says `{key[-1]}`") for name in names if name)
 
 
-def entries_at(path: Path, key: KeyPath) -> Iterator[object]:
+def values_at_key(path: Path, key: KeyPath) -> Iterator[object]:
     """Yield the values of non-tensor entries at a key path, where "*" matches any key; none if unreadable."""
     try:
         layouts = [component.layout for component in Checkpoint.at(path).components]
@@ -65,12 +65,14 @@ def entries_at(path: Path, key: KeyPath) -> Iterator[object]:
         return
 
 
-def marks_on(checkpoint: Path) -> Iterator[str]:
+def reasons_to_keep(checkpoint: Path) -> Iterator[str]:
     """Yield the reasons to keep a checkpoint in one directory of a run: pin, latest-checkpoint file, best metric."""
     if is_pinned(checkpoint):
         yield "pinned"
-    yield from (f"`{tracker.name}` names it" for tracker in trackers_in(checkpoint.parent) if tracker.means(checkpoint))
-    best = (why for name, why in named_best(checkpoint.parent) if name == checkpoint.name)
+    yield from (
+        f"`{tracker.name}` names it" for tracker in trackers_in(checkpoint.parent) if tracker.is_naming(checkpoint)
+    )
+    best = (why for name, why in best_checkpoint_names(checkpoint.parent) if name == checkpoint.name)
     yield from (f"the best: {why}" for why in dict.fromkeys(best))
 
 
@@ -83,10 +85,10 @@ class LocalKeeper:
 
     root: Path
 
-    def refresh(self) -> None:
+    def drop_cached_listings(self) -> None:
         """Do nothing: local directories are not cached."""
 
-    def is_there(self) -> bool:
+    def run_exists(self) -> bool:
         with translate_os_errors(self.root):
             return self.root.is_dir()
 
@@ -94,34 +96,34 @@ class LocalKeeper:
     def pruning(self) -> Iterator[None]:
         """Lock the run for deleting inside the block, and remove the remains of dead processes first."""
         with deleting(self.root):
-            for directory in roots_of(self.root):
-                clear_dead(directory)
+            for directory in local_paths_of(self.root):
+                remove_dead_leftovers(directory)
             yield
 
-    def delete(self, checkpoint: Path) -> tuple[str, ...]:
-        reasons = self.holds(checkpoint)
+    def delete_checkpoint(self, checkpoint: Path) -> tuple[str, ...]:
+        reasons = self.find_protections(checkpoint)
         if not reasons:
-            delete(checkpoint)
+            delete_checkpoint(checkpoint)
         return reasons
 
-    def unfinished(self) -> dict[Path, str]:
+    def unfinished_deletions(self) -> dict[Path, str]:
         """Return {}: `pruning` has already finished interrupted deletions."""
         return {}
 
-    def work_on(self, checkpoint: Path) -> str | None:
+    def find_work_on(self, checkpoint: Path) -> str | None:
         return "being written" if is_being_written(checkpoint) else None
 
-    def holds(self, checkpoint: Path) -> tuple[str, ...]:
+    def find_protections(self, checkpoint: Path) -> tuple[str, ...]:
         """Return the reasons that protect a checkpoint, in any directory of the run."""
-        paths = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
-        reasons = [reason for path in paths for reason in marks_on(path)]
-        reasons += ["a watch is handling it"] if any(map(watches.is_held, paths)) else []
+        paths = [root / checkpoint.name for root in local_paths_of(checkpoint.parent)]
+        reasons = [reason for path in paths for reason in reasons_to_keep(path)]
+        reasons += ["a watch is handling it"] if any(map(watches.is_being_handled, paths)) else []
         return tuple(dict.fromkeys(reasons))
 
     def pin(self, checkpoint: Path) -> None:
         """Pin a complete checkpoint, with the lock for deleting: without it, prune could delete it before the pin."""
         with deleting(self.root, patience=_PATIENCE):
-            require_complete(checkpoint)
+            require_complete_checkpoint(checkpoint)
             set_pin(checkpoint)
 
     def unpin(self, checkpoint: Path) -> None:
@@ -129,5 +131,5 @@ class LocalKeeper:
 
     @contextmanager
     def watching(self, key: str, longest: float) -> Iterator[WatchLease]:  # noqa: ARG002 - a lock ends with its process
-        with watches.claiming(self.root, key) as lock:
+        with watches.locked_watch(self.root, key) as lock:
             yield watches.LocalLease(self.root, key, lock)

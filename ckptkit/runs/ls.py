@@ -17,29 +17,29 @@ from ckptkit.checkpoints.checkpoint import (
     Source,
     checkpoints_in,
     find_latest,
-    name_of,
-    no_checkpoint,
-    path_of,
+    no_checkpoint_error,
+    path_of_source,
+    resolved_name_of,
     runs_in,
 )
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.examination import examine, examine_checkpoint
+from ckptkit.checkpoints.examination import examine_checkpoint, examine_layout
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.one_of_several import find_parts
+from ckptkit.checkpoints.one_of_several import find_partial_file_error
 from ckptkit.checkpoints.replaceable import files_in_manifest
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.formats import detect_format
-from ckptkit.formats.rank_names import find_set
-from ckptkit.io.claims import StoreClaim, claimed_in, read_claim
+from ckptkit.formats.rank_names import names_of_set
+from ckptkit.io.claims import StoreClaim, find_claim, unpublished_files_in
 from ckptkit.io.destination import CLAIM
-from ckptkit.io.file import children, file_size, is_there, missing_path_error
-from ckptkit.io.joined import roots_of
-from ckptkit.io.path import is_remote, refresh
-from ckptkit.runs.pins import pinned_in
+from ckptkit.io.file import file_size, is_existing_path, list_children, missing_path_error
+from ckptkit.io.joined import local_paths_of
+from ckptkit.io.path import drop_cached_listing, is_remote
+from ckptkit.runs.pins import pinned_names_in
 from ckptkit.runs.retention import read_metrics
 from ckptkit.summary import Summarized
-from ckptkit.trainers import stem_of, step_of
+from ckptkit.trainers import find_step_of_path, name_without_suffixes
 from ckptkit.trainers.trackers import Tracker, trackers_in
 from ckptkit.words import count, format_bytes
 
@@ -76,7 +76,7 @@ class Listed:
     @property
     def name(self) -> str:
         """Return the name of the checkpoint's directory or file."""
-        return name_of(self.path)
+        return resolved_name_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def ls(run: Source) -> Listing:
 
     Reads no tensors, and metadata only if it is small. Raises `NotACheckpoint` if there is no checkpoint.
     """
-    root = refresh(path_of(run))
+    root = drop_cached_listing(path_of_source(run))
     with translate_os_errors(root):
         if not root.exists():
             raise missing_path_error(root)
@@ -116,9 +116,9 @@ def ls(run: Source) -> Listing:
         if not is_run:
             checkpoints, runs = checkpoints_at(root), runs_in(root)
             root = root.parent if checkpoints[0].path == root else root
-        pins, trackers = pinned_in(root), trackers_in(root)
-        listed = [look_at(checkpoint, pins, trackers, runs) for checkpoint in checkpoints]
-        listed += [look_at_upload(path) for path in claimed_in(root)] if is_run else []
+        pins, trackers = pinned_names_in(root), trackers_in(root)
+        listed = [make_listed(checkpoint, pins, trackers, runs) for checkpoint in checkpoints]
+        listed += [make_listed_upload(path) for path in unpublished_files_in(root)] if is_run else []
     latest = find_latest(root).checkpoint if is_run else None
     tracker = "; ".join(describe_tracker(tracker, listed) for tracker in trackers) if is_run else ""
     return Listing(root, tuple(listed), latest.path if latest else None, tracker or None, tuple(runs))
@@ -130,54 +130,54 @@ list_run = ls  # its name in earlier versions
 def checkpoints_at(path: Path) -> list[Checkpoint]:
     """Return the checkpoint at a path that is not a run, or each model in a directory. Raises `NotACheckpoint`."""
     here = Checkpoint.at(path)
-    if files := (outputs_in(here) or files_in(here)):
+    if files := (outputs_of_ckptkit_in(here) or single_file_checkpoints_in(here)):
         return [Checkpoint.at(file) for file in files]
     models = [component.path for component in here.models]
-    is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
-    if models and is_folder and not here.is_direct:
+    is_folder = here.step_in_name is None and (len(models) > 1 or len(models) == len(here.components))
+    if models and is_folder and not here.is_at_own_path:
         return [Checkpoint.at(model) for model in models]
-    if not here.components and here.unreadable is None:
-        raise no_checkpoint(path)
+    if not here.components and here.unsupported_files_error is None:
+        raise no_checkpoint_error(path)
     return [here]
 
 
-def outputs_in(here: Checkpoint) -> list[Path]:
+def outputs_of_ckptkit_in(directory: Checkpoint) -> list[Path]:
     """Return the checkpoints in a directory that contains outputs of ckptkit; [] for other directories."""
-    if here.own_step is not None or not here.path.is_dir() or is_there(here.path / MANIFEST):
+    if directory.step_in_name is not None or not directory.path.is_dir() or is_existing_path(directory.path / MANIFEST):
         return []
-    if not all(component.is_model for component in here.components):
+    if not all(component.is_model for component in directory.components):
         return []  # the components of a single checkpoint
-    paths = [path for path in children(here.path) if not path.name.startswith(".")]
+    paths = [path for path in list_children(directory.path) if not path.name.startswith(".")]
     if not any(files_in_manifest(path, made_of_another=True) for path in paths):
         return []
-    return [path for path in paths if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_direct)]
+    return [path for path in paths if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_at_own_path)]
 
 
-def files_in(here: Checkpoint) -> list[Path]:
+def single_file_checkpoints_in(directory: Checkpoint) -> list[Path]:
     """Return the single-file checkpoints in a directory; [] if the files together are one checkpoint."""
-    if here.own_step is not None or not here.path.is_dir() or not here.is_direct:
+    if directory.step_in_name is not None or not directory.path.is_dir() or not directory.is_at_own_path:
         return []
-    files = [path for path in children(here.path) if path.is_file() and detect_format(path)]
-    if len(files) < 2 or find_set(files[0].name, [file.name for file in files]):
+    files = [path for path in list_children(directory.path) if path.is_file() and detect_format(path)]
+    if len(files) < 2 or names_of_set(files[0].name, [file.name for file in files]):
         return []
-    return files if any(isinstance(problem, Unsupported) for problem in here.problems()) else []
+    return files if any(isinstance(problem, Unsupported) for problem in directory.problems()) else []
 
 
-def look_at(
+def make_listed(
     checkpoint: Checkpoint,
     pins: frozenset[str] = frozenset(),
     trackers: Sequence[Tracker] = (),
     others: Collection[Path] = (),
 ) -> Listed:
     """Return the entry of a checkpoint, from names, sizes and small files. `others` inside are not part of it."""
-    fault, sizes_compared = fault_of(checkpoint), can_compare_sizes(checkpoint)
+    fault, sizes_compared = find_short_fault(checkpoint), has_quick_sizes(checkpoint)
     if fault is None and sizes_compared:
-        fault = fault_in_metadata(checkpoint)
-    metrics, unreadable = metrics_of(checkpoint.path)
-    nbytes, saved_at = measure(checkpoint.path, others)
+        fault = find_fault_in_metadata(checkpoint)
+    metrics, unreadable = metrics_and_problem_of(checkpoint.path)
+    nbytes, saved_at = nbytes_and_time_below(checkpoint.path, others)
     return Listed(
         checkpoint.path,
-        checkpoint.own_step,
+        checkpoint.step_in_name,
         next((component.reader.name for component in checkpoint.components), None),
         fault is None,
         checkpoint.world_size,
@@ -186,22 +186,22 @@ def look_at(
         metrics,
         checkpoint.name in pins,
         fault or unreadable,
-        tuple(tracker.name for tracker in trackers if tracker.means(checkpoint.path)),
+        tuple(tracker.name for tracker in trackers if tracker.is_naming(checkpoint.path)),
         checkpoint.is_weights_only,
-        checkpoint.named_trainer,
-        read_claim(checkpoint.path),
+        checkpoint.trainer_by_file_names,
+        find_claim(checkpoint.path),
         sizes_compared,
     )
 
 
-def look_at_upload(path: Path) -> Listed:
+def make_listed_upload(path: Path) -> Listed:
     """Return the entry of a file that is being uploaded to a store, where it is invisible until the upload ends."""
     claim = path.parent / f"{path.name}{CLAIM}"
-    step, saved_at = step_of(Path(stem_of(path.name))), claim.stat().st_mtime
-    return Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=read_claim(path))
+    step, saved_at = find_step_of_path(Path(name_without_suffixes(path.name))), claim.stat().st_mtime
+    return Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=find_claim(path))
 
 
-def fault_of(checkpoint: Checkpoint) -> str | None:
+def find_short_fault(checkpoint: Checkpoint) -> str | None:
     """Return a short description of why a checkpoint is not complete, None if it is."""
     try:
         problem = next(iter(checkpoint.problems()), None)
@@ -215,36 +215,36 @@ def fault_of(checkpoint: Checkpoint) -> str | None:
     return problem.message if path in (None, checkpoint.path) else f"{path.name} {problem.message}"
 
 
-def can_compare_sizes(checkpoint: Checkpoint) -> bool:
+def has_quick_sizes(checkpoint: Checkpoint) -> bool:
     """Return True if the expected file sizes of a checkpoint are known from metadata that is quick to read."""
     if is_remote(checkpoint.path):
         return False
     try:
         parts = checkpoint.components
-        return len(parts) > 0 and sum(part.reader.metadata_bytes(part.path) for part in parts) <= _MOST_METADATA
+        return len(parts) > 0 and sum(part.reader.metadata_nbytes(part.path) for part in parts) <= _MOST_METADATA
     except (Corrupt, IOFailure, Unsafe):
         return False
 
 
-def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
+def find_fault_in_metadata(checkpoint: Checkpoint) -> str | None:
     """Return a short description of a contradiction between a checkpoint and its manifest or metadata, or None."""
     problems: list[CkptError] = []
     try:
         layouts = [component.reader.read(component.path, problems.append) for component in checkpoint.components]
-        problems += (problem for component in checkpoint.components for problem in wrong_sizes(component))
+        problems += (problem for component in checkpoint.components for problem in wrong_size_errors(component))
     except (Corrupt, IOFailure, Unsafe) as error:
         problems.append(error)
     except Unsupported:  # the metadata cannot be read, so the sizes are unknown
         return None
     if problems:
-        return in_one_line(problems[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
-    if checkpoint.path.is_file() and (part := find_parts(checkpoint)):
+        return problem_in_one_line(problems[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
+    if checkpoint.path.is_file() and (part := find_partial_file_error(checkpoint)):
         return part.message
-    findings = examine(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
-    return next((finding.line for finding in findings if finding.certainty is Certainty.CERTAIN), None)
+    findings = examine_layout(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
+    return next((finding.message_with_tensor for finding in findings if finding.certainty is Certainty.CERTAIN), None)
 
 
-def wrong_sizes(component: Component) -> Iterator[Corrupt]:
+def wrong_size_errors(component: Component) -> Iterator[Corrupt]:
     """Yield an error for each file whose size differs from the manifest. `verify` reports a damaged manifest."""
     directory = component.path if component.path.is_dir() else component.path.parent
     try:
@@ -256,7 +256,7 @@ def wrong_sizes(component: Component) -> Iterator[Corrupt]:
             yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=directory / name)
 
 
-def in_one_line(error: CkptError, checkpoint: Path) -> str:
+def problem_in_one_line(error: CkptError, checkpoint: Path) -> str:
     """Return a problem in one line, with a path relative to the checkpoint."""
     path = error.path
     if path is None or path == checkpoint or not path.is_relative_to(checkpoint):
@@ -264,7 +264,7 @@ def in_one_line(error: CkptError, checkpoint: Path) -> str:
     return f"{path.relative_to(checkpoint)}: {error.message}"
 
 
-def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
+def metrics_and_problem_of(path: Path) -> tuple[dict[str, float], str | None]:
     """Return the metrics of a checkpoint without its step, and a problem if they cannot be read."""
     if not path.is_dir():
         return {}, None
@@ -275,12 +275,12 @@ def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
     return {name: value for name, value in metrics.items() if name != "step"}, None
 
 
-def measure(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:
+def nbytes_and_time_below(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:
     """Return the bytes of all files below a path, and the latest modification time of a file that is not a manifest.
 
     Skips the directories `others`, and does not follow links.
     """
-    pending, nbytes, newest = [root.resolve() for root in roots_of(path)], 0, 0.0
+    pending, nbytes, newest = [root.resolve() for root in local_paths_of(path)], 0, 0.0
     skipped = {other.resolve() for other in others}
     while pending:
         entry = pending.pop()
@@ -289,7 +289,7 @@ def measure(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:
         with translate_os_errors(entry):
             status = entry.lstat()
             if stat.S_ISDIR(status.st_mode):
-                pending.extend(children(entry))
+                pending.extend(list_children(entry))
             elif stat.S_ISREG(status.st_mode):
                 nbytes += status.st_size
                 newest = max(newest, 0.0 if entry.name == MANIFEST else status.st_mtime)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checks.verify import require_sound, verify_part
+from ckptkit.checks.verify import require_no_problems, verify_component
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.file import missing_path_error
-from ckptkit.runs.keeper import keeper_of, require_complete, run_of
+from ckptkit.runs.keeper import live_path_of, open_run_backend, require_complete_checkpoint
 from ckptkit.runs.pins import is_pinned
-from ckptkit.trainers import step_of
+from ckptkit.trainers import find_step_of_path
 
 
 def pin(*checkpoints: Source) -> list[Path]:
@@ -21,9 +21,9 @@ def pin(*checkpoints: Source) -> list[Path]:
     such as a missing shard; nothing is pinned then. Raises `Occupied` while another process is deleting checkpoints of
     the run.
     """
-    chosen = list(dict.fromkeys(checkpoint_at(run_of(checkpoint)) for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(checkpoint_path_to_pin(live_path_of(checkpoint)) for checkpoint in checkpoints))
     for path in chosen:
-        keeper_of(path.parent).pin(path)
+        open_run_backend(path.parent).pin(path)
     return chosen
 
 
@@ -32,35 +32,37 @@ def unpin(*checkpoints: Source) -> list[Path]:
 
     Raises `NotACheckpoint`, and changes nothing, if a path is neither pinned nor a complete checkpoint.
     """
-    chosen = list(dict.fromkeys(run_of(checkpoint).resolve() for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(live_path_of(checkpoint).resolve() for checkpoint in checkpoints))
     for path in chosen:
-        keeper_of(path.parent).refresh()
+        open_run_backend(path.parent).drop_cached_listings()
     pinned = [path for path in chosen if is_pinned(path)]
     for path in chosen:
         if path not in pinned and not path.exists():
             hint = f"run `ckptkit ls {path.parent}` to list the checkpoints and their pins"
             raise NotACheckpoint("neither pinned nor a checkpoint", path=path, hint=hint)
         if path not in pinned:
-            require_complete(path)
+            require_complete_checkpoint(path)
     for path in pinned:
-        keeper_of(path.parent).unpin(path)
+        open_run_backend(path.parent).unpin(path)
     return pinned
 
 
-def checkpoint_at(path: Path) -> Path:
+def checkpoint_path_to_pin(path: Path) -> Path:
     """Return the resolved path of a checkpoint, or of the latest checkpoint of a run.
 
     Raises `NotACheckpoint` if it is not complete, `Corrupt` if files are missing or too short, and `Usage` for a
     component of a checkpoint.
     """
-    keeper_of(path).refresh()
+    open_run_backend(path).drop_cached_listings()
     if not path.exists():
         raise missing_path_error(path)
     checkpoint = Checkpoint.open(path)
     resolved = checkpoint.path.resolve()
-    if step_of(resolved) is None and step_of(resolved.parent) is not None:
+    if find_step_of_path(resolved) is None and find_step_of_path(resolved.parent) is not None:
         raise Usage("this is a part of a checkpoint", path=path, hint=f"pin the whole checkpoint: {resolved.parent}")
-    require_complete(resolved)
-    for directory in checkpoint.places:
-        require_sound(verify_part(directory, fast=True), f"pin another checkpoint, or run `ckptkit verify {resolved}`")
+    require_complete_checkpoint(resolved)
+    for directory in checkpoint.component_paths:
+        require_no_problems(
+            verify_component(directory, fast=True), f"pin another checkpoint, or run `ckptkit verify {resolved}`"
+        )
     return resolved

@@ -10,22 +10,22 @@ import os
 from pathlib import Path
 
 from ckptkit.errors import Unsafe, translate_os_errors
-from ckptkit.io.disk import close, retry_interrupted, sync_path
-from ckptkit.io.file import children
+from ckptkit.io.disk import close_descriptor, retry_interrupted, sync_path
+from ckptkit.io.file import list_children
 
 FOLDER = ".pins"
 
 
-def pinned_in(root: Path) -> frozenset[str]:
+def pinned_names_in(root: Path) -> frozenset[str]:
     """Return the names of the pinned checkpoints of the run in directory `root`."""
     folder = root / FOLDER
     with translate_os_errors(folder):
-        return frozenset(pin.name for pin in children(folder)) if folder.is_dir() else frozenset()
+        return frozenset(pin.name for pin in list_children(folder)) if folder.is_dir() else frozenset()
 
 
 def is_pinned(checkpoint: Path) -> bool:
     """Return True if a checkpoint is pinned in its run."""
-    return checkpoint.name in pinned_in(checkpoint.parent)
+    return checkpoint.name in pinned_names_in(checkpoint.parent)
 
 
 def set_pin(checkpoint: Path) -> None:
@@ -36,7 +36,7 @@ def set_pin(checkpoint: Path) -> None:
             raise Unsafe("refusing to follow a symbolic link in place of the pins", path=folder, hint="remove it")
         retry_interrupted(folder.mkdir, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        close(retry_interrupted(os.open, folder / checkpoint.name, flags, 0o644))
+        close_descriptor(retry_interrupted(os.open, folder / checkpoint.name, flags, 0o644))
         sync_path(folder)
         sync_path(folder.parent)
 

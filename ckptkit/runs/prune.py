@@ -10,24 +10,24 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, no_checkpoint_error
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.replaceable import unknown_entries
-from ckptkit.checks.verify import verify_part
+from ckptkit.checks.verify import verify_component
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, first_of, translate_os_errors
-from ckptkit.formats import of_no_format
-from ckptkit.io.file import folders
-from ckptkit.io.joined import roots_of
+from ckptkit.formats import no_format_error
+from ckptkit.io.file import list_directories
+from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Progress, Told, report_progress
+from ckptkit.io.progress import Progress, Told, make_progress_reporter
 from ckptkit.runs.demote import demote, plan_demotion
-from ckptkit.runs.keeper import RunBackend, find_holds, keeper_of, refuse_checkpoint, run_of
-from ckptkit.runs.ls import in_one_line, measure
+from ckptkit.runs.keeper import RunBackend, live_path_of, open_run_backend, protections_of, require_run
+from ckptkit.runs.ls import nbytes_and_time_below, problem_in_one_line
 from ckptkit.runs.readers import Readers, readers_in
-from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, check_metric, decide, read_metrics
+from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, decide_retention, read_metrics, require_known_metric
 from ckptkit.summary import Summarized
-from ckptkit.trainers import is_epoch
+from ckptkit.trainers import has_epoch_only
 from ckptkit.words import count, format_bytes
 
 
@@ -100,62 +100,64 @@ def prune(
     and `IOFailure` if a file cannot be removed.
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
-    if policy.keeps_all:
+    if policy.is_keeping_all:
         raise Usage("no rule says what to keep", hint="pass --keep-last, --keep-every or --keep-best")
-    root = run_of(run)
-    keeper = keeper_of(root)
+    root = live_path_of(run)
+    keeper = open_run_backend(root)
     if demote and is_remote(root):
         hint = "`ckptkit consolidate CKPT OUT` makes a model of one; OUT may be on s3://"
         raise Usage("--demote works in local directories only", path=root, hint=hint)
-    if demote and len(roots_of(root)) > 1:
+    if demote and len(local_paths_of(root)) > 1:
         hint = "`ckptkit consolidate CKPT OUT --also DIR` makes a model of one, anywhere"
         raise Usage("checkpoints on several disks cannot be demoted", path=root, hint=hint)
     with translate_os_errors(root):
-        keeper.refresh()
-        if not keeper.is_there():
+        keeper.drop_cached_listings()
+        if not keeper.run_exists():
             raise NotACheckpoint("no such directory", path=root)
-        if not named_in(root):
-            refuse_checkpoint(root)
-            raise no_checkpoint(root)
+        if not checkpoints_named_in_run(root):
+            require_run(root)
+            raise no_checkpoint_error(root)
     with keeper.pruning() if yes else nullcontext():
-        plan = make_plan(keeper, policy, demote=demote)
-        return apply_plan(plan, keeper, jobs, progress) if yes else plan
+        plan = plan_prune(keeper, policy, demote=demote)
+        return execute_prune(plan, keeper, jobs, progress) if yes else plan
 
 
-def make_plan(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
+def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     """Return the decision on every directory of a run. Keeps a checkpoint that another process is replacing."""
-    root, unfinished = keeper.root, keeper.unfinished()
-    paths = [path for path in folders(root) if not path.name.startswith(".") and path not in unfinished]
+    root, unfinished = keeper.root, keeper.unfinished_deletions()
+    paths = [path for path in list_directories(root) if not path.name.startswith(".") and path not in unfinished]
     readers = readers_in(root)
-    examined = {path: examine(path, readers.get(path.name, ())) for path in paths}
+    examined = {path: find_saved_or_reason(path, readers.get(path.name, ())) for path in paths}
     other = [
-        PruneEntry(path, Checkpoint.at(path).own_step, measure(path)[0], keeper.work_on(path) or fault)
+        PruneEntry(
+            path, Checkpoint.at(path).step_in_name, nbytes_and_time_below(path)[0], keeper.find_work_on(path) or fault
+        )
         for path, fault in examined.items()
         if isinstance(fault, str)
     ]
     complete = [saved for saved in examined.values() if isinstance(saved, SavedCheckpoint)]
-    check_metric(root, complete, policy)
+    require_known_metric(root, complete, policy)
     keep: list[PruneEntry] = []
     go: list[PruneEntry] = []
-    for verdict in decide(complete, policy):
+    for verdict in decide_retention(complete, policy):
         saved = verdict.saved
-        entry = PruneEntry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
+        entry = PruneEntry(saved.path, saved.step, nbytes_and_time_below(saved.path)[0], ", ".join(verdict.reasons))
         if not verdict.is_kept:
-            entry = decide_entry(saved, entry, keeper, demote=demote)
+            entry = decide_unkept_entry(saved, entry, keeper, demote=demote)
         (go if entry.freed_bytes else keep).append(entry)
     for path, reason in unfinished.items():
-        nbytes = measure(path)[0]
-        go.append(PruneEntry(path, Checkpoint.at(path).own_step, nbytes, reason, nbytes))
+        nbytes = nbytes_and_time_below(path)[0]
+        go.append(PruneEntry(path, Checkpoint.at(path).step_in_name, nbytes, reason, nbytes))
     gone = tuple(go)
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
 
 
-def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
+def decide_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
     """Return the entry of a checkpoint that no rule keeps. It stays, with `freed_bytes` 0, if it cannot free bytes."""
-    if work := keeper.work_on(saved.path):
+    if work := keeper.find_work_on(saved.path):
         return replace(entry, reason=work)
     if not demote:
-        others = () if is_remote(saved.path) else unknown_entries(saved.path, set(), by_training=True)
+        others = () if is_remote(saved.path) else unknown_entries(saved.path, set(), output_is_training=True)
         names = sorted(str(path.relative_to(saved.path)) for path in others)
         also = f"; it also contains {first_of(names, 3)}" if names else ""
         return replace(entry, reason=f"no rule keeps it{also}", freed_bytes=entry.nbytes)
@@ -172,16 +174,16 @@ def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, 
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
-def apply_plan(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: Progress | None) -> Pruned:
+def execute_prune(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: Progress | None) -> Pruned:
     """Execute a plan, the oldest checkpoint first. Keeps a checkpoint that was pinned or protected meanwhile."""
     kept: list[PruneEntry] = []
     deleted: list[PruneEntry] = []
     demoted: list[PruneEntry] = []
     # twice the remaining bytes, because demote writes and verifies them
-    advance = report_progress(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
+    advance = make_progress_reporter(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
     for entry in reversed((*plan.delete, *plan.demote)):
         is_deleted = entry in plan.delete
-        if reasons := keeper.delete(entry.path) if is_deleted else find_holds(entry.path):
+        if reasons := keeper.delete_checkpoint(entry.path) if is_deleted else protections_of(entry.path):
             kept.append(replace(entry, reason=", ".join(reasons), freed_bytes=0))
         elif is_deleted:
             deleted.append(entry)
@@ -195,29 +197,33 @@ def apply_plan(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: Pro
 
 def demote_entry(entry: PruneEntry, jobs: int | None, progress: Told | None) -> PruneEntry:
     """Demote a checkpoint, and return its entry with the bytes that this freed."""
-    nbytes, saved_at = measure(entry.path)
+    nbytes, saved_at = nbytes_and_time_below(entry.path)
     wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=progress)
     reason = f"{entry.reason}; tensors kept in fp32: {wide}" if wide else entry.reason
-    return replace(entry, reason=reason, freed_bytes=nbytes - measure(entry.path)[0])
+    return replace(entry, reason=reason, freed_bytes=nbytes - nbytes_and_time_below(entry.path)[0])
 
 
-def examine(path: Path, read_by: Readers) -> SavedCheckpoint | str:
+def find_saved_or_reason(path: Path, read_by: Readers) -> SavedCheckpoint | str:
     """Return the checkpoint in a directory, or the reason why prune ignores it. Reads no tensors."""
     checkpoint = Checkpoint.at(path)
-    step = checkpoint.own_step
-    if any(place.is_symlink() for place in roots_of(path)):
+    step = checkpoint.step_in_name
+    if any(place.is_symlink() for place in local_paths_of(path)):
         return "a symbolic link"
-    if step is None or is_epoch(path):
+    if step is None or has_epoch_only(path):
         return "its name does not end with a step"
     if not checkpoint.components:
-        return (checkpoint.unreadable or of_no_format(path)).message
-    problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
+        return (checkpoint.unsupported_files_error or no_format_error(path)).message
+    problems = [
+        problem for part in checkpoint.component_paths for problem in verify_component(part, fast=True).problems
+    ]
     if not problems:
         findings = (finding for finding in examine_checkpoint(checkpoint) if finding.certainty is Certainty.CERTAIN)
         problems = [finding.to_error(path) for finding in findings]
     if problems:
-        return f"incomplete or damaged: {in_one_line(problems[0], path)}"
+        return f"incomplete or damaged: {problem_in_one_line(problems[0], path)}"
     try:
-        return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only, read_by)
+        return SavedCheckpoint(
+            path, step, read_metrics(path), protections_of(path), checkpoint.is_weights_only, read_by
+        )
     except (Corrupt, Unsafe) as error:
-        return f"cannot be read: {in_one_line(error, path)}"
+        return f"cannot be read: {problem_in_one_line(error, path)}"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import Corrupt, Usage, too_small
+from ckptkit.errors import Corrupt, Usage, too_small_error
 from ckptkit.io.file import read_small
-from ckptkit.runs.keeper import find_holds
+from ckptkit.runs.keeper import protections_of
 from ckptkit.runs.readers import Readers, readers_in
-from ckptkit.trainers import metrics_files, order_of
+from ckptkit.trainers import metrics_files, run_sort_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Policy:
     def __post_init__(self) -> None:
         for name, number in (("keep_last", self.last), ("keep_every", self.every)):
             if number is not None and number < 1:
-                raise too_small(name, 1, number)
+                raise too_small_error(name, 1, number)
 
     @property
-    def keeps_all(self) -> bool:
+    def is_keeping_all(self) -> bool:
         """Return True if the policy has no rule, so that nothing is deleted."""
         return self == Policy()
 
@@ -96,16 +96,16 @@ class Verdict:
         return bool(self.reasons)
 
 
-def decide(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdict]:
+def decide_retention(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdict]:
     """Return the decision on each checkpoint, newest first. Always keeps the newest that a training can resume from."""
-    newest_first = sorted(checkpoints, key=lambda saved: order_of(saved.step, saved.path.name), reverse=True)
-    best = best_of(newest_first, policy.best) if policy.best else []
-    return keep_what_is_read(
-        [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
+    newest_first = sorted(checkpoints, key=lambda saved: run_sort_key(saved.step, saved.path.name), reverse=True)
+    best = best_checkpoints_by(newest_first, policy.best) if policy.best else []
+    return keep_read_checkpoints(
+        [Verdict(saved, tuple(retention_reasons(saved, newest_first, best, policy))) for saved in newest_first]
     )
 
 
-def keep_what_is_read(verdicts: list[Verdict]) -> list[Verdict]:
+def keep_read_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
     """Return the decisions, with each checkpoint kept that an entry of the run reads which stays."""
     going = {verdict.saved.path.name for verdict in verdicts if not verdict.is_kept}
     read = {
@@ -116,17 +116,17 @@ def keep_what_is_read(verdicts: list[Verdict]) -> list[Verdict]:
     if not any(read.values()):
         return verdicts
     kept = [replace(verdict, reasons=read.get(verdict.saved.path.name, verdict.reasons)) for verdict in verdicts]
-    return keep_what_is_read(kept)  # these may read older ones
+    return keep_read_checkpoints(kept)  # these may read older ones
 
 
-def reasons_for(
+def retention_reasons(
     saved: SavedCheckpoint, newest_first: Sequence[SavedCheckpoint], best: Sequence[SavedCheckpoint], policy: Policy
 ) -> Iterator[str]:
     """Yield the reasons to keep a checkpoint, given all checkpoints and the best."""
     yield from saved.holds
     steps = list(dict.fromkeys(checkpoint.step for checkpoint in newest_first))
     resumable = [checkpoint.step for checkpoint in newest_first if not checkpoint.is_weights_only]
-    if policy.keeps_all:
+    if policy.is_keeping_all:
         yield "all are kept"
     elif policy.last and saved.step in steps[: policy.last]:
         yield f"one of the last {policy.last}"
@@ -138,21 +138,21 @@ def reasons_for(
         yield f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best"
 
 
-def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
+def best_checkpoints_by(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
     """Return the best checkpoints by a finite metric; between equal values, prefers the newer checkpoint."""
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
 
 
-def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
+def require_known_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
     """Raise `Usage` if no checkpoint has the metric of `best`, because a typo would delete all but the newest."""
-    if policy.best and complete and not best_of(complete, policy.best):
+    if policy.best and complete and not best_checkpoints_by(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
         hint = f"use one of {', '.join(known)}" if known else "drop --keep-best, or save checkpoints with metrics"
         raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
-def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
+def saved_checkpoints_of(run: RunFolder) -> list[SavedCheckpoint]:
     """Return the complete checkpoints that `Run.save` wrote: without links, other names, and weights-only ones."""
     readers = readers_in(run.root)
     return [
@@ -160,16 +160,16 @@ def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
             checkpoint.path,
             step,
             read_metrics(checkpoint.path),
-            find_holds(checkpoint.path),
+            protections_of(checkpoint.path),
             read_by=readers.get(checkpoint.path.name, ()),
         )
         for checkpoint in run.checkpoints()
-        if (step := checkpoint.own_step) is not None and checkpoint.path == run.checkpoint(step)
+        if (step := checkpoint.step_in_name) is not None and checkpoint.path == run.checkpoint(step)
         if not checkpoint.path.is_symlink() and not checkpoint.is_weights_only
     ]
 
 
-def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
+def dump_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
     """Return the content of a checkpoint's metrics file. Raises `Usage` for values that are not numbers."""
     try:
         numbers = {name: float(value) for name, value in metrics.items()}

@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.errors import Usage, too_small
-from ckptkit.io.path import RemotePath, is_remote, known_store
-from ckptkit.runs.keeper import run_of
+from ckptkit.errors import Usage, too_small_error
+from ckptkit.io.path import RemotePath, capabilities_at, is_remote
+from ckptkit.runs.keeper import live_path_of
 from ckptkit.summary import Summarized
 from ckptkit.words import count, format_bytes
 
@@ -74,18 +74,18 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
     and multipart uploads of other tools. Never deletes complete objects. Raises `Usage` for a local path and for other
     stores.
     """
-    root = run_of(run)
+    root = live_path_of(run)
     if older < 0:
-        raise too_small("older", 0, f"{older:g} seconds")
+        raise too_small_error("older", 0, f"{older:g} seconds")
     if not is_remote(root):
         hint = "run `ckptkit prune RUN --keep-last N --yes`, which also removes the remains of interrupted saves"
         raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)
-    if not known_store(root).uploads:
+    if not capabilities_at(root).uploads:
         hint = "abort uploads there with the tools of the store"
         raise Usage("ckptkit lists and aborts uploads on s3:// only", path=root, hint=hint)
-    module = import_module(known_store(root).uploads)
+    module = import_module(capabilities_at(root).uploads)
     uploads: list[OpenUpload] = module.find_uploads(root)
     stale = [upload for upload in uploads if upload.idle_seconds >= older]
-    # `abort` returns False if another upload has taken the place of this one
-    aborted = [upload for upload in stale if module.abort(upload)] if yes else stale
+    # `abort_open_upload` returns False if another upload has taken the place of this one
+    aborted = [upload for upload in stale if module.abort_open_upload(upload)] if yes else stale
     return PrunedUploads(root, tuple(aborted), tuple(u for u in uploads if u not in aborted), aborted=yes)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import make_directories
-from ckptkit.io.file import children, read_small
-from ckptkit.io.locks import acquire, is_locked, is_same_file, release
+from ckptkit.io.file import list_children, read_small
+from ckptkit.io.locks import acquire_lock, is_locked, is_same_file, release_lock
 from ckptkit.runs.deletion import deleting
 
 FOLDER = ".ckptkit-watch"
@@ -26,28 +26,28 @@ _PATIENCE = 2.0  # seconds to wait for a lock; prune takes it for a moment to te
 
 
 @contextmanager
-def claiming(root: Path, key: str) -> Iterator[int]:
+def locked_watch(root: Path, key: str) -> Iterator[int]:
     """Lock the watch `key` in the run at `root` inside the block. Yields a file descriptor that children may inherit.
 
     Raises `Occupied` if another watch has the key, and `Unsafe` for a symbolic link.
     """
     folder = root / FOLDER
-    path = lock_of(root, key)
+    path = lock_file_of(root, key)
     with translate_os_errors(folder):
         if folder.is_symlink():
             message = "refusing to follow a symbolic link in place of the notes of a watch"
             raise Unsafe(message, path=folder, hint="remove it")
         make_directories(folder, sync=True)
         try:
-            lock = acquire(path, patience=_PATIENCE)
+            lock = acquire_lock(path, patience=_PATIENCE)
         except Occupied as error:
             hint = "wait for it to end, or for the command that it had begun when it was killed"
             raise Occupied("another watch with the same commands handles this run", path=root, hint=hint) from error
     try:
-        write_name(lock, "")
+        write_protected_name(lock, "")
         yield lock
     finally:
-        release(lock, path)
+        release_lock(lock, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,47 +65,47 @@ class LocalLease:
     def protect(self, checkpoint: Path) -> None:
         # with the lock for deleting: prune must not delete it after it has looked for protections
         with deleting(checkpoint.parent, patience=_PATIENCE):
-            write_name(self.lock, checkpoint.name)
+            write_protected_name(self.lock, checkpoint.name)
 
     def unprotect(self) -> None:
-        write_name(self.lock, "")
+        write_protected_name(self.lock, "")
 
-    def clock_ns(self) -> int:
+    def now_ns(self) -> int:
         with translate_os_errors(self.root):
-            return clock_of(self.lock)
+            return file_system_time_ns(self.lock)
 
-    def require_place(self) -> None:
-        require_place(self.lock, self.root, self.key)
+    def require_unmoved_run(self) -> None:
+        require_unmoved_run(self.lock, self.root, self.key)
 
 
-def clock_of(lock: int) -> int:
+def file_system_time_ns(lock: int) -> int:
     """Return the current time of the run's file system in nanoseconds, which may differ from the local clock."""
     os.utime(lock)
     return os.fstat(lock).st_mtime_ns
 
 
-def require_place(lock: int, root: Path, key: str) -> None:
+def require_unmoved_run(lock: int, root: Path, key: str) -> None:
     """Raise `NotACheckpoint` if the run of the watch `key` was moved or deleted."""
     with translate_os_errors(root):
-        is_there = is_same_file(lock, lock_of(root, key))
+        is_there = is_same_file(lock, lock_file_of(root, key))
     if not is_there:
         hint = "the run was moved or deleted while it was watched; its journal lists what was done"
         raise NotACheckpoint("the run is gone", path=root, hint=hint)
 
 
-def lock_of(root: Path, key: str) -> Path:
+def lock_file_of(root: Path, key: str) -> Path:
     return root / FOLDER / f"{key}{_LOCK}"
 
 
-def is_held(checkpoint: Path) -> bool:
+def is_being_handled(checkpoint: Path) -> bool:
     """Return True if a watch is handling the checkpoint."""
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
-        locks = [path for path in children(folder) if path.suffix == _LOCK] if folder.is_dir() else []
-    return any(name_in(path) == os.fsencode(checkpoint.name) for path in locks)
+        locks = [path for path in list_children(folder) if path.suffix == _LOCK] if folder.is_dir() else []
+    return any(find_locked_name(path) == os.fsencode(checkpoint.name) for path in locks)
 
 
-def name_in(path: Path) -> bytes | None:
+def find_locked_name(path: Path) -> bytes | None:
     """Return the checkpoint's name in a lock file, None if no process has locked it."""
     with translate_os_errors(path):
         if not is_locked(path):
@@ -116,7 +116,7 @@ def name_in(path: Path) -> bytes | None:
         return None
 
 
-def write_name(lock: int, name: str) -> None:
+def write_protected_name(lock: int, name: str) -> None:
     """Write the name of the protected checkpoint into a lock file, "" for none."""
     os.ftruncate(lock, 0)
     os.pwrite(lock, os.fsencode(name), 0)

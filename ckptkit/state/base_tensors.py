@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, Usage
-from ckptkit.formats import locate, unpack
+from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand
-from ckptkit.layout.renames import few_globs
-from ckptkit.models.expected import Form, closest, forms_for
-from ckptkit.models.fit import abridge
-from ckptkit.state.model import Model, RecipeFor, always
+from ckptkit.layout.renames import find_few_globs
+from ckptkit.models.expected import Form, closest_form, forms_of_model
+from ckptkit.models.fit import join_few_names
+from ckptkit.state.model import Model, RecipeFor, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.find import Quantized, find_quantized
-from ckptkit.state.quantized.packed import plain_name
-from ckptkit.state.quantized.plain import dtype_of, recipe_of
+from ckptkit.state.quantized.packed import dequantized_name
+from ckptkit.state.quantized.plain import dequantizing_recipe_of, dtype_in_config
 from ckptkit.state.quantized.signs import is_declared_quantized
 from ckptkit.words import count, format_bytes
 
@@ -42,18 +42,18 @@ class Differences(NamedTuple):
 
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     """Add notes on tensors that only the base has or only the model has, and on shapes that differ."""
-    base = base_to_compare(model, options)
+    base = find_base_to_compare(model, options)
     if base is not None and base.problem is not None:
-        return model.say(f"not compared with the weights of {base.base}: {base.problem.message}")
+        return model.with_remarks(f"not compared with the weights of {base.base}: {base.problem.message}")
     if base is None or base.layout is None:
         return model
     ours = model.layout.shapes
     theirs = base_shapes(base, is_quantized=is_declared_quantized(model.config))
-    differ = differences(ours, theirs, forms_of(model))
-    return model.say(*notes_on_differences(differ, ours, theirs, base.base))
+    differ = differences(ours, theirs, known_forms_of(model))
+    return model.with_remarks(*notes_on_differences(differ, ours, theirs, base.base))
 
 
-def base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
+def find_base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
     """Return the base that the user named, or else the local directory in `_name_or_path` of config.json."""
     if options.base is not None:
         return model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)
@@ -72,21 +72,21 @@ def base_shapes(base: BaseWeights, *, is_quantized: bool) -> Shapes:
         quantized = None
     if quantized is None:
         return shapes
-    packed = {plain_name(name): one.shape for name, one in quantized.weights.items()}
+    packed = {dequantized_name(name): one.shape for name, one in quantized.weights.items()}
     return {name: shape for name, shape in shapes.items() if name not in quantized.members} | packed
 
 
-def forms_of(model: Model) -> tuple[Form, ...]:
+def known_forms_of(model: Model) -> tuple[Form, ...]:
     """Return the forms that config.json describes; () if the model is unknown."""
     try:
-        return forms_for(model.config, model.ask_base) if model.config else ()
+        return forms_of_model(model.config, model.ask_base) if model.config else ()
     except Unsupported:
         return ()
 
 
 def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differences:
     """Return how a model differs from its base in names and shapes, except in other on-disk names of its type."""
-    form, other = (closest(forms, names) if forms else None for names in (ours, theirs))
+    form, other = (closest_form(forms, names) if forms else None for names in (ours, theirs))
     if form is None or other is None:
         known: Collection[str] = ()
     elif form.shapes == other.shapes:
@@ -94,13 +94,13 @@ def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differ
     else:
         known = {name for one in forms for name in one.shapes}
     return Differences(
-        tuple(only_in(theirs, ours, known)),
-        tuple(only_in(ours, theirs, known)),
+        tuple(names_only_in(theirs, ours, known)),
+        tuple(names_only_in(ours, theirs, known)),
         tuple(name for name, shape in ours.items() if name not in known and theirs.get(name, shape) != shape),
     )
 
 
-def only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
+def names_only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
     """Return the names that are not in `others`, even without their first two components, except computed buffers."""
     ends = {end for other in others for end in (other, *ends_of(other))}
     candidates = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
@@ -119,13 +119,14 @@ def notes_on_differences(differ: Differences, ours: Shapes, theirs: Shapes, base
         return [f"not compared with the weights of {base}: they have no tensor name in common"] if theirs else []
     notes = []
     if differ.only_base:
-        globs = few_globs(differ.only_base, theirs.keys() - set(differ.only_base), _MAX_GLOBS) or ("GLOB",)
+        globs = find_few_globs(differ.only_base, theirs.keys() - set(differ.only_base), _MAX_GLOBS) or ("GLOB",)
         asked = " ".join(f"--from-base {quote(glob)}" for glob in globs)
-        lack = f"{base} has {count(len(differ.only_base), 'tensor')} that the output lacks: {abridge(differ.only_base)}"
+        only_base = f"{count(len(differ.only_base), 'tensor')} that the output lacks"
+        lack = f"{base} has {only_base}: {join_few_names(differ.only_base)}"
         notes.append(f"{lack}; {asked} copies {'them' if len(differ.only_base) > 1 else 'it'}")
     if differ.only_ours:
         more = count(len(differ.only_ours), "tensor")
-        notes.append(f"the output has {more} that {base} lacks: {abridge(differ.only_ours)}")
+        notes.append(f"the output has {more} that {base} lacks: {join_few_names(differ.only_ours)}")
     if differ.shapes:
         name = differ.shapes[0]
         shapes = f"expected {list(theirs[name])} as in {base}, found {list(ours[name])}"
@@ -142,7 +143,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     """
     assert options.base is not None
     base = BaseWeights(options.base).open()
-    layout = locate(unpack(base.weights.layout))
+    layout = locate_all_chunks(decompress_entries(base.weights.layout))
     chosen = choose_from_base(layout, model.layout.tensors.keys(), options)
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
@@ -151,7 +152,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     if is_declared_quantized(model.config):
         quantized = None
     elif quantized is not None:
-        quantized.require_known()
+        quantized.require_supported()
     number = len(model.others) + 1
     added: dict[str, tuple[Spec, RecipeFor]] = {}
     stored_as: dict[str, str] = {}
@@ -159,9 +160,9 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
         if quantized is None or name not in quantized.members:
             added[name] = layout.tensors[name].spec, copy_recipe(name, number)
         elif name in quantized.weights:
-            new = plain_name(name)
-            spec = Spec(dtype_of(model.config), quantized.weights[name].shape)
-            added[new] = spec, always(recipe_of(quantized, name, number))
+            new = dequantized_name(name)
+            spec = Spec(dtype_in_config(model.config), quantized.weights[name].shape)
+            added[new] = spec, recipe_for_any_tensor(dequantizing_recipe_of(quantized, name, number))
             stored_as[new] = f"{layout.tensors[name].spec.dtype} times scales"
     tensors = {**model.layout.tensors, **{name: StoredTensor(spec, ()) for name, (spec, _) in added.items()}}
     nbytes = format_bytes(sum(spec.nbytes for spec, _ in added.values()))
@@ -171,20 +172,20 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
         others=(*model.others, replace(layout, blobs={}, twins={}, keys={})),
         recipes={**model.recipes, **{name: recipe for name, (_, recipe) in added.items()}},
         stored_as={**model.stored_as, **stored_as},
-    ).say(f"copied {count(len(added), 'tensor')} ({nbytes}) from {options.base}: {abridge([*added])}")
+    ).with_remarks(f"copied {count(len(added), 'tensor')} ({nbytes}) from {options.base}: {join_few_names([*added])}")
 
 
 def choose_from_base(layout: Layout, ours: Collection[str], options: ConvertOptions) -> list[str]:
     """Return the tensors of a base that match a glob and that the checkpoint does not have."""
     names = list(layout.tensors)
-    options.edits.check_matched("--from-base", options.from_base, names, layout.root)
+    options.edits.require_matches("--from-base", options.from_base, names, layout.root)
     chosen = []
     for glob in options.from_base:
         matching = [name for name in names if fnmatchcase(name, glob)]
-        absent = [name for name in matching if plain_name(name) not in ours and name not in ours]
+        absent = [name for name in matching if dequantized_name(name) not in ours and name not in ours]
         if matching and not absent:
             hint = "drop --from-base: it copies tensors that only the base has"
-            message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {abridge(matching)}"
+            message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {join_few_names(matching)}"
             raise Usage(message, path=layout.path, hint=hint)
         chosen += absent
     return list(dict.fromkeys(chosen))

@@ -11,25 +11,25 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.keys import find_optimizers
 from ckptkit.checkpoints.optimizers.owners import Order
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.io.origin import Origin
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.wrappers import own_name
+from ckptkit.layout.wrappers import model_name_of
 from ckptkit.models.names.group_map import GROUP_MAP
 from ckptkit.models.names.parameters import (
+    find_key_in_optimizer,
     is_list_of_names,
     is_list_of_parameters,
-    parameters_in,
+    renamable_parameters_in,
     rename_parameters,
-    way_in_optimizer,
 )
 from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.state.draft import Conversion, Draft, Entries
-from ckptkit.state.optimizers import by_name, complete_optimizers, nest_optimizers
+from ckptkit.state.optimizers import complete_optimizers, nest_optimizers, rekeying_by_name
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.parts import with_other_files, without_copy
+from ckptkit.state.parts import with_other_files, without_model_copy
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 STEPS = "global_steps"
@@ -43,16 +43,16 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         raise Usage("this format keeps the dtypes of master weights and moments", hint="drop --dtype")
     if options.changes_names:
         raise Usage("this format keeps names and shapes", hint="convert to another format first")
-    named_layout, remarks = with_names_for_numbers(checkpoint, options.order)
+    named_layout, remarks = with_names_for_indices(checkpoint, options.order)
     completed = complete_optimizers(checkpoint, [named_layout], options)
     (named_layout,) = completed.layouts
     options.edits.check_globs([named_layout], checkpoint.path)
-    chosen = edits.select(named_layout, options.edits.admit)
+    chosen = edits.select_entries(named_layout, options.edits.is_selected)
     weights = frozenset(find_weights(chosen).came_from.values())
-    options.edits.check_renames(parameters_in(chosen, weights), checkpoint.path)
-    renamed, names = rename_parameters(chosen, weights, options.edits.renaming())
+    options.edits.check_renames(renamable_parameters_in(chosen, weights), checkpoint.path)
+    renamed, names = rename_parameters(chosen, weights, options.edits.make_renaming())
     ways = key_paths_by_name(renamed, find_weights(renamed))
-    layout = with_steps(with_weight_names(renamed, ways), checkpoint.step)
+    layout = with_step_count(with_weight_names(renamed, ways), checkpoint.step)
     world_size = named_layout.world_size or 1
     no_place = {name: NO_PLACE for name in named_layout.names if names.get(name, name) not in ways}
     written = [name for name in named_layout.names if name not in no_place]
@@ -70,16 +70,16 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     layouts = [part.layout for part in checkpoint.components]
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
     copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
-    return without_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
+    return without_model_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
 
 
-def with_names_for_numbers(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
+def with_names_for_indices(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
     """Return the checkpoint with groups and names in each optimizer. Raises `Unsupported` for uncertain names."""
     layout, remarks = nest_optimizers(checkpoint, checkpoint.layout, order)
     for optimizer in find_optimizers(layout):
-        if not optimizer.is_named:
-            rekeying = by_name(checkpoint, layout, optimizer, order, must=True)
-            layout = rekeying.edit(layout)
+        if not optimizer.has_parameter_names:
+            rekeying = rekeying_by_name(checkpoint, layout, optimizer, order, is_required=True)
+            layout = rekeying.apply_to(layout)
             remarks.append(rekeying.remark)
     return layout, remarks
 
@@ -93,7 +93,7 @@ def key_paths_by_name(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     ways: dict[str, KeyPath] = {}
     for name in layout.names:
         key = layout.key(name)
-        way = way_in_optimizer(key)
+        way = find_key_in_optimizer(key)
         if name in own_names:
             ways[name] = (MODEL, own_names[name])
         elif way is None:
@@ -114,13 +114,13 @@ def name_in_model(name: str, weights: Weights, layout: Layout) -> str:
     if name.isdecimal():
         message = f"expected an optimizer that lists its parameters by name, found numbers such as {name}"
         raise Unsupported(message, path=layout.path)
-    return own_name(name, weights.came_from)
+    return model_name_of(name, weights.came_from)
 
 
-def with_weight_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
-    """Return the entries in `ways`, with the model's own names in the optimizer's lists, and weights in fp32."""
+def with_weight_names(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
+    """Return the entries in `key_paths`, with the model's own names in the optimizer's lists, and weights in fp32."""
     weights = find_weights(layout)
-    rekeyed = edits.rekey(edits.select(layout, ways.__contains__), ways)
+    rekeyed = edits.with_new_key_paths(edits.select_entries(layout, key_paths.__contains__), key_paths)
     lists = {
         name: blob
         for name, blob in rekeyed.blobs.items()
@@ -128,11 +128,11 @@ def with_weight_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
     }
     for name, blob in lists.items():
         names = [name_in_model(str(one), weights, layout) for one in load_value(layout.root, blob)]
-        lists[name] = with_value(blob, names)
-    return in_fp32(replace(rekeyed, blobs={**rekeyed.blobs, **lists}))
+        lists[name] = with_new_value(blob, names)
+    return with_fp32_weights(replace(rekeyed, blobs={**rekeyed.blobs, **lists}))
 
 
-def in_fp32(layout: Layout) -> Layout:
+def with_fp32_weights(layout: Layout) -> Layout:
     """Return the layout with at least fp32 for the weights that have states, and for the tensors tied to them."""
     trained = {(MODEL, key[2]) for key in map(layout.key, layout.tensors) if key[:2] == (OPTIMIZER, "state")}
     chunks = {layout.tensors[name].chunks for name in layout.tensors if layout.key(name) in trained}
@@ -141,13 +141,13 @@ def in_fp32(layout: Layout) -> Layout:
         is_half = layout.key(name)[0] == MODEL and spec.dtype.name in _HALVES
         return DTYPES["float32"] if is_half and layout.tensors[name].chunks in chunks else spec.dtype
 
-    return edits.cast(layout, choose)
+    return edits.cast_tensors(layout, choose)
 
 
-def with_steps(layout: Layout, step: int | None) -> Layout:
+def with_step_count(layout: Layout, step: int | None) -> Layout:
     """Return the layout with the number of steps, if it is missing and the checkpoint's name contains it."""
     if step is None or STEPS in layout.names:
         return layout
-    path = next(place.path for _, place in layout.stored if place.path)
+    path = next(place.path for _, place in layout.chunks_and_blobs if place.path)
     blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(step))}
     return replace(layout, blobs=blobs, keys={**layout.keys, STEPS: (STEPS,)})

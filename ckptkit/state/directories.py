@@ -6,43 +6,43 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.find_components import is_left, is_save_marker
-from ckptkit.checkpoints.replaceable import require_no_checkpoint, states_only_at
+from ckptkit.checkpoints.find_components import is_hidden_file_not_copied, is_save_marker
+from ckptkit.checkpoints.replaceable import require_no_checkpoint, training_state_at
 from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
-from ckptkit.formats import FORMATS, FormatWriter, format_of_file, get_format
-from ckptkit.io.destination import check_absent, keeps_others
-from ckptkit.io.file import children
-from ckptkit.io.joined import roots_of
+from ckptkit.formats import FORMATS, FormatWriter, find_format_of_file_name, get_format
+from ckptkit.io.destination import is_keeping_other_files, require_absent
+from ckptkit.io.file import list_children
+from ckptkit.io.joined import local_paths_of
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import is_remote
-from ckptkit.io.staging import check_destination
+from ckptkit.io.staging import require_free_destination
 from ckptkit.layout import Layout
-from ckptkit.models.companions import places_of
-from ckptkit.trainers import is_kept
+from ckptkit.models.companions import directories_to_search
+from ckptkit.trainers import is_copied_unchanged
 from ckptkit.trainers.ckptkit import TRAINING
 
 _HINT = "choose another destination"
 
 
-def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
+def require_free_or_replaceable(dst: Path, *, overwrite: bool, is_file: bool) -> None:
     """Raise `Occupied` if the destination exists and may not be replaced."""
     if not is_remote(dst):
         try:
-            check_destination(dst, overwrite, is_file=is_file)
+            require_free_destination(dst, overwrite, is_file=is_file)
         except Occupied as error:
-            if not overwrite and states_only_at(dst):
+            if not overwrite and training_state_at(dst):
                 error.hint = _HINT  # do not suggest --overwrite: a mistake would delete training state
             raise
     elif not overwrite:
-        if keeps_others(dst):
+        if is_keeping_other_files(dst):
             require_no_checkpoint(dst)
         else:
-            check_absent(dst)
+            require_absent(dst)
 
 
 def require_directory_name(dst: Path, writer: FormatWriter) -> None:
     """Raise `Usage` if the format writes a directory, and the destination is named like a file, such as `model.pt`."""
-    if dst.suffix not in writer.suffixes and format_of_file(dst.name) is not None:
+    if dst.suffix not in writer.suffixes and find_format_of_file_name(dst.name) is not None:
         hint = f"name a directory, such as `{dst.name.removesuffix(dst.suffix)}`"
         raise Usage(f"`{writer.name}` writes a directory, but this is the name of a file", path=dst, hint=hint)
 
@@ -56,13 +56,13 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
         require_outside(path, dst)
     target = dst.resolve()
     # in the source's own directory, the result would be read as a component of it
-    if target.parent in real_path(source.path) and (not source.is_direct or dst.name == TRAINING):
+    if target.parent in real_paths(source.path) and (not source.is_at_own_path or dst.name == TRAINING):
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
     order = list(FORMATS)
     for part in source.components:
-        if target.parent not in real_path(part.path):
+        if target.parent not in real_paths(part.path):
             continue
-        if part.reader.owns(dst.name) or target in (file.resolve() for file in own_files(part.layout)):
+        if part.reader.owns_file(dst.name) or target in (file.resolve() for file in files_of_format_in(part.layout)):
             raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
         if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(part.reader.name):
             message = "the destination is beside the source's files and would be read as a part of the source"
@@ -71,28 +71,28 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
 
 def require_outside(source: Path, dst: Path) -> None:
     """Raise `Unsafe` if the source is the destination, or inside it: `--overwrite` would delete what is read."""
-    if any(contains(dst.resolve(), place) for place in real_path(source)):
+    if any(is_same_or_inside(dst.resolve(), place) for place in real_paths(source)):
         raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
 
 
-def real_path(path: Path) -> list[Path]:
+def real_paths(path: Path) -> list[Path]:
     """Return the real path without links; for a joined path, the real path of each directory."""
-    return [place.resolve() for place in roots_of(path)]
+    return [place.resolve() for place in local_paths_of(path)]
 
 
-def contains(outer: Path, inner: Path) -> bool:
+def is_same_or_inside(outer: Path, inner: Path) -> bool:
     """Return whether two paths are equal, or the first contains the second."""
     return outer == inner or outer in inner.parents
 
 
-def entry_at(root: Path, dst: Path) -> Path | None:
+def path_below(root: Path, dst: Path) -> Path | None:
     """Return `dst` as a path below `root`, as `root` is spelled; None if it is outside."""
     target = dst.resolve()
-    ancestor = next((place for place in real_path(root) if place in target.parents), None)
+    ancestor = next((place for place in real_paths(root) if place in target.parents), None)
     return None if ancestor is None else root / target.relative_to(ancestor)
 
 
-def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
+def files_to_copy_and_others(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
     """Return two results for a checkpoint directory: the regular files to copy, and the paths of all other entries.
 
     Both are relative paths. Skips files and directories in `taken`. Skips manifests and the markers of a finished save:
@@ -102,7 +102,7 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     regular: dict[str, Path] = {}
     skipped: list[str] = []
     with translate_os_errors(root):
-        for path in walk(root, taken):
+        for path in other_entries_below(root, taken):
             name = str(path.relative_to(root))
             if is_strange_link(path) or not path.is_file():
                 skipped.append(name)
@@ -111,26 +111,28 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     return regular, skipped
 
 
-def walk(folder: Path, taken: frozenset[Path], *, hidden: bool = False) -> Iterator[Path]:
+def other_entries_below(directory: Path, taken: frozenset[Path], *, hidden: bool = False) -> Iterator[Path]:
     """Yield all entries below a directory except directories and those `taken`; deeper ones last, `hidden` if asked."""
-    entries = children(folder)
+    entries = list_children(directory)
     names = {path.name for path in entries}
-    included = [path for path in entries if path not in taken and (hidden or not is_left(path.name, names))]
+    included = [
+        path for path in entries if path not in taken and (hidden or not is_hidden_file_not_copied(path.name, names))
+    ]
     subdirectories = [path for path in included if path.is_dir() and not path.is_symlink()]
     yield from (path for path in included if path not in subdirectories and not is_save_marker(path.name))
     for path in subdirectories:
-        yield from walk(path, taken, hidden=hidden or is_kept(path.name, names))
+        yield from other_entries_below(path, taken, hidden=hidden or is_copied_unchanged(path.name, names))
 
 
-def own_files(layout: Layout) -> list[Path]:
+def files_of_format_in(layout: Layout) -> list[Path]:
     """Return the files of a component, and other files of its format that an earlier save left in its directory."""
     used, reader = {Path(name).parts[0] for name in layout.files}, get_format(layout.format)
-    return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]
+    return [file for file in layout.root.iterdir() if file.name in used or reader.owns_file(file.name)]
 
 
-def files_taken(checkpoint: Checkpoint, generated: Iterable[str], dst: Path) -> Iterator[Path]:
+def companion_and_output_paths(checkpoint: Checkpoint, generated: Iterable[str], dst: Path) -> Iterator[Path]:
     """Yield further paths that count as used: companions with `generated` names, and the output at `dst`."""
-    places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.components)]
+    places = [*directories_to_search(checkpoint.path), *(part.path for part in checkpoint.components)]
     yield from (place / name for name in generated for place in places)
-    if result := entry_at(checkpoint.path, dst):
+    if result := path_below(checkpoint.path, dst):
         yield result

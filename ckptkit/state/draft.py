@@ -14,20 +14,20 @@ from typing import Any, Self
 
 from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.manifest import source_record_of
 from ckptkit.errors import Unsupported, and_more, translate_os_errors
-from ckptkit.formats import FormatWriter, locate, unpack
+from ckptkit.formats import FormatWriter, decompress_entries, locate_all_chunks
 from ckptkit.io.file import file_size
-from ckptkit.io.joined import roots_of
+from ckptkit.io.joined import local_paths_of
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
 from ckptkit.layout import KeyPath, Layout, NewFile, StoredTensor, WriterOptions
-from ckptkit.layout.box import whole
-from ckptkit.layout.edits import without_lost
+from ckptkit.layout.box import full_box
+from ckptkit.layout.edits import split_off_lost_tensors
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.expected import Form
-from ckptkit.models.fit import abridge
-from ckptkit.models.names.weights import LeftOut, names_of_training, summarize
+from ckptkit.models.fit import join_few_names
+from ckptkit.models.names.weights import LeftOut, count_left_out, training_state_names
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
@@ -76,18 +76,18 @@ class Draft:
         given = sources[0]
         if options.salvage:
             given = with_lost_operands(sources, more.get("recipes", {}))
-            sources = [without_lost(source)[0] for source in (given, *sources[1:])]
-        unpacked = tuple(map(unpack, sources))
+            sources = [split_off_lost_tensors(source)[0] for source in (given, *sources[1:])]
+        unpacked = tuple(map(decompress_entries, sources))
         layout_options = WriterOptions(options.max_shard_size, world_size, file, stem=stem)
-        files = options.writer.arrange(unpacked[0], layout_options)
-        remarks = tuple(options.writer.remarks(unpacked[0]))
+        files = options.writer.lay_out_files(unpacked[0], layout_options)
+        remarks = tuple(options.writer.remarks_on_changes(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
-        located, more_remarks = find_bytes(unpacked, options)
+        located, more_remarks = locate_sources(unpacked, options)
         remarks += more_remarks
         if given.texts and not options.writer.is_model_only:
-            texts = abridge(sorted(given.texts))
+            texts = join_few_names(sorted(given.texts))
             remarks += (f"not in the output: `__metadata__` of the safetensors ({texts})",)
-        more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
+        more = {"place": "", "made_of": source_record_of(given), "remarks": remarks, "given": given, **more}
         return cls(sources=located, read=read, writer=options.writer, files=files, **more)
 
     @property
@@ -96,7 +96,7 @@ class Draft:
         return self.sources[0]
 
 
-def find_bytes(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
+def locate_sources(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
     """Return the sources with their byte ranges located as far as needed now, and remarks.
 
     A process with a share of the work locates its byte ranges later. A dry run of a large checkpoint locates a sample.
@@ -108,15 +108,15 @@ def find_bytes(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tu
 
         checked = [locate_sample(source) for source in sources]
         remarks = [
-            *say_widened(checked[0].part, checked[0].found),
+            *remarks_on_other_dtypes(checked[0].part, checked[0].found),
             *(sample.remark for sample in checked if sample.remark),
         ]
         return tuple(sample.layout for sample in checked), tuple(remarks)
-    located = tuple(map(locate, sources))
-    return located, tuple(say_widened(sources[0], located[0]))
+    located = tuple(map(locate_all_chunks, sources))
+    return located, tuple(remarks_on_other_dtypes(sources[0], located[0]))
 
 
-def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
+def remarks_on_other_dtypes(promised: Layout, located: Layout) -> Iterator[str]:
     """Yield a remark if the metadata declares another dtype than the files contain: ckptkit casts, as torch does."""
     pairs = zip(promised.tensors.items(), located.tensors.values(), strict=True)
     narrow = [name for (name, one), other in pairs if one.chunks and one.chunks[0].dtype != other.chunks[0].dtype]
@@ -134,7 +134,7 @@ def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe])
         lost_chunk = next((chunk for operand in operands for chunk in operand.chunks if chunk.is_lost), None)
         if lost_chunk is not None:
             spec = tensors[name].spec
-            tensors[name] = StoredTensor(spec, (lost_chunk._replace(box=whole(spec.shape)),))
+            tensors[name] = StoredTensor(spec, (lost_chunk._replace(box=full_box(spec.shape)),))
     return replace(first, tensors=tensors)
 
 
@@ -166,7 +166,7 @@ class Entries:
         """
         names = frozenset(read.names).intersection(written)
         unaccounted = [name for name in read.names if name not in names and name not in dropped]
-        names |= with_bytes_in(read, unaccounted, used) if unaccounted else frozenset()
+        names |= names_with_bytes_in(read, unaccounted, used) if unaccounted else frozenset()
         forgotten = [name for name in unaccounted if name not in names]
         if forgotten:
             message = f"no rule or option drops it, but it would be lost{and_more(len(forgotten) - 1)}"
@@ -174,12 +174,12 @@ class Entries:
             raise Unsupported(message, path=read.root, tensor=forgotten[0], hint=hint)
         return cls(read, names, {name: why for name, why in dropped.items() if name not in names}, prefix)
 
-    def groups(self) -> tuple[LeftOut, ...]:
+    def dropped_by_reason(self) -> tuple[LeftOut, ...]:
         """Count the dropped entries by location and reason."""
-        return summarize(self.read, self.prefix, self.dropped, self.written)
+        return count_left_out(self.read, self.prefix, self.dropped, self.written)
 
 
-def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
+def names_with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
     """Return the tensors whose bytes are used by other layouts, under any name, in full or in part."""
     return frozenset(name for name, _ in pairs_with_bytes(read, names, used))
 
@@ -232,9 +232,9 @@ class Conversion:
         return self.output.suffix in self.options.writer.suffixes
 
     @property
-    def replaces_training(self) -> bool:
+    def is_training_file(self) -> bool:
         """Return whether the output is a file with training state: without a manifest, it may replace such a file."""
-        has_states = any(names_of_training(one.read) for one in self.entries)
+        has_states = any(training_state_names(one.read) for one in self.entries)
         return self.is_file and has_states and not self.options.writer.is_model_only
 
     @property
@@ -259,17 +259,17 @@ class Conversion:
             digest.update(repr((draft.place, draft.writer.name, files, stamps)).encode())
         return digest.hexdigest()
 
-    def key(self, count: int) -> bytes:
+    def sharing_key(self, count: int) -> bytes:
         """Return the JSON text that `count` processes must agree on before they write one output together."""
         agreed = {
-            "sources": [[str(place.absolute()) for place in roots_of(origin.path)] for origin in self.origins],
+            "sources": [[str(place.absolute()) for place in local_paths_of(origin.path)] for origin in self.origins],
             "options": self.options.to_json(),
             "parts": count,
             "plan": self.fingerprint,
         }
         return json.dumps(agreed, indent=1, sort_keys=True).encode()
 
-    def say(self, *notes: str) -> Conversion:
+    def with_notes(self, *notes: str) -> Conversion:
         return replace(self, notes=(*self.notes, *notes))
 
 
@@ -286,11 +286,11 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         [model.layout, *model.others],
         options,
         world_size,
-        made_of=model.made_of or source_of(model.layout),
-        renamed=renamed_in(model),
+        made_of=model.made_of or source_record_of(model.layout),
+        renamed=new_names_by_entry(model),
         cast=model.casts,
-        recipes=model.made_recipes(),
-        stem=model.companions.stem if is_alone else "model",
+        recipes=model.recipes_by_name(),
+        stem=model.companions.weights_stem if is_alone else "model",
     )
     weights = model.weights
     written = weights.origins_of(draft.wanted.tensors) | model.merged
@@ -304,14 +304,14 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         drafts=[draft],
         made=model.companions.to_files() if is_alone else {},
         entries=[Entries.of(model.part.layout, written, dropped, weights.prefix, draft.sources)],
-        wrapper=weights.wrapper if is_alone else "",
+        wrapper=weights.dotted_prefix if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
         notes=model.remarks,
         is_fitted=isinstance(model.expected, Form),
     )
 
 
-def renamed_in(model: Model) -> dict[str, str]:
+def new_names_by_entry(model: Model) -> dict[str, str]:
     """Return the new name of each renamed weight by its name in the checkpoint, and how many more there are."""
     new_names: dict[str, list[str]] = {}
     for new, old in model.weights.came_from.items():

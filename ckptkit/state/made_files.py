@@ -7,54 +7,63 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import FileSum
-from ckptkit.checkpoints.seal import create_files, extents_of, read_made, sum_files, sums_of_tensors, write_manifest
-from ckptkit.checkpoints.seal import seal as seal_files
-from ckptkit.engine.check_sources import bytes_at
+from ckptkit.checkpoints.seal import (
+    checksummed_extents,
+    create_files,
+    file_checksums,
+    read_output_layout,
+    tensor_checksums,
+    write_manifest,
+)
+from ckptkit.checkpoints.seal import finalize_files as seal_files
+from ckptkit.engine.check_sources import range_start_of
 from ckptkit.engine.copy import Copied
-from ckptkit.engine.shares import WHOLE, Share, narrow
+from ckptkit.engine.shares import WHOLE, Share, narrow_to_share
 from ckptkit.errors import Corrupt, Mismatch, Occupied
-from ckptkit.formats import locate
-from ckptkit.io.allocation import create_file, make_folder, write_file
+from ckptkit.formats import locate_all_chunks
+from ckptkit.io.allocation import create_file, make_directory, write_new_file
 from ckptkit.io.file import file_size, opening, read_at
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout
 from ckptkit.layout.box import Box
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.plan import Plan, make_plan, needed, same
+from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed, unchanged_box
 from ckptkit.state.draft import Conversion, Draft
 
 _COPY_BYTES = 1 << 22  # bytes in memory for a file copy
 
 
 @collector_paused()
-def create(conversion: Conversion, room: Path, share: Share = WHOLE, *, is_sparse: bool = False) -> list[Plan]:
-    """Create every file in directory `room` with the content that is known, unless it exists.
+def create_output_files(
+    conversion: Conversion, directory: Path, share: Share = WHOLE, *, is_sparse: bool = False
+) -> list[Plan]:
+    """Create every file in directory `directory` with the content that is known, unless it exists.
 
     Returns the plans that fill the gaps, limited to the blocks of this share. If `is_sparse`, gaps occupy no disk
     space.
     """
     plans = []
     for draft in conversion.drafts:
-        root = room / draft.place
+        root = directory / draft.place
         create_files(root, draft.files, anew=False, is_sparse=is_sparse)
-        plans.append(plan(draft, root, share))
+        plans.append(plan_draft(draft, root, share))
     return plans
 
 
-def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
+def plan_draft(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     """Return the plan that fills the files of a draft in directory `root`: copies from the first source, and recipes.
 
     Tensors inside non-tensor entries are already written with these entries. For a shared plan, only the range of this
     share is planned.
     """
     wanted, sources = draft.wanted, draft.sources
-    destination, before, behind = read_made(draft.writer, root, wanted.tensors, wanted.blobs), 0, 0
+    destination, before, behind = read_output_layout(draft.writer, root, wanted.tensors, wanted.blobs), 0, 0
     if share.count > 1:
-        destination, before, behind = narrow(destination, wanted, share)
+        destination, before, behind = narrow_to_share(destination, wanted, share)
         sources = sources_needed_by(draft, destination)
-    src, *others = map(locate, sources)
-    planned = make_plan(src, locate(destination), others, draft.recipes)
+    src, *others = map(locate_all_chunks, sources)
+    planned = make_plan(src, locate_all_chunks(destination), others, draft.recipes)
     if draft.recipes:
-        check_ties(planned)
+        check_tied_sources(planned)
     return replace(planned, before=before, behind=behind) if share.count > 1 else planned
 
 
@@ -63,32 +72,32 @@ def sources_needed_by(draft: Draft, destination: Layout) -> tuple[Layout, ...]:
     computed = [
         (name, one) for name in destination.tensors if name in draft.recipes for one in draft.recipes[name].operands
     ]
-    apart = [one for name, one in computed if one.name != name or one.region is not same]
+    apart = [one for name, one in computed if one.name != name or one.region is not unchanged_box]
     return tuple(
-        needed(layout, destination, {one.name for one in apart if one.source == number})
+        restrict_to_needed(layout, destination, {one.name for one in apart if one.source == number})
         for number, layout in enumerate(draft.sources)
     )
 
 
-def check_ties(plan: Plan) -> None:
+def check_tied_sources(plan: Plan) -> None:
     """Raise `Mismatch` if tensors that share bytes in the destination come from different bytes of a source."""
     made_of: dict[tuple[int, FileOffset], list[tuple[int, Box, Chunk]]] = {}
     for target in plan.targets:
         for number, source in enumerate(plan.sources):
             copies = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]
-            if made_of.setdefault((number, bytes_at(target.chunk)), copies) != copies:
+            if made_of.setdefault((number, range_start_of(target.chunk)), copies) != copies:
                 message = f"the tensor is tied to another one in {plan.src.root}, but not here"
                 hint = "pass --to hf, which writes each tensor"
                 raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)
 
 
-def write_made(conversion: Conversion, room: Path) -> None:
+def write_generated_files(conversion: Conversion, directory: Path) -> None:
     for name, content in conversion.made.items():
-        make_folder((room / name).parent)
-        write_file(room / name, content, anew=False)
+        make_directory((directory / name).parent)
+        write_new_file(directory / name, content, must_be_new=False)
 
 
-def seal(
+def finalize_output_files(
     conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied], sums: Mapping[str, int] | None = None
 ) -> dict[str, FileSum]:
     """Finalize the files of each draft: write checksums, and a manifest unless the output is one file.
@@ -98,13 +107,13 @@ def seal(
     """
     file_sums: dict[str, FileSum] = {}
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
-        for tensor, written in sums_of_tensors(plan.dst, done.checksums).items() if draft.sums else ():
+        for tensor, written in tensor_checksums(plan.dst, done.checksums).items() if draft.sums else ():
             if (expected := draft.sums.get(tensor, written)) != written:
                 raise Corrupt(f"expected CRC-32 {expected:08x} in the output, found {written:08x}", tensor=tensor)
         seal_files(draft.writer, plan.dst, done.checksums)
         own = [file.name for file in draft.files]
         if conversion.is_file:  # a single file has no directory for a manifest
-            return sum_files(plan.dst.root, own, extents_of(plan.dst, done.checksums))
+            return file_checksums(plan.dst.root, own, checksummed_extents(plan.dst, done.checksums))
         beside = (path.name for path in map(Path, conversion.file_sizes) if path.parent == Path(draft.place))
         names = {*beside, *own}
         known = [
@@ -117,7 +126,7 @@ def seal(
     return file_sums
 
 
-def require_all_done(conversion: Conversion, done: Collection[int], count: int) -> None:
+def require_all_shares_done(conversion: Conversion, done: Collection[int], count: int) -> None:
     """Raise `Occupied` if some of `count` shares are unfinished."""
     missing = [number for number in range(count) if number not in done]
     if missing:
@@ -127,8 +136,8 @@ def require_all_done(conversion: Conversion, done: Collection[int], count: int) 
 
 
 def copy_file(src: Path, dst: Path) -> None:
-    make_folder(dst.parent)
+    make_directory(dst.parent)
     with opening(src) as file:
         size = file.size
         parts = ((start, read_at(file, min(_COPY_BYTES, size - start), start)) for start in range(0, size, _COPY_BYTES))
-        create_file(dst, size, parts, anew=False)
+        create_file(dst, size, parts, must_be_new=False)

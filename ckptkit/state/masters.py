@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.optimizers.masters import REMAINDERS, find_masters, masters_in, remainders_in
+from ckptkit.checkpoints.optimizers.masters import REMAINDERS, find_masters, master_entries_and_weights, remainders_in
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.models.names.weights import find_weights
-from ckptkit.state.model import Model, RecipeFor, always
+from ckptkit.state.model import Model, RecipeFor, recipe_for_any_tensor
 from ckptkit.state.options import MASTER, ConvertOptions
 from ckptkit.state.selection import apply_dtypes
 from ckptkit.words import count
@@ -22,7 +22,7 @@ _FLOAT32 = DTYPES["float32"]
 _OPTION = f"--weights-from {MASTER}"
 
 
-def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
+def with_master_weights(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
     """Return the checkpoint with the fp32 master weights beside the weights; unchanged if the weights are the masters.
 
     Raises `Mismatch` if there are no master weights, `Usage` for options that do not work with them.
@@ -30,17 +30,17 @@ def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
     part, weights = checkpoint.model_component, checkpoint.weights
     masters_found = find_masters(checkpoint.layout, weights.layout.specs)
     if not masters_found:
-        require_wide(weights.layout)
+        require_wide_weights(weights.layout)
         return checkpoint
-    check_options(options)
+    refuse_options_beside_masters(options)
     tensors = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()}
-    masters = replace(part.in_whole, tensors={**part.in_whole.tensors, **tensors}, twins={})
+    masters = replace(part.layout_in_checkpoint, tensors={**part.layout_in_checkpoint.tensors, **tensors}, twins={})
     with_own = replace(part, masters=masters)
     parts = (with_own if component is part else component for component in checkpoint.components)
     return replace(checkpoint, components=tuple(parts))
 
 
-def require_wide(layout: Layout) -> None:
+def require_wide_weights(layout: Layout) -> None:
     """Raise `Mismatch` if most weights have 16 bits: then they are not the master weights."""
     floats = [spec for spec in layout.specs.values() if spec.dtype.kind == "float"]
     narrow = sum(spec.numel for spec in floats if spec.dtype.itemsize < _FLOAT32.itemsize)
@@ -50,7 +50,7 @@ def require_wide(layout: Layout) -> None:
         raise Mismatch(message, path=layout.path, hint=hint)
 
 
-def check_options(options: ConvertOptions) -> None:
+def refuse_options_beside_masters(options: ConvertOptions) -> None:
     """Raise `Usage` for options that do not work with an optimizer's master weights."""
     if not options.writer.is_model_only:
         hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` instead"
@@ -66,19 +66,19 @@ def join_masters(model: Model, masters: Model) -> Model:
     Raises `Unsupported` if only a part of a weight has master weights.
     """
     names = replaced_weights(model.layout, masters.layout)
-    dtypes = {name: dtype_of(masters.layout, name) for name in names}
+    dtypes = {name: stored_dtype_of(masters.layout, name) for name in names}
     remainders = [name for name, dtype in dtypes.items() if dtype == REMAINDERS]
     stored = {name: f"masters in {dtype}" for name, dtype in dtypes.items()}
-    stored |= {name: f"{dtype_of(model.layout, name)} and remainders in {REMAINDERS}" for name in remainders}
-    layout = edits.cast(model.layout, lambda name, spec: _FLOAT32 if name in stored else spec.dtype)
+    stored |= {name: f"{stored_dtype_of(model.layout, name)} and remainders in {REMAINDERS}" for name in remainders}
+    layout = edits.cast_tensors(model.layout, lambda name, spec: _FLOAT32 if name in stored else spec.dtype)
     without = [name for name, spec in layout.specs.items() if spec.dtype.kind == "float" and name not in stored]
     taken = f"{count(len(names), 'weight')} taken from masters"
     notes = [f"{taken}, {len(remainders)} of them from remainders in {REMAINDERS}"]
     notes += [f"no master: {count(len(without), 'weight')}, such as `{without[0]}`"] if without else []
-    return replace(model.with_layout(layout), siblings=(masters.layout,), stored_as=stored).say(*notes)
+    return replace(model.with_layout(layout), siblings=(masters.layout,), stored_as=stored).with_remarks(*notes)
 
 
-def make_masters(model: Model) -> Model:
+def add_master_recipes(model: Model) -> Model:
     """Add a recipe for each weight that has master weights."""
     from ckptkit.engine.recipes import Master, Remainder  # imports numpy, which plain copies do not need
 
@@ -86,36 +86,36 @@ def make_masters(model: Model) -> Model:
     number = len(model.others) + 1
     recipes: dict[str, RecipeFor] = {}
     for name in replaced_weights(model.layout, masters):
-        if dtype_of(masters, name) == REMAINDERS:
-            recipes[name] = always(Remainder(name, number))
+        if stored_dtype_of(masters, name) == REMAINDERS:
+            recipes[name] = recipe_for_any_tensor(Remainder(name, number))
         else:
-            recipes[name] = always(Master(name, number, dtype_of(model.layout, name)))
-    others = (*model.others, edits.select(masters, recipes.__contains__))
+            recipes[name] = recipe_for_any_tensor(Master(name, number, stored_dtype_of(model.layout, name)))
+    others = (*model.others, edits.select_entries(masters, recipes.__contains__))
     return replace(model, others=others, recipes={**model.recipes, **recipes})
 
 
-def note_remainders(model: Model) -> Model:
+def with_note_on_remainders(model: Model) -> Model:
     """Add a note if the optimizer has remainders of the weights that are not used."""
     layout = model.part.layout
     uncovered = remainders_in(layout, find_weights(layout).layout.specs)
     if not uncovered:
         return model
     which = f"{count(len(uncovered), 'weight')} in {REMAINDERS}, such as `{uncovered[0]}`"
-    return model.say(f"the optimizer has remainders of the masters of {which}; {_OPTION} adds them")
+    return model.with_remarks(f"the optimizer has remainders of the masters of {which}; {_OPTION} adds them")
 
 
-def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+def refuse_cast_with_remainders(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     """Raise `Unsupported` for a cast of bfloat16 weights that remainders in the optimizer complete to fp32."""
     found = find_weights(checkpoint.layout)
     weights, tensors = found.layout, checkpoint.layout.tensors
     kept = {
         parameter: name
-        for name, parameter in masters_in(checkpoint.layout, weights.specs)
-        if tensors[name].spec.dtype == REMAINDERS and options.edits.admit(name)
+        for name, parameter in master_entries_and_weights(checkpoint.layout, weights.specs)
+        if tensors[name].spec.dtype == REMAINDERS and options.edits.is_selected(name)
     }
     made_of = {new: (old,) for new, old in found.came_from.items()}
     rules = options.edits.dtype_rules(tensors)
-    _, casts = apply_dtypes(edits.select(weights, kept.__contains__), rules, made_of, lambda _: True)
+    _, casts = apply_dtypes(edits.select_entries(weights, kept.__contains__), rules, made_of, lambda _: True)
     if casts:
         parameter = next(iter(casts))
         message = f"--dtype would cast `{parameter}`, which the optimizer completes by remainders in {REMAINDERS}"
@@ -128,7 +128,7 @@ def replaced_weights(layout: Layout, masters: Layout) -> list[str]:
     return [name for name, tensor in layout.tensors.items() if masters.tensors[name].chunks != tensor.chunks]
 
 
-def dtype_of(layout: Layout, name: str) -> DType:
+def stored_dtype_of(layout: Layout, name: str) -> DType:
     """Return the dtype in which a tensor is stored. Raises `Unsupported` if its chunks have several."""
     stored = sorted({chunk.dtype.name for chunk in layout.tensors[name].chunks if not chunk.is_zeros})
     if len(stored) > 1:

@@ -10,22 +10,29 @@ from typing import Any, NamedTuple, Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed, split_groups
+from ckptkit.checkpoints.optimizers.keys import (
+    IDS,
+    NAMES,
+    find_optimizers,
+    find_parameter_key_kind,
+    with_parameter_keys,
+    with_separate_group_settings,
+)
 from ckptkit.checkpoints.optimizers.owners import ORDER, Order
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout, edits
-from ckptkit.layout.wrappers import own_name
+from ckptkit.layout.wrappers import model_name_of
 from ckptkit.models.companions import find_companions
-from ckptkit.models.expected import forms_for
+from ckptkit.models.expected import forms_of_model
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.naming import name_training
-from ckptkit.models.names.parameters import NewName, rename_in, rename_lists
+from ckptkit.models.names.parameters import NewName, rename_in_group_lists, rename_in_key_path
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
-from ckptkit.state.names import AS_THEY_ARE, NameOptions, ask_names
-from ckptkit.state.optimizers import describe_names, names_in
+from ckptkit.state.names import AS_THEY_ARE, NameOptions, collect_name_arguments
+from ckptkit.state.optimizers import describe_names, names_from_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,9 @@ class Side:
     left_out: tuple[LeftOut, ...] = ()
 
     def select(self, keep: Callable[[str], bool]) -> Self:
-        return replace(self, layout=edits.select(self.layout, keep), weights=frozenset(filter(keep, self.weights)))
+        return replace(
+            self, layout=edits.select_entries(self.layout, keep), weights=frozenset(filter(keep, self.weights))
+        )
 
     def only_tensors(self) -> Self:
         return replace(self, layout=replace(self.layout, blobs={}))
@@ -50,14 +59,17 @@ class Side:
     def only_weights(self) -> Self:
         return replace(self.select(self.weights.__contains__), left_out=())
 
-    def renamed(self, new_name: NewName) -> Self:
+    def with_renamed_parameters(self, new_name: NewName) -> Self:
         """Return the side with other names for parameters, in the optimizer too."""
         own = {str(self.layout.key(name)[-1]) for name in self.weights}
         keys = {
-            name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
+            name: rename_in_key_path(self.layout.key(name), new_name, name in self.weights, own)
+            for name in self.layout.names
         }
         weights = frozenset(new_name(name) for name in self.weights)
-        return replace(self, layout=edits.rekey(rename_lists(self.layout, new_name), keys), weights=weights)
+        return replace(
+            self, layout=edits.with_new_key_paths(rename_in_group_lists(self.layout, new_name), keys), weights=weights
+        )
 
 
 class Compared(NamedTuple):
@@ -69,16 +81,16 @@ class Compared(NamedTuple):
 
     @classmethod
     def of(cls, component: Component) -> Compared:
-        return cls(component.path, split_groups(component.layout))
+        return cls(component.path, with_separate_group_settings(component.layout))
 
-    def becomes(self, layout: Layout, *remarks: str) -> Compared:
+    def with_layout_and_remarks(self, layout: Layout, *remarks: str) -> Compared:
         return Compared(self.path, layout, (*self.remarks, *remarks))
 
 
 Pair = tuple[Compared, Compared]
 
 
-def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> tuple[list[Pair], list[str]]:
+def pair_components(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> tuple[list[Pair], list[str]]:
     """Return the pairs of components to compare.
 
     These are all components if both checkpoints have the same ones, else those of the model. Files beside a model are
@@ -90,7 +102,7 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
     if len(ours) > 1 and ours.keys() == theirs.keys():
         pairs = [((one, Compared.of(part)), (two, Compared.of(theirs[place]))) for place, part in ours.items()]
         return [with_same_optimizer_keys(*pair, order) for pair in pairs], []
-    joined = join_files(one), join_files(two)
+    joined = find_joined_files(one), find_joined_files(two)
     if joined[0] is not None and joined[1] is not None:
         return [with_same_optimizer_keys((one, joined[0]), (two, joined[1]), order)], []
     remarks = []
@@ -101,70 +113,73 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
     return [(Compared.of(one.model_component), Compared.of(two.model_component))], remarks
 
 
-def join_files(checkpoint: Checkpoint) -> Compared | None:
+def find_joined_files(checkpoint: Checkpoint) -> Compared | None:
     """Return a checkpoint with the files beside its model; None if it has other components."""
     model = checkpoint.model_component
     if any(part.under is None for part in checkpoint.components if part is not model):
         return None
-    return Compared(model.path, split_groups(checkpoint.layout))
+    return Compared(model.path, with_separate_group_settings(checkpoint.layout))
 
 
 def rename_sides(sides: Sequence[Compared], named: NameOptions) -> list[Compared]:
     """Return the sides (components of one checkpoint) with parameters renamed as the user asks."""
-    layouts = named.rename_in([side.layout for side in sides])
-    return [side.becomes(layout) for side, layout in zip(sides, layouts, strict=True)]
+    layouts = named.rename_layouts([side.layout for side in sides])
+    return [side.with_layout_and_remarks(layout) for side, layout in zip(sides, layouts, strict=True)]
 
 
-def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameOptions = AS_THEY_ARE) -> Pair:
+def with_hub_names_on_both(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameOptions = AS_THEY_ARE) -> Pair:
     """Return both sides under the Hub's names, if their families differ and a config.json describes one of the models.
 
     With the user's table, a side with names of the table gets the Hub's names by it.
     """
-    config = named.config_of(one) or two.companions.config
-    tables = [named.table_for(model.layout.tensors) if (model := find_model(side.layout)) else None for side in pair]
+    config = named.find_config_of(one) or two.companions.config
+    tables = [
+        named.find_table_for(model.layout.tensors) if (model := find_weights_or_none(side.layout)) else None
+        for side in pair
+    ]
     if named.table is not None and not any(tables):
         message = f"no tensor of {pair[0].path} or {pair[1].path} has a name of the table `{named.table.name}`"
         raise Usage(message, hint="drop --map, or correct the names under `own` in the table")
-    if tables[0] is tables[1] and one.family is two.family and not may_differ(one, two, config):
+    if tables[0] is tables[1] and one.family is two.family and not may_have_different_names(one, two, config):
         return pair
     ours, theirs = (
-        named_as_on_hub(checkpoint, side, config, table)
+        with_hub_names_if_possible(checkpoint, side, config, table)
         for checkpoint, side, table in zip((one, two), pair, tables, strict=True)
     )
     return ours, theirs
 
 
-def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
+def may_have_different_names(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
     """Return whether names without a known family may still differ: the model has several forms on disk."""
     if config is None or one.family is not None:
         return False
     try:
         ours, theirs = (checkpoint.weights.layout.tensors.keys() for checkpoint in (one, two))
-        return not (ours <= theirs or theirs <= ours) and len(forms_for(config)) > 1
+        return not (ours <= theirs or theirs <= ours) and len(forms_of_model(config)) > 1
     except (Mismatch, Unsupported):  # no model, several models, or an unknown one
         return False
 
 
-def named_as_on_hub(
+def with_hub_names_if_possible(
     checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None, table: Family | None
 ) -> Compared:
     """Return a side under the Hub's names; unchanged if that is impossible without a table."""
     if not has_weights(side.layout):
         return side
     try:
-        layout, remarks = name_training(side.layout, ask_names(checkpoint, HUB, config, table))
+        layout, remarks = name_training(side.layout, collect_name_arguments(checkpoint, HUB, config, table))
     except (Mismatch, Unsupported) as error:
         if table is not None:
             raise
-        return side.becomes(side.layout, f"did not translate the names in {side.path}: {error.message}")
-    return side.becomes(layout, *remarks)
+        return side.with_layout_and_remarks(side.layout, f"did not translate the names in {side.path}: {error.message}")
+    return side.with_layout_and_remarks(layout, *remarks)
 
 
 def with_same_optimizer_keys(
     one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], order: Order | None
 ) -> Pair:
     """Return both sides with parameter names in optimizers, if only one of them has parameter indices."""
-    kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
+    kinds = {find_parameter_key_kind(side.layout) for _, side in (one, two)}
     if kinds != {NAMES, IDS}:
         return one[1], two[1]
     return with_named_parameters(*one, order), with_named_parameters(*two, order)
@@ -173,30 +188,30 @@ def with_same_optimizer_keys(
 def with_named_parameters(checkpoint: Checkpoint, side: Compared, order: Order | None) -> Compared:
     """Return a side with names for parameter indices, where they are certain or the user gives their order."""
     for optimizer in find_optimizers(side.layout):
-        if optimizer.is_named:
+        if optimizer.has_parameter_names:
             continue
         try:
-            certain_names = names_in(checkpoint, side.layout, optimizer, order)
+            certain_names = names_from_models(checkpoint, side.layout, optimizer, order)
         except (Mismatch, Unsupported) as error:
             if order is not None:
                 raise
             remark = f"`{optimizer.name}` in {side.path} lists its parameters by number: {error.message}; see {ORDER}"
-            side = side.becomes(side.layout, remark)
+            side = side.with_layout_and_remarks(side.layout, remark)
         else:
-            renamed = rekeyed(side.layout, optimizer, certain_names.names)
-            side = side.becomes(renamed, *([describe_names(optimizer, certain_names)] if order else ()))
+            renamed = with_parameter_keys(side.layout, optimizer, certain_names.names)
+            side = side.with_layout_and_remarks(renamed, *([describe_names(optimizer, certain_names)] if order else ()))
     return side
 
 
-def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
+def match_layouts(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
     """Return both sides under comparable names, and remarks; only the model if only one side has other entries.
 
     Names that are already equal do not change.
     """
     remarks: list[str] = []
-    if a.tensors.keys() == b.tensors.keys() and not (has_more(a, b) or has_more(b, a)):
+    if a.tensors.keys() == b.tensors.keys() and not (has_unstorable_entries(a, b) or has_unstorable_entries(b, a)):
         return unchanged_side(a), unchanged_side(b), remarks
-    one, two = by_own_names(a), by_own_names(b)
+    one, two = side_with_own_names(a), side_with_own_names(b)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
         larger = one if one.left_out else two
         rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in larger.left_out[:4])
@@ -208,12 +223,12 @@ def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
     return with_ties_of(one, two), with_ties_of(two, one), remarks
 
 
-def has_more(layout: Layout, other: Layout) -> bool:
+def has_unstorable_entries(layout: Layout, other: Layout) -> bool:
     """Return whether a layout has non-tensor entries, and the other one has a format that cannot store them."""
     return bool(layout.blobs) and get_format(other.format).is_model_only
 
 
-def find_model(layout: Layout) -> Weights | None:
+def find_weights_or_none(layout: Layout) -> Weights | None:
     """Return the model's tensors; None if there are none, or several models."""
     try:
         return find_weights(layout) if has_weights(layout) else None
@@ -222,31 +237,36 @@ def find_model(layout: Layout) -> Weights | None:
 
 
 def unchanged_side(layout: Layout) -> Side:
-    weights = find_model(layout)
+    weights = find_weights_or_none(layout)
     return Side(layout, frozenset(weights.came_from.values()) if weights else frozenset())
 
 
-def by_own_names(layout: Layout) -> Side:
+def side_with_own_names(layout: Layout) -> Side:
     """Return the checkpoint with the model's own names for its parameters; unchanged if no model is found."""
-    weights = find_model(layout)
+    weights = find_weights_or_none(layout)
     if weights is None:
         return Side(layout)
-    keys = own_keys(layout, weights)
+    keys = comparison_keys(layout, weights)
     if len(set(keys.values())) < len(keys):  # two entries would get one name
         return Side(layout)
-    renamed = rename_lists(layout, partial(own_name, known=weights.came_from))
-    return Side(edits.rekey(renamed, keys), frozenset(weights.came_from), weights.wrapper, weights.summarize())
+    renamed = rename_in_group_lists(layout, partial(model_name_of, known=weights.came_from))
+    return Side(
+        edits.with_new_key_paths(renamed, keys),
+        frozenset(weights.came_from),
+        weights.dotted_prefix,
+        weights.summarize_left_out(),
+    )
 
 
-def own_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
+def comparison_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     """Return the key path for the comparison of each entry, without the key above the model and torch's prefixes."""
     keys: dict[str, KeyPath] = {old: (new,) for new, old in weights.came_from.items()}
-    above, clean = find_model_key(layout)[:-1], partial(own_name, known=weights.came_from)
+    above, clean = find_model_key(layout)[:-1], partial(model_name_of, known=weights.came_from)
     for name in layout.names:
         if name not in keys:
             key = layout.key(name)
             inner = key[len(above) :] if key[: len(above)] == above else key
-            keys[name] = rename_in(inner, clean, False, weights.came_from)
+            keys[name] = rename_in_key_path(inner, clean, False, weights.came_from)
     return keys
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.manifest import source_record_of
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.errors import Caution, Mismatch, and_more
 from ckptkit.layout import Layout, Spec, edits
@@ -16,17 +16,17 @@ from ckptkit.models.computation import describe_differences
 from ckptkit.models.fit import restore_tied
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.selection import wanted_dtype
-from ckptkit.trainers import step_of
+from ckptkit.state.selection import find_wanted_dtype
+from ckptkit.trainers import find_step_of_path
 from ckptkit.words import count
 
 
-def align(models: Sequence[Model]) -> Model:
+def align_models(models: Sequence[Model]) -> Model:
     """Return the first model, with the tensors of the others in `siblings`.
 
     Restores tied tensors if not all models lack them. Raises `Mismatch` if the checkpoints are not of one model.
     """
-    unknown = check_configs(models)
+    unknown = notes_on_config_differences(models)
     names = {name for model in models for name in model.layout.tensors}
     if any(model.layout.tensors.keys() != names for model in models):
         configs = [find_companions(model.part.path, None).config or {} for model in models]
@@ -34,20 +34,20 @@ def align(models: Sequence[Model]) -> Model:
         models = [model.with_layout(restore_tied(model.layout, config)) for model, config in pairs]
     first, *others = models
     for other in others:
-        check_same(first.part.path, first.layout, other.part.path, other.layout)
+        require_averageable(first.part.path, first.layout, other.part.path, other.layout)
     remarks = [*unknown, *(remark for model in others for remark in model.remarks)]
     origins = tuple(path for model in models for path in model.origins)
-    return replace(first, origins=origins, siblings=tuple(other.layout for other in others)).say(*remarks)
+    return replace(first, origins=origins, siblings=tuple(other.layout for other in others)).with_remarks(*remarks)
 
 
-def check_configs(models: Sequence[Model]) -> list[str]:
+def notes_on_config_differences(models: Sequence[Model]) -> list[str]:
     """Return notes on sources whose computation is unknown, and on facts that may matter.
 
     Raises `Mismatch` if two sources describe models that compute differently with equal shapes. With a base, whose
     config.json is used for all, this is a warning.
     """
     facts = [ModelFacts.of(model.part) for model in models]
-    described = [one for one in facts if one.are_known]
+    described = [one for one in facts if one.has_known_facts]
     remarks: list[str] = []
     for other in described[1:]:
         first = described[0]
@@ -56,13 +56,13 @@ def check_configs(models: Sequence[Model]) -> list[str]:
         if different and different[0].is_certain and models[0].ask_base is None:
             key, here, there, _ = different[0]
             more = and_more(sum(one.is_certain for one in different) - 1)
-            message = f"`{key}` in {where}: expected {here} as in {first.found_in}, found {there}{more}"
+            message = f"`{key}` in {where}: expected {here} as in {first.config_directory}, found {there}{more}"
             hint = "average checkpoints of one model, or pass --base MODEL, whose config.json is right for all"
-            raise Mismatch(message, path=other.found_in, hint=hint)
+            raise Mismatch(message, path=other.config_directory, hint=hint)
         if different:
             change = "change" if different[0].is_certain else "may change"
-            words = describe_differences(different, str(other.found_in))
-            both = f"{first.found_in} and {other.found_in}"
+            words = describe_differences(different, str(other.config_directory))
+            both = f"{first.config_directory} and {other.config_directory}"
             remarks.append(Caution(f"{both} differ in keys that {change} the computation: {words}"))
     if missing := len(models) - len(described):
         lack = f"{missing} of {len(models)} sources have no config.json"
@@ -70,7 +70,7 @@ def check_configs(models: Sequence[Model]) -> list[str]:
     return remarks
 
 
-def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> None:
+def require_averageable(path: Path, layout: Layout, other_path: Path, other: Layout) -> None:
     """Raise `Mismatch` for a tensor that only one model has, or whose shape or kind of dtype differs."""
     for here, names, there, others in ((path, layout, other_path, other), (other_path, other, path, layout)):
         missing = sorted(names.tensors.keys() - others.tensors.keys())
@@ -80,30 +80,30 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
             raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
     for name, spec in layout.specs.items():
         other_spec = other.tensors[name].spec
-        fits = other_spec.dtype == spec.dtype or other_spec.dtype.can_become(spec.dtype)
+        fits = other_spec.dtype == spec.dtype or other_spec.dtype.is_castable_to(spec.dtype)
         if other_spec.shape != spec.shape or not fits:
             raise Mismatch(f"expected {spec} as in {path}, found {other_spec}", path=other_path, tensor=name)
 
 
-def average(model: Model, options: ConvertOptions) -> Model:
+def average_siblings(model: Model, options: ConvertOptions) -> Model:
     """Make each tensor the weighted mean of all sources. The dtypes are those of the first source."""
     from ckptkit.engine.recipes import Mean  # imports numpy, which plain copies do not need
 
     made_of = model.weights.origins_by_name(model.layout.tensors)
     rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
     specs = model.layout.specs
-    kept = {name: spec for name, spec in specs.items() if wanted_dtype(rules, name, made_of[name]) is None}
-    remarks = describe_dtypes(model.layout.root, kept, model.siblings)
-    others = (edits.select(other, specs.__contains__) for other in model.siblings)
+    kept = {name: spec for name, spec in specs.items() if find_wanted_dtype(rules, name, made_of[name]) is None}
+    remarks = describe_dtype_changes(model.layout.root, kept, model.siblings)
+    others = (edits.select_entries(other, specs.__contains__) for other in model.siblings)
     return replace(
-        model.say(*remarks),
-        others=tuple(edits.cast_to(other, specs) for other in others),
+        model.with_remarks(*remarks),
+        others=tuple(edits.cast_to_specs(other, specs) for other in others),
         recipes=dict.fromkeys(model.layout.tensors, partial(Mean, weights=options.weights)),
         made_of=sources_for_manifest((model.layout, *model.siblings), options.weights),
     )
 
 
-def describe_dtypes(first: Path, specs: Mapping[str, Spec], others: Sequence[Layout]) -> Iterator[str]:
+def describe_dtype_changes(first: Path, specs: Mapping[str, Spec], others: Sequence[Layout]) -> Iterator[str]:
     """Yield, for each source with other dtypes than the first, how many tensors get the first source's dtype."""
     for other in others:
         other_specs = other.specs
@@ -120,6 +120,6 @@ def sources_for_manifest(layouts: Sequence[Layout], weights: Sequence[float]) ->
     terms = []
     for layout, weight in zip(layouts, weights, strict=True):
         root = layout.root  # the model may be a component of the directory with the step
-        name = root.parent.name if step_of(root.parent) is not None else root.absolute().name
+        name = root.parent.name if find_step_of_path(root.parent) is not None else root.absolute().name
         terms.append(f"{weight:.6g} x {name}")
-    return source_of(layouts[0]) | {"mean": " + ".join(terms)}
+    return source_record_of(layouts[0]) | {"mean": " + ".join(terms)}

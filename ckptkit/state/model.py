@@ -16,7 +16,7 @@ from ckptkit.layout.plan import Recipe
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.expected import AskBase, Form
 from ckptkit.models.names.weights import Weights, find_weights
-from ckptkit.state.quantized.signs import is_declared_quantized, may_be_quantized
+from ckptkit.state.quantized.signs import is_declared_quantized, may_be_quantized_model
 
 RecipeFor = Callable[[str, DType], Recipe]  # called with the final name and dtype of the tensor
 
@@ -72,13 +72,13 @@ class Model:
     @property
     def may_be_quantized(self) -> bool:
         """Return whether tensors of the component may be quantized, or config.json declares that they are."""
-        return is_declared_quantized(self.config) or may_be_quantized(self.part.layout.specs)
+        return is_declared_quantized(self.config) or may_be_quantized_model(self.part.layout.specs)
 
     def kept_in_fp32(self, dtype: str) -> frozenset[str]:
         """Return the tensors that loaders keep in fp32 if they load the others in `dtype`."""
         return self.expected.in_fp32.get(dtype, frozenset()) if isinstance(self.expected, Form) else frozenset()
 
-    def say(self, *remarks: str) -> Model:
+    def with_remarks(self, *remarks: str) -> Model:
         """Return the model with more remarks. Repeated remarks are kept once."""
         return replace(self, remarks=tuple(dict.fromkeys((*self.remarks, *remarks))))
 
@@ -89,25 +89,25 @@ class Model:
     def with_config(self, config: Mapping[str, Any]) -> Model:
         return replace(self, companions=replace(self.companions, config=dict(config)))
 
-    def select(self, names: Collection[str]) -> Model:
+    def with_only(self, names: Collection[str]) -> Model:
         """Return the model with only the tensors of these names, and their recipes."""
         recipes = {name: recipe for name, recipe in self.recipes.items() if name in names}
-        return replace(self.with_layout(edits.select(self.layout, names.__contains__)), recipes=recipes)
+        return replace(self.with_layout(edits.select_entries(self.layout, names.__contains__)), recipes=recipes)
 
-    def note_dropped(self, reasons: Mapping[str, str]) -> Model:
+    def with_dropped(self, reasons: Mapping[str, str]) -> Model:
         """Return the model with reasons why the source entries of these tensors are not written."""
         dropped = {old: why for name, why in reasons.items() for old in self.weights.origins_of([name])}
         return replace(self, dropped={**self.dropped, **dropped})
 
-    def note_merged(self, names: Iterable[str]) -> Model:
+    def with_merged(self, names: Iterable[str]) -> Model:
         """Return the model with the note that these tensors equal others, which are written."""
         return replace(self, merged=self.merged | self.weights.origins_of(names))
 
-    def rename(self, new_name: Callable[[str], str]) -> Model:
+    def with_new_names(self, new_name: Callable[[str], str]) -> Model:
         """Return the model with a new name for each tensor."""
         weights = replace(
             self.weights,
-            layout=edits.rename(self.layout, new_name),
+            layout=edits.rename_tensors(self.layout, new_name),
             came_from={new_name(name): old for name, old in self.weights.came_from.items()},
         )
         return replace(
@@ -117,7 +117,7 @@ class Model:
             stored_as={new_name(name): words for name, words in self.stored_as.items()},
         )
 
-    def made_recipes(self) -> dict[str, Recipe]:
+    def recipes_by_name(self) -> dict[str, Recipe]:
         """Return the recipe of each computed tensor. Raises `Unsupported` if such a tensor is missing in the result."""
         if lost := min(self.recipes.keys() - self.layout.tensors.keys(), default=None):
             raise Unsupported("the tensor would be lost: it is not in the result", path=self.part.path, tensor=lost)
@@ -125,5 +125,5 @@ class Model:
         return {name: recipe(name, specs[name].dtype) for name, recipe in self.recipes.items()}
 
 
-def always(recipe: Recipe) -> RecipeFor:
+def recipe_for_any_tensor(recipe: Recipe) -> RecipeFor:
     return lambda _name, _dtype: recipe

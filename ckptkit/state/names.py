@@ -14,19 +14,19 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.layout import Layout
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import AskBase
-from ckptkit.models.names.custom import read_table
+from ckptkit.models.names.custom import read_family_file
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.naming import AskedNames
 from ckptkit.models.names.outline import outline_of
-from ckptkit.models.names.parameters import parameters_in, rename_parameters
-from ckptkit.models.names.rule import patterns_of
+from ckptkit.models.names.parameters import renamable_parameters_in, rename_parameters
+from ckptkit.models.names.rule import alternative_patterns
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import Weights, find_weights, has_weights
 from ckptkit.state.selection import Edits
 
 
-def ask_names(
-    of: Checkpoint | Component,
+def collect_name_arguments(
+    source: Checkpoint | Component,
     names: str,
     config: Mapping[str, Any] | None,
     table: Family | None = None,
@@ -40,15 +40,15 @@ def ask_names(
     return AskedNames(
         names=names,
         config=config,
-        trainer=of.trainer,
-        check=require_plain,
+        trainer=source.trainer,
+        check=require_plain_weights,
         table=table,
         rows=rows,
         ask_base=ask_base,
     )
 
 
-def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
+def require_plain_weights(found: Weights, config: Mapping[str, Any] | None) -> None:
     """Raise `Unsupported` for quantized weights: other names or rows would separate them from their scales."""
     from ckptkit.state.quantized.find import find_quantized  # imported late: needed only if names change
 
@@ -64,7 +64,7 @@ def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
         raise Unsupported(message, path=found.layout.path, hint=hint)
 
 
-def names_of_weights(layout: Layout) -> frozenset[str]:
+def weight_entry_names(layout: Layout) -> frozenset[str]:
     """Return the entries that are the model's weights. Raises `Mismatch` if it is ambiguous which they are."""
     return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
 
@@ -92,37 +92,37 @@ class NameOptions:
         allow_unmatched: bool = False,
     ) -> NameOptions:
         """Return the options. Raises `Usage` for an invalid table or rule."""
-        table = None if map is None else read_table(Path(map))
+        table = None if map is None else read_family_file(Path(map))
         rules = (rename,) if isinstance(rename, str) else tuple(rename)
         Edits(rename=rules).check_rules()
         return cls(table, rules, None if base is None else os.fspath(base), allow_unmatched)
 
-    def config_of(self, checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    def find_config_of(self, checkpoint: Checkpoint) -> Mapping[str, Any] | None:
         """Return the config.json that describes the model in a checkpoint; None if there is none."""
         if self.base is None:
             return checkpoint.companions.config
         return find_companions(checkpoint.model_component.path, self.base).config
 
-    def rename_in(self, layouts: Sequence[Layout]) -> list[Layout]:
+    def rename_layouts(self, layouts: Sequence[Layout]) -> list[Layout]:
         """Return the layouts of a checkpoint with its parameters renamed, in the optimizer too.
 
         Raises `Usage` if a rule matches nothing.
         """
         if not self.rename:
             return list(layouts)
-        weights = [names_of_weights(layout) for layout in layouts]
-        names = {name for pair in zip(layouts, weights, strict=True) for name in parameters_in(*pair)}
+        weights = [weight_entry_names(layout) for layout in layouts]
+        names = {name for pair in zip(layouts, weights, strict=True) for name in renamable_parameters_in(*pair)}
         rules = Edits(rename=self.rename, allow_unmatched=self.allow_unmatched)
         rules.check_renames(names, layouts[0].path)
-        return [rename_parameters(*pair, rules.renaming())[0] for pair in zip(layouts, weights, strict=True)]
+        return [rename_parameters(*pair, rules.make_renaming())[0] for pair in zip(layouts, weights, strict=True)]
 
-    def table_for(self, names: Iterable[str]) -> Family | None:
+    def find_table_for(self, names: Iterable[str]) -> Family | None:
         """Return the table if any of a model's `names` occurs in it, and not as a name on the Hub; else None."""
         if self.table is None:
             return None
         rules = self.table.rules(Sizes({}))
         own, hub = (
-            {pattern.outline for texts in sides for text in texts for pattern in patterns_of(text)}
+            {pattern.outline for texts in sides for text in texts for pattern in alternative_patterns(text)}
             for sides in ((rule.family for rule in rules), (rule.hub for rule in rules))
         )
         return self.table if any(outline_of(name)[0] in own - hub for name in names) else None

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.optimizers.flattened import find_flattened, nest
+from ckptkit.checkpoints.optimizers.flattened import find_flattened_optimizers, with_nested_optimizer
 from ckptkit.checkpoints.optimizers.keys import (
     IDS,
     NAMES,
     Optimizer,
     find_optimizers,
-    kind_of_keys,
-    numbers_of,
-    rekeyed,
-    split_groups,
+    find_parameter_key_kind,
+    indices_by_name,
+    with_parameter_keys,
+    with_separate_group_settings,
 )
-from ckptkit.checkpoints.optimizers.missing_states import States, complete_states, find_states
+from ckptkit.checkpoints.optimizers.missing_states import States, find_optimizer_states, with_complete_states
 from ckptkit.checkpoints.optimizers.owners import (
     ORDER,
     ORDER_HINT,
@@ -26,17 +26,17 @@ from ckptkit.checkpoints.optimizers.owners import (
     OneModel,
     Order,
     find_models,
-    find_names,
-    order_in_models,
+    find_parameter_names,
+    parameter_order_in_models,
 )
-from ckptkit.checkpoints.optimizers.parameter_order import is_buffer, own_tensors
+from ckptkit.checkpoints.optimizers.parameter_order import is_buffer, model_tensors_by_key
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, StoredTensor
-from ckptkit.layout.wrappers import bare, own_name
+from ckptkit.layout.wrappers import model_name_of, without_wrapper_prefixes
 from ckptkit.models.names.weights import find_model_key, find_weights
 from ckptkit.state.options import ConvertOptions
-from ckptkit.trainers import is_other_part
+from ckptkit.trainers import is_other_component_name
 from ckptkit.words import count
 
 
@@ -56,18 +56,20 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], optio
     """
     if not options.complete_optimizer:
         return Completed(layouts)
-    states_by_layout = [find_states(layout) for layout in layouts]
+    states_by_layout = [find_optimizer_states(layout) for layout in layouts]
     if not any(states_by_layout):
-        raise without_groups(checkpoint, layouts, "--complete-optimizer")
+        raise missing_groups_error(checkpoint, layouts, "--complete-optimizer")
     completed: list[Layout] = []
     new_entries: dict[str, str] = {}
     remarks: list[str] = []
     for before, optimizers in zip(layouts, states_by_layout, strict=True):
         layout = before
         for states in optimizers:
-            parameters = parameters_for(checkpoint, layout, states, options.order) if states.lacking else {}
-            layout, more = complete_states(layout, states, parameters)
-            chosen = {name: spec for name, spec in more.items() if options.edits.admit(name)}
+            parameters = (
+                parameters_for(checkpoint, layout, states, options.order) if states.parameters_without_state else {}
+            )
+            layout, more = with_complete_states(layout, states, parameters)
+            chosen = {name: spec for name, spec in more.items() if options.edits.is_selected(name)}
             new_entries |= {name: "0" if spec is None else str(spec) for name, spec in chosen.items()}
             remarks += describe_completed(checkpoint, states, parameters)
         completed.append(layout)
@@ -78,26 +80,28 @@ def parameters_for(
     checkpoint: Checkpoint, layout: Layout, states: States, order: Order | None
 ) -> dict[str, StoredTensor]:
     """Return the parameters by the optimizer's names or indices. Raises `Unsupported` or `Mismatch` if uncertain."""
-    if states.optimizer is not None and not states.optimizer.is_named:
-        named = names_in(checkpoint, layout, states.optimizer, order)
-        tensors = own_tensors(named.model.layout)
+    if states.optimizer is not None and not states.optimizer.has_parameter_names:
+        named = names_from_models(checkpoint, layout, states.optimizer, order)
+        tensors = model_tensors_by_key(named.model.layout)
         return {str(number): tensors[name] for number, name in named.names.items()}
     names = {one for group in states.groups for one in group} | states.of.keys()
     candidates: list[dict[str, StoredTensor]] = []  # of each model, by the names that the optimizer uses
-    for model in models_of(checkpoint):
+    for model in models_in_checkpoint(checkpoint):
         known = find_weights(model.layout).layout.tensors
-        own = {name: own_name(name, known) for name in names}
+        own = {name: model_name_of(name, known) for name in names}
         candidates.append({name: known[known_name] for name, known_name in own.items() if known_name in known})
-    fitting = [one for one in candidates if one.keys() == names and is_of(layout, states, one)] or candidates[:1]
+    fitting = [
+        one for one in candidates if one.keys() == names and has_state_shapes_of(layout, states, one)
+    ] or candidates[:1]
     for other in fitting[1:]:
-        name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
+        name = next((one for one in states.parameters_without_state if other[one].spec != fitting[0][one].spec), None)
         if name is not None:
             message = f"two models contain this tensor: one as {fitting[0][name].spec}, the other as {other[name].spec}"
             raise Unsupported(message, path=layout.path, tensor=name, hint="drop --complete-optimizer")
     return fitting[0]
 
 
-def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]) -> bool:
+def has_state_shapes_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]) -> bool:
     """Return whether the states of an optimizer have the shapes of these parameters."""
     for key, kinds in states.of.items():
         shapes = {layout.tensors[name].spec.shape for name in kinds.values() if name in layout.tensors} - {()}
@@ -108,10 +112,10 @@ def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]
 
 def describe_completed(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredTensor]) -> list[str]:
     """Return notes on the states that were completed, and on parameters that are in no group."""
-    if not states.lacking:
+    if not states.parameters_without_state:
         return [f"`{states.name}` has a state for every parameter in its groups: nothing to complete"]
     parameter_count = count(sum(map(len, states.groups)), "parameter")
-    lacking = f"`{states.name}` had no state for {len(states.lacking)} of its {parameter_count}"
+    lacking = f"`{states.name}` had no state for {len(states.parameters_without_state)} of its {parameter_count}"
     notes = [f"{lacking}: wrote zeros, the optimizer's initial state"]
     trained = {tensor.chunks for tensor in parameters.values()}
     floats = {name: one for name, one in checkpoint.weights.layout.tensors.items() if one.spec.dtype.kind == "float"}
@@ -133,9 +137,9 @@ class Rekeying:
     members: Mapping[Any, str | int]
     remark: str = ""
 
-    def edit(self, layout: Layout) -> Layout:
+    def apply_to(self, layout: Layout) -> Layout:
         """Return a layout with the new keys, wherever the optimizer occurs in it."""
-        return rekeyed(layout, self.optimizer, self.members) if self.members else layout
+        return with_parameter_keys(layout, self.optimizer, self.members) if self.members else layout
 
 
 def nest_optimizers(
@@ -147,24 +151,28 @@ def nest_optimizers(
     `Unsupported` if the order is uncertain, `Mismatch` if the user's order does not fit.
     """
     remarks = []
-    layout = split_groups(layout)
-    for optimizer in find_flattened(layout):
+    layout = with_separate_group_settings(layout)
+    for optimizer in find_flattened_optimizers(layout):
         names = list(optimizer.settings)
-        is_any = not is_numbered and len(optimizer.groups(layout, names)) == 1
-        if is_any or is_in_order(checkpoint, layout):
-            layout = nest(layout, optimizer, names)
+        is_any = not is_numbered and len(optimizer.group_parameters(layout, names)) == 1
+        if is_any or is_in_torch_order(checkpoint, layout):
+            layout = with_nested_optimizer(layout, optimizer, names)
             continue
         if order is None:
             message = f"torch has flattened `{optimizer.name}` on several ranks: the order of its parameters is unknown"
             raise Unsupported(message, path=layout.path, hint=ORDER_HINT)
-        listed = order.names or order_in_models(models_of(checkpoint), names, checkpoint.model_component.path)
-        by_bare_name = {bare(name): name for name in names}
-        layout = nest(layout, optimizer, [by_bare_name.get(bare(name), name) for name in listed])
+        listed = order.names or parameter_order_in_models(
+            models_in_checkpoint(checkpoint), names, checkpoint.model_component.path
+        )
+        by_bare_name = {without_wrapper_prefixes(name): name for name in names}
+        layout = with_nested_optimizer(
+            layout, optimizer, [by_bare_name.get(without_wrapper_prefixes(name), name) for name in listed]
+        )
         remarks.append(f"`{optimizer.name}` got groups, each in the order that {ORDER} {order.text} says: assumed")
     return layout, remarks
 
 
-def is_in_order(checkpoint: Checkpoint, layout: Layout) -> bool:
+def is_in_torch_order(checkpoint: Checkpoint, layout: Layout) -> bool:
     """Return whether the entries are in torch's order: one process saved them, and no tool has written them again.
 
     Source: `create_default_global_save_plan` in torch/distributed/checkpoint/default_planner.py, which concatenates the
@@ -174,7 +182,9 @@ def is_in_order(checkpoint: Checkpoint, layout: Layout) -> bool:
     return layout.format == "dcp" and layout.world_size in (None, 1) and not is_rewritten
 
 
-def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: ConvertOptions) -> list[list[Rekeying]]:
+def choose_optimizer_keys(
+    checkpoint: Checkpoint, layouts: Sequence[Layout], options: ConvertOptions
+) -> list[list[Rekeying]]:
     """Return, for each layout, the new keys of its optimizers.
 
     Raises `Unsupported` if names were requested and are uncertain, or indices for an optimizer without groups.
@@ -185,42 +195,44 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
         find_optimizers(layout) if wanted or (to_shards and not get_format(layout.format).is_sharded) else []
         for layout in layouts
     ]
-    is_done = options.optimizer_keys == NAMES and any(kind_of_keys(layout) == NAMES for layout in layouts)
+    is_done = options.optimizer_keys == NAMES and any(find_parameter_key_kind(layout) == NAMES for layout in layouts)
     if wanted is not None and not any(by_layout) and (options.order or not is_done):
-        raise without_groups(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
+        raise missing_groups_error(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
     return [
-        [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]
+        [rekeying for optimizer in optimizers if (rekeying := find_rekeying(checkpoint, layout, optimizer, options))]
         for layout, optimizers in zip(layouts, by_layout, strict=True)
     ]
 
 
-def without_groups(checkpoint: Checkpoint, layouts: Sequence[Layout], option: str) -> Unsupported:
+def missing_groups_error(checkpoint: Checkpoint, layouts: Sequence[Layout], option: str) -> Unsupported:
     """Return the error for a checkpoint without parameter groups, which `option` needs."""
     message = "found no optimizer with parameter groups, such as torch's own"
-    kind = next(filter(None, map(kind_of_keys, layouts)), None)
+    kind = next(filter(None, map(find_parameter_key_kind, layouts)), None)
     if kind is not None:
         message = f"the optimizer's states have the {kind} of their parameters, but no group lists the parameters"
     return Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
 
 
-def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions) -> Rekeying | None:
+def find_rekeying(
+    checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions
+) -> Rekeying | None:
     """Return the new keys of an optimizer; None if it already has the requested ones."""
     if options.optimizer_keys == IDS:
-        return None if optimizer.is_numbered else Rekeying(optimizer, numbers_of(layout, optimizer))
-    if optimizer.is_named:
+        return None if optimizer.has_parameter_indices else Rekeying(optimizer, indices_by_name(layout, optimizer))
+    if optimizer.has_parameter_names:
         return None
     must = options.wanted_keys == NAMES
-    return by_name(checkpoint, layout, optimizer, options.order, must=must)
+    return rekeying_by_name(checkpoint, layout, optimizer, options.order, is_required=must)
 
 
-def by_name(
-    checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None, *, must: bool
+def rekeying_by_name(
+    checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None, *, is_required: bool
 ) -> Rekeying:
-    """Return names for an optimizer's indices; no change for uncertain ones, or an error if they are a `must`."""
+    """Return names for an optimizer's indices; no change for uncertain ones, or an error if names are required."""
     try:
-        certain = names_in(checkpoint, layout, optimizer, order)
+        certain = names_from_models(checkpoint, layout, optimizer, order)
     except (Mismatch, Unsupported) as error:
-        if must:
+        if is_required:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
         keeps = f"`{optimizer.name}` keeps its parameter indices, because the names are not certain"
@@ -233,16 +245,21 @@ def describe_names(optimizer: Optimizer, named: NamedNumbers) -> str:
     return f"`{optimizer.name}` got names for its {count(len(named.names), 'parameter')}: {named.proof}"
 
 
-def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None) -> NamedNumbers:
+def names_from_models(
+    checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None
+) -> NamedNumbers:
     """Return the names for an optimizer's indices. Raises `Unsupported` or `Mismatch` for uncertain ones."""
     path = checkpoint.model_component.path
-    return find_names(layout, optimizer, models_of(checkpoint), path, order)
+    return find_parameter_names(layout, optimizer, models_in_checkpoint(checkpoint), path, order)
 
 
-def models_of(checkpoint: Checkpoint) -> list[OneModel]:
+def models_in_checkpoint(checkpoint: Checkpoint) -> list[OneModel]:
     """Return the models in a checkpoint, those of its model component first. Raises `Mismatch` if it has no model."""
     main = checkpoint.model_component
-    parts = [main, *(part for part in checkpoint.components if part is not main and not is_other_part(part.place))]
+    parts = [
+        main,
+        *(part for part in checkpoint.components if part is not main and not is_other_component_name(part.place)),
+    ]
     models = [model for part in parts for model in find_models(part.layout)]
     if not models:
         find_model_key(main.layout)

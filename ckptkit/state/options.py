@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypedDict, T
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES
 from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_order
 from ckptkit.entry_points import PluginTable
-from ckptkit.errors import Usage, too_small
+from ckptkit.errors import Usage, too_small_error
 from ckptkit.formats import FORMATS, FormatWriter, get_writer, writable_formats
 from ckptkit.io.progress import Progress
-from ckptkit.models.names import FAMILIES, HUB, KEEP, check_names, get_family
-from ckptkit.models.names.custom import read_table
+from ckptkit.models.names import FAMILIES, HUB, KEEP, get_family, require_known_family_name
+from ckptkit.models.names.custom import read_family_file
 from ckptkit.models.names.family import Family
 from ckptkit.settings import Help, option_name, settings_of
 from ckptkit.state.selection import LIKE, Edits
-from ckptkit.words import either, parse_bytes
+from ckptkit.words import join_with_or, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -191,22 +191,22 @@ class ConvertOptions:
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():
             raise TypeError(f"unknown option `{min(unknown)}`")
-        options = cls(**{name: normalize(name, value) for name, value in {**given, **more}.items()})
+        options = cls(**{name: normalize_option(name, value) for name, value in {**given, **more}.items()})
         options.check()
         return options
 
     def check(self) -> None:
         """Raise `Usage` for invalid values, and for options that contradict each other or the format."""
-        require_least(self)
+        require_minimums(self)
         if self.to not in (*FORMATS, ADAPTER):
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
         for option, words in CHOICES.items():
             if (value := getattr(self, option)) is not None and value not in words:
-                raise Usage(f"{option_name(option)}: expected {either(words)}, found `{value}`")
+                raise Usage(f"{option_name(option)}: expected {join_with_or(words)}, found `{value}`")
         if self.rename or self.dtype:
             self.edits.check_rules()
         if self.names or self.map:
-            check_names(self.names, self.table)
+            require_known_family_name(self.names, self.table)
         if self.part not in (None, RANK):
             parse_part(self.part)
         for one in CONTRADICTIONS:
@@ -258,7 +258,7 @@ class ConvertOptions:
     @property
     def table(self) -> Family | None:
         """Return the user's table of names, None without one. Raises `Usage` for an invalid table."""
-        return None if self.map is None else read_table(Path(self.map))
+        return None if self.map is None else read_family_file(Path(self.map))
 
     @property
     def edits(self) -> Edits:
@@ -267,7 +267,7 @@ class ConvertOptions:
     def to_json(self) -> dict[str, Any]:
         """Return the options that must be equal in all parts of one conversion."""
         common = [field.name for field in fields(self) if not field.metadata]
-        return {name: anywhere(name, getattr(self, name)) for name in common}
+        return {name: with_absolute_paths(name, getattr(self, name)) for name in common}
 
 
 CHOICES: dict[str, Collection[str]] = {
@@ -459,7 +459,7 @@ class Keywords(TypedDict, total=False):
     progress: Progress | None
 
 
-def spell_out(function: Function) -> Function:
+def with_spelled_options(function: Function) -> Function:
     """Give a function that takes `**options` a signature with every option, for `help()`, notebooks and the docs."""
     signature = inspect.signature(function)
     explicit = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
@@ -476,7 +476,7 @@ def spell_out(function: Function) -> Function:
 _LISTS = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
 
 
-def normalize(name: str, value: Any) -> Any:
+def normalize_option(name: str, value: Any) -> Any:
     """Return an option in the form that `ConvertOptions` stores."""
     if name == "dtype":
         rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
@@ -488,7 +488,7 @@ def normalize(name: str, value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else value
 
 
-def anywhere(name: str, value: Any) -> Any:
+def with_absolute_paths(name: str, value: Any) -> Any:
     """Return an option with absolute paths, for processes with other working directories."""
     if name == "dtype":
         return tuple(map(absolute_like_rule, value))
@@ -504,11 +504,11 @@ def absolute_like_rule(rule: str) -> str:
     return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
 
 
-def require_least(options: ConvertOptions) -> None:
+def require_minimums(options: ConvertOptions) -> None:
     for name, setting in settings_of(ConvertOptions).items():
         value = getattr(options, name)
         if setting.least is not None and value is not None and value < setting.least:
-            raise too_small(name, setting.least, value)
+            raise too_small_error(name, setting.least, value)
 
 
 def parse_part(part: str) -> tuple[int, int]:

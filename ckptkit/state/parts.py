@@ -11,30 +11,30 @@ from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts
-from ckptkit.checkpoints.optimizers.keys import IDS, split_groups
+from ckptkit.checkpoints.optimizers.keys import IDS, with_separate_group_settings
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.formats import detect_format, get_format
 from ckptkit.io.origin import Origin
 from ckptkit.layout import Layout, edits
-from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config
+from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config_json
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names.copies import find_copies_in
 from ckptkit.models.names.naming import name_training
-from ckptkit.models.names.parameters import parameters_in, rename_parameters
+from ckptkit.models.names.parameters import renamable_parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.tokens import check_tokens
-from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
-from ckptkit.state.directories import entry_at, files_beside, own_files
-from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, pairs_with_bytes, with_bytes_in
-from ckptkit.state.names import ask_names, names_of_weights
-from ckptkit.state.optimizers import Completed, Rekeying, complete_optimizers, key_optimizers, nest_optimizers
+from ckptkit.models.tokens import notes_on_tokens
+from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
+from ckptkit.state.directories import files_of_format_in, files_to_copy_and_others, path_below
+from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_bytes_in, pairs_with_bytes
+from ckptkit.state.names import collect_name_arguments, weight_entry_names
+from ckptkit.state.optimizers import Completed, Rekeying, choose_optimizer_keys, complete_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.signs import may_be_quantized
-from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
+from ckptkit.state.quantized.signs import may_be_quantized_model
+from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_to_drop_rank_state
 from ckptkit.state.selection import DtypeRule, apply_dtypes
-from ckptkit.state.steps import WITH_FILES, names_of_base, require_files
-from ckptkit.trainers import say_opaque
+from ckptkit.state.steps import WITH_FILES, base_names_function, require_format_with_files
+from ckptkit.trainers import why_copied_unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Piece:
             return cls((first,), complete, restored)
         layouts = [complete, *(part.layout for part in others)]
         if any(part.folder != first.folder for part in others):  # then use paths relative to the checkpoint's directory
-            layouts = [edits.in_folder(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
+            layouts = [edits.with_paths_below(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
         return cls(tuple(parts), join_layouts(layouts[0].root, parts, layouts), restored)
 
     @property
@@ -66,20 +66,24 @@ class Piece:
         """Return its path in the output."""
         return self.parts[0].place
 
-    def entries(self, chosen: Layout, sources: Sequence[Layout], options: ConvertOptions) -> Entries:
+    def written_and_dropped(self, chosen: Layout, sources: Sequence[Layout], options: ConvertOptions) -> Entries:
         """Return which entries are written if `chosen` become `sources`. Bytes identify renamed entries."""
-        layout = edits.select(self.layout, lambda name: name not in self.restored)
+        layout = edits.select_entries(self.layout, lambda name: name not in self.restored)
         lost = [name for name in chosen.tensors if chosen.tensors[name].is_lost] if options.salvage else []
-        dropped = reasons_of_ranks(layout) | options.edits.reasons_to_drop(layout.names) | dict.fromkeys(lost, DAMAGED)
+        dropped = (
+            reasons_to_drop_rank_state(layout)
+            | options.edits.reasons_to_drop(layout.names)
+            | dict.fromkeys(lost, DAMAGED)
+        )
         written = frozenset(chosen.names).difference(lost)
         if options.changes_names:
-            unused = (written - chosen.blobs.keys()) - with_bytes_in(chosen, chosen.tensors, sources)
+            unused = (written - chosen.blobs.keys()) - names_with_bytes_in(chosen, chosen.tensors, sources)
             dropped |= dict.fromkeys(unused, f"{options.names} names cannot express this tensor")
             written -= unused
         return Entries.of(layout, written, dropped)
 
 
-def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
+def draft_components(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
     """Draft all components of a checkpoint, each at its present path, and the files beside them."""
     pieces, completed = open_pieces(checkpoint, options)
     layouts = completed.layouts
@@ -88,9 +92,9 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     chosen, remarks = zip(*(choose_entries(piece, options, world_size) for piece in pieces), strict=True)
     dtype_rules = options.edits.dtype_rules(name for layout in chosen for name in layout.tensors)
     if options.rename:
-        parameters = [name for layout in chosen for name in parameters_in(layout, names_of_weights(layout))]
+        parameters = [name for layout in chosen for name in renamable_parameters_in(layout, weight_entry_names(layout))]
         options.edits.check_renames(parameters, checkpoint.path)
-    rekeyings = key_optimizers(checkpoint, layouts, options)
+    rekeyings = choose_optimizer_keys(checkpoint, layouts, options)
     drafts: list[Draft] = []
     entries: list[Entries] = []
     notes = [*completed.remarks, *chain(*remarks)]
@@ -102,7 +106,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
             sources = draft.sources
             drafts.append(draft)
             notes += more
-        entries.append(piece.entries(chosen_layout, sources, options))
+        entries.append(piece.written_and_dropped(chosen_layout, sources, options))
     outputs = [name for draft in drafts for name in draft.wanted.tensors]
     notes += options.edits.check_dtypes(dtype_rules, outputs, checkpoint.path)
     if not drafts:
@@ -114,7 +118,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         drafts=drafts,
         entries=entries,
         world_size=world_size if options.writer.is_sharded else None,
-        notes=[*notes, *(say_unrenamed(checkpoint, pieces, options) if options.rename else ())],
+        notes=[*notes, *(remarks_on_unrenamed_files(checkpoint, pieces, options) if options.rename else ())],
         made=files_of_family(checkpoint, options),
         completed=completed.entries,
     )
@@ -128,15 +132,15 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         return conversion
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
     if options.vocab_size is not None:
-        conversion = with_config_of(conversion, options.vocab_size)
+        conversion = with_vocabulary_in_configs(conversion, options.vocab_size)
     is_component = any(not part.place for part in checkpoint.components)
-    return conversion if is_component else without_copy(conversion, checkpoint.path)
+    return conversion if is_component else without_model_copy(conversion, checkpoint.path)
 
 
 def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
     """Return the pieces of a checkpoint, with the parameter groups and states of the output's optimizers."""
-    pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
-    layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
+    pieces = [Piece.of(parts) for parts in choose_components(checkpoint, options)]
+    layouts = [piece.layout if options.keeps_groups else with_separate_group_settings(piece.layout) for piece in pieces]
     remarks: list[str] = []
     if options.optimizer_keys == IDS:
         nested = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
@@ -146,12 +150,14 @@ def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[P
     return pieces, replace(completed, remarks=[*remarks, *completed.remarks])
 
 
-def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:
+def remarks_on_unrenamed_files(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions
+) -> Iterator[str]:
     """Yield a remark on each file beside the model that is copied with names that `--rename` would change."""
     written = [part for piece in pieces for part in piece.parts]
     for part in checkpoint.components:
         if part.under is not None and part not in written:
-            renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.renaming())
+            renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.make_renaming())
             if renamed is not part.layout:
                 copied = f"copied `{part.place}` unchanged, with the old names in its optimizer"
                 yield f"{copied} (`convert --to dcp` renames them)"
@@ -166,7 +172,7 @@ def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[
     return family.files(checkpoint.step or 0, Sizes(config or {}).model_type)
 
 
-def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Component]]:
+def choose_components(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Component]]:
     """Return the components to write, grouped by output component.
 
     Files beside a model that has the requested format already stay files, because its trainer looks for them.
@@ -182,8 +188,8 @@ def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[C
 
 def choose_entries(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layout, list[str]]:
     """Return the entries of a piece to write, and remarks on them."""
-    chosen = edits.select(piece.layout, options.edits.admit)
-    opaque = say_opaque(chosen.tensors)
+    chosen = edits.select_entries(piece.layout, options.edits.is_selected)
+    opaque = why_copied_unchanged(chosen.tensors)
     remarks = [opaque] if opaque else []
     how = "in the storage of the embedding" if options.writer.ties else "as a tensor of its own, although it is tied"
     remarks += [f"wrote `{name}` {how}" for name in chosen.tensors.keys() & piece.restored]
@@ -203,21 +209,21 @@ def draft_piece(
 ) -> tuple[Draft, list[str]]:
     """Draft a piece, with remarks: change the keys of its optimizer, rename it, put it under a key, and cast it."""
     remarks: list[str] = []
-    weights = names_of_weights(chosen) if options.edits.are_of_weights or options.changes_names else frozenset()
+    weights = weight_entry_names(chosen) if options.edits.is_for_weights_only or options.changes_names else frozenset()
     layout = chosen
     for rekeying in optimizers:
-        layout = rekeying.edit(layout)
+        layout = rekeying.apply_to(layout)
     if options.rename:
-        layout, _ = rename_parameters(layout, weights, options.edits.renaming())
+        layout, _ = rename_parameters(layout, weights, options.edits.make_renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
     is_named = bool(weights) and options.changes_names
     if is_named:
-        layout, remarks = name_piece(piece, layout, options.wanted_names, options)
+        layout, remarks = name_piece_tensors(piece, layout, options.wanted_names, options)
     refuse_copies(chosen, layout, weights)
     if len(piece.parts) > 1:
-        layout = edits.nest(layout, ())
+        layout = edits.nest_below_key(layout, ())
     if options.under:
-        layout = edits.nest(layout, (options.under,))
+        layout = edits.nest_below_key(layout, (options.under,))
     casts: Mapping[str, str] = {}
     if dtype_rules:
         both = zip(chosen.names, layout.names, strict=True)
@@ -226,10 +232,10 @@ def draft_piece(
         for old, new in pairs:
             sources[new].add(old)
         layout, casts = apply_dtypes(layout, dtype_rules, sources, lambda name: not weights.isdisjoint(sources[name]))
-        if casts and may_be_quantized(piece.parts[0].layout.specs):
-            from ckptkit.state.quantized.plain import refuse_separated
+        if casts and may_be_quantized_model(piece.parts[0].layout.specs):
+            from ckptkit.state.quantized.plain import refuse_separate_rounding
 
-            refuse_separated(piece.parts[0], {name: frozenset(sources[name]) for name in casts})
+            refuse_separate_rounding(piece.parts[0], {name: frozenset(sources[name]) for name in casts})
     return Draft.of([layout], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
 
 
@@ -245,22 +251,24 @@ def refuse_copies(layout: Layout, changed: Layout, weights: frozenset[str]) -> N
         raise Unsupported(message, path=layout.path, tensor=first, hint=hint)
 
 
-def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
+def name_piece_tensors(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
     """Return a piece with the requested names and rows, and notes."""
     path = piece.parts[0].path
     companions, rows = find_companions(path, options.base), options.vocab_size
-    require_files(companions, options)
-    notes = [] if rows is None else check_tokens(companions, rows)
-    asked = ask_names(piece.parts[0], names, companions.config, options.table, rows, names_of_base(options.base))
+    require_format_with_files(companions, options)
+    notes = [] if rows is None else notes_on_tokens(companions, rows)
+    asked = collect_name_arguments(
+        piece.parts[0], names, companions.config, options.table, rows, base_names_function(options.base)
+    )
     layout, remarks = name_training(layout, asked)
     return layout, [*remarks, *notes]
 
 
 def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:
     """Return the conversion with the other files in directory `root` to copy, and notes on the files to skip."""
-    used = frozenset(file for layout in layouts for file in own_files(layout))
-    result = entry_at(root, conversion.output)
-    other_files, irregular = files_beside(root, used | ({result} if result else set()))
+    used = frozenset(file for layout in layouts for file in files_of_format_in(layout))
+    result = path_below(root, conversion.output)
+    other_files, irregular = files_to_copy_and_others(root, used | ({result} if result else set()))
     notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in irregular)]
     if conversion.options.writer.is_sharded:
         dropped, remarks = drop_files_of_ranks(other_files, world_size)
@@ -269,21 +277,21 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
     return replace(conversion, copied_files=other_files, notes=notes)
 
 
-def with_config_of(conversion: Conversion, rows: int) -> Conversion:
+def with_vocabulary_in_configs(conversion: Conversion, rows: int) -> Conversion:
     """Return the conversion with each copied config.json rewritten for a vocabulary of `rows` rows."""
     generated = dict(conversion.made)
     for name, path in conversion.copied_files.items():
-        config = read_config(path) if Path(name).name == CONFIG else None
-        if config is not None and vocabulary_of(config) is not None:
-            generated[name] = dump_config(with_vocabulary(config, rows))
+        config = read_config_json(path) if Path(name).name == CONFIG else None
+        if config is not None and find_vocabulary_size(config) is not None:
+            generated[name] = dump_config(with_vocabulary_size(config, rows))
     copied_files = {name: path for name, path in conversion.copied_files.items() if name not in generated}
     return replace(conversion, made=generated, copied_files=copied_files)
 
 
-def without_copy(conversion: Conversion, root: Path) -> Conversion:
+def without_model_copy(conversion: Conversion, root: Path) -> Conversion:
     """Return the conversion without a second copy of the model beside the components: loaders read only that."""
     reader = detect_format(root)
-    copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
+    copies = sorted(name for name in conversion.copied_files if reader and reader.owns_file(name))
     if not copies:
         return conversion
     notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]

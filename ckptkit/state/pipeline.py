@@ -1,6 +1,6 @@
 """Write a drafted conversion: stage -> create -> plan -> copy -> check -> seal -> manifest -> commit.
 
-Several processes can share the work. Each performs the steps up to `copy`; one of them performs the rest.
+Several processes can share the work. Each performs the steps up to `copy_by_plan`; one of them performs the rest.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.engine.copy import check_complete, copy
+from ckptkit.engine.copy import check_all_units_written, copy_by_plan
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
-from ckptkit.engine.whole_files import compare_archives
-from ckptkit.errors import Corrupt, IOFailure, Occupied, ignore
-from ckptkit.formats import locate
+from ckptkit.engine.whole_files import verify_covered_files
+from ckptkit.errors import Corrupt, IOFailure, Occupied, skip_problem
+from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
-from ckptkit.io.allocation import check_room, missing_bytes
-from ckptkit.io.disk import sync_tree
-from ckptkit.io.file import file_size, is_there
+from ckptkit.io.allocation import missing_bytes, require_free_space
+from ckptkit.io.disk import sync_directory_tree
+from ckptkit.io.file import file_size, is_existing_path
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import report_progress
-from ckptkit.io.staging import Stage, naming_destination
+from ckptkit.io.progress import make_progress_reporter
+from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.layout import Layout
 from ckptkit.layout.plan import Plan
 from ckptkit.settings import option_name
 from ckptkit.state.draft import Conversion
-from ckptkit.state.made_files import copy_file, create, require_all_done, seal, write_made
+from ckptkit.state.made_files import (
+    copy_file,
+    create_output_files,
+    finalize_output_files,
+    require_all_shares_done,
+    write_generated_files,
+)
 from ckptkit.state.options import RANK, parse_part
 from ckptkit.state.report import Written
 
@@ -57,7 +63,7 @@ def require_archives_of_one_save(layout: Layout) -> None:
     }
     if not archives or is_remote(layout.root):
         return
-    compare_archives(locate(replace(layout, tensors=archives, blobs={}), ignore))
+    verify_covered_files(locate_all_chunks(replace(layout, tensors=archives, blobs={}), skip_problem))
 
 
 Alone = Callable[[Conversion], Written]
@@ -65,14 +71,14 @@ InPart = Callable[[Conversion, Share], Written]
 Finish = Callable[[Conversion, int], Written]
 
 
-def write(conversion: Conversion) -> Written:
+def write_output(conversion: Conversion) -> Written:
     """Create and fill the output, or this process's share of it. The output appears atomically, and only when complete.
 
     Continues the work of an interrupted call with the same arguments.
     """
     alone, in_part, finish = writers_for(conversion)
     part = conversion.options.part
-    share = share_of(part)
+    share = parse_share(part)
     if share.number == 0:  # once is enough for all processes that share the work
         for one in conversion.entries:
             require_archives_of_one_save(one.read)
@@ -85,7 +91,7 @@ def write(conversion: Conversion) -> Written:
     return finish(conversion, share.count) if share.number == 0 else written
 
 
-def write_rest(conversion: Conversion, count: int) -> Written:
+def finish_output(conversion: Conversion, count: int) -> Written:
     """Finish an output of which `count` processes have each written a share."""
     return writers_for(conversion)[2](conversion, count)
 
@@ -95,11 +101,11 @@ def writers_for(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
     if is_remote(conversion.output):
         from ckptkit.state import to_store
 
-        return to_store.write_alone, to_store.write_share, to_store.finish_shares
-    return write_alone, write_share, finish_shares
+        return to_store.write_alone_to_store, to_store.write_share_to_store, to_store.finish_shares_in_store
+    return write_alone_on_disk, write_share_on_disk, finish_shares_on_disk
 
 
-def share_of(part: str | None) -> Share:
+def parse_share(part: str | None) -> Share:
     """Return this process's share of the work."""
     if part is None:
         return WHOLE
@@ -126,43 +132,43 @@ def wait_for_ranks() -> None:
         raise IOFailure(f"the ranks cannot reach each other: {error}", hint=hint) from error
 
 
-def write_alone(conversion: Conversion) -> Written:
-    with opened(conversion, WHOLE.count) as stage:
-        plans = create(conversion, stage.path)
-        ledgers = copy_share(conversion, plans, open_journals(stage.work, conversion, 0), WHOLE)
-        return finish(conversion, plans, ledgers, stage)
+def write_alone_on_disk(conversion: Conversion) -> Written:
+    with opened_stage(conversion, WHOLE.count) as stage:
+        plans = create_output_files(conversion, stage.path)
+        ledgers = copy_share(conversion, plans, open_journals(stage.notes_directory, conversion, 0), WHOLE)
+        return verify_and_commit(conversion, plans, ledgers, stage)
 
 
-def write_share(conversion: Conversion, share: Share) -> Written:
+def write_share_on_disk(conversion: Conversion, share: Share) -> Written:
     """Write one share, and leave the stage to the other processes."""
     sync = conversion.options.sync
-    with opened(conversion, share.count, is_part=True) as stage:
-        plans = create(conversion, stage.path, share)
-        stage.let_others_in()
-        journals = open_journals(stage.work, conversion, share.number)
+    with opened_stage(conversion, share.count, is_part=True) as stage:
+        plans = create_output_files(conversion, stage.path, share)
+        stage.unlock_for_other_parts()
+        journals = open_journals(stage.notes_directory, conversion, share.number)
         ledgers = copy_share(conversion, plans, journals, share)
         if sync:
-            sync_tree(stage.path)
+            sync_directory_tree(stage.path)
         for journal in journals:
-            journal.end(sync=sync)
-        stage.leave()
+            journal.record_end(sync=sync)
+        stage.unlock_for_resume()
     return Written(ledgers)
 
 
-def finish_shares(conversion: Conversion, count: int) -> Written:
+def finish_shares_on_disk(conversion: Conversion, count: int) -> Written:
     """Check that all `count` shares are done and consistent, then commit the output."""
-    with opened(conversion, count) as stage:
-        shares = [open_journals(stage.work, conversion, number) for number in range(count)]
+    with opened_stage(conversion, count) as stage:
+        shares = [open_journals(stage.notes_directory, conversion, number) for number in range(count)]
         done = {number for number in range(count) if all(journal.has_ended for journal in shares[number])}
-        require_all_done(conversion, done, count)
+        require_all_shares_done(conversion, done, count)
         require_complete_files(conversion, stage.path)
-        plans = create(conversion, stage.path)
+        plans = create_output_files(conversion, stage.path)
         ledgers = [Ledger() for _ in plans]
         for journals in shares:
             for journal, ledger in zip(journals, ledgers, strict=True):
                 for unit in journal.units.values():
-                    ledger.add(unit)
-        return finish(conversion, plans, ledgers, stage)
+                    ledger.add_ledger(unit)
+        return verify_and_commit(conversion, plans, ledgers, stage)
 
 
 def require_complete_files(conversion: Conversion, room: Path) -> None:
@@ -170,59 +176,61 @@ def require_complete_files(conversion: Conversion, room: Path) -> None:
     for draft in conversion.drafts:
         for file in draft.files:
             path = room / draft.place / file.name
-            size = file_size(path) if is_there(path) else 0
+            size = file_size(path) if is_existing_path(path) else 0
             if size != file.nbytes:
                 message = f"expected {file.nbytes} bytes, as written before, found {size}"
                 raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
 
 
-def open_journals(work: Path, conversion: Conversion, number: int) -> list[Journal]:
-    return [Journal(work / f"plan-{i}-share-{number}.jsonl") for i in range(len(conversion.drafts))]
+def open_journals(notes_directory: Path, conversion: Conversion, number: int) -> list[Journal]:
+    return [Journal(notes_directory / f"plan-{i}-share-{number}.jsonl") for i in range(len(conversion.drafts))]
 
 
 @contextmanager
-def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iterator[Stage]:
+def opened_stage(conversion: Conversion, count: int, *, is_part: bool = False) -> Iterator[Stage]:
     """Open the stage in which `count` processes write. An error deletes it, unless others or a later call need it."""
     options = conversion.options
     stage = Stage(
         conversion.output,
         overwrite=options.overwrite,
         sync=options.sync,
-        key=conversion.key(count),
+        key=conversion.sharing_key(count),
         is_part=is_part,
         is_file=conversion.is_file,
         check_other=partial(require_same_options, conversion, count),
     )
-    with naming_destination(conversion.output):
+    with errors_naming_destination(conversion.output):
         try:
             stage.open()
-            check_room(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
+            require_free_space(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
             yield stage
         except BaseException as error:
             if count > 1:  # other processes may still use the stage
-                stage.leave()
-            elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
-                stage.leave()
+                stage.unlock_for_resume()
+            elif not isinstance(error, Exception) and any(stage.notes_directory.glob("*.jsonl")):
+                stage.unlock_for_resume()
                 error.add_note(f"the same command continues with the files in {stage.path}")
             else:
                 stage.discard()
             raise
 
 
-def require_same_options(conversion: Conversion, count: int, begun: bytes, work: Path) -> None:
+def require_same_options(conversion: Conversion, count: int, begun: bytes, notes_directory: Path) -> None:
     """Raise `Occupied` if existing shares of the output have other sources or options.
 
     `begun` is the key of these shares. If a source has changed since, its shares are simply written again.
     """
-    theirs, ours = options_in_key(begun), options_in_key(conversion.key(count))
-    parts_done = sorted({int(path.stem.rpartition("-")[2]) + 1 for path in work.glob("plan-*-share-*.jsonl")})
+    theirs, ours = options_in_key(begun), options_in_key(conversion.sharing_key(count))
+    parts_done = sorted(
+        {int(path.stem.rpartition("-")[2]) + 1 for path in notes_directory.glob("plan-*-share-*.jsonl")}
+    )
     different = [name for name in ours if ours[name] != theirs.get(name)]
     if theirs.get("--part", 1) == 1 or not parts_done or not different:
         return
     parts = ", ".join(f"{number}/{theirs['--part']}" for number in parts_done[:8])
     name = different[0]
     message = f"parts {parts} were made with other options: {name}: expected {theirs.get(name)}, found {ours[name]}"
-    hint = f"pass the same sources and options; to start over, delete {work.parent}"
+    hint = f"pass the same sources and options; to start over, delete {notes_directory.parent}"
     raise Occupied(message, path=conversion.output, hint=hint)
 
 
@@ -241,22 +249,25 @@ def copy_share(
 ) -> list[Ledger]:
     options = conversion.options
     total = sum(plan.whole_nbytes for plan in plans) // share.count
-    progress = report_progress(options.progress, total)
+    progress = make_progress_reporter(options.progress, total)
     pairs = zip(plans, journals, strict=True)
     return [
-        copy(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync) for plan, journal in pairs
+        copy_by_plan(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync)
+        for plan, journal in pairs
     ]
 
 
-def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage) -> Written:
+def verify_and_commit(
+    conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage
+) -> Written:
     """Verify that everything is copied, write manifests and other files, and commit the output."""
     jobs = conversion.options.jobs
-    copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
-    write_made(conversion, stage.path)
+    copied = [check_all_units_written(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
+    write_generated_files(conversion, stage.path)
     for name, path in conversion.copied_files.items():
         copy_file(path, stage.path / name)
-    seal(conversion, plans, copied)
+    finalize_output_files(conversion, plans, copied)
     for origin in (*conversion.origins, *conversion.also_read):
-        origin.check()
+        origin.require_unchanged()
     stage.commit()
     return Written(ledgers, copied)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ckptkit.errors import and_more
 from ckptkit.layout import OWN, Layout, edits
-from ckptkit.trainers import owner_of_file, owner_of_key
+from ckptkit.trainers import find_owner_rank_of_file, find_owner_rank_of_key
 from ckptkit.words import count
 
 _MAX_NAMED = 8
@@ -19,7 +19,7 @@ OF_RANKS = "state of single ranks; another number of ranks cannot use it"
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
     """Return the checkpoint without per-rank state that `world_size` ranks cannot use, and notes about that state."""
-    owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
+    owners = {name: owner for name in layout.names if (owner := find_owner_rank_of_key(layout.key(name))) is not None}
     groups = sorted({str(layout.key(name)[0]) for name in owners})
     dropped: set[str] = set()
     notes = []
@@ -36,18 +36,18 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         elif group == OWN:
             differ = count(len(members), "entry", "differs")
             notes.append(f"{differ} between ranks: each rank has its own under `{OWN}.rank_N`")
-    return edits.select(layout, lambda name: name not in dropped), notes
+    return edits.select_entries(layout, lambda name: name not in dropped), notes
 
 
-def reasons_of_ranks(layout: Layout) -> dict[str, str]:
+def reasons_to_drop_rank_state(layout: Layout) -> dict[str, str]:
     """Return the entries under keys with per-rank state, each with the reason why a job of another size drops it."""
-    groups = {layout.key(name)[0] for name in layout.names if owner_of_key(layout.key(name)) is not None}
+    groups = {layout.key(name)[0] for name in layout.names if find_owner_rank_of_key(layout.key(name)) is not None}
     return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
     """Return the names of the files with per-rank state, if their number differs from `world_size`; and notes."""
-    owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
+    owners = {name: owner for name in names if (owner := find_owner_rank_of_file(name)) is not None}
     ranks = 1 + max(owners.values(), default=-1)
     if ranks in (0, world_size):
         return set(), []

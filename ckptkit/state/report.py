@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
-from ckptkit.checkpoints.find_components import LOST, LeftBehind, describe_left
+from ckptkit.checkpoints.find_components import LOST, LeftBehind, describe_not_copied
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import Caution
-from ckptkit.io.allocation import free_bytes
+from ckptkit.io.allocation import find_free_bytes
 from ckptkit.layout.plan import RecipeVerdict
-from ckptkit.models.fit import abridge
+from ckptkit.models.fit import join_few_names
 from ckptkit.models.names.weights import NOT_ASKED, UNKNOWN, LeftOut
 from ckptkit.state.draft import Conversion
 from ckptkit.summary import Summarized
@@ -85,19 +85,19 @@ class Converted(Summarized):
 
     def summary(self) -> Iterator[str]:
         yield from self.salvaged.warnings(self.output) if self.salvaged else ()
-        yield headline(self, "averaged" if self.weights else "converted")
-        yield from amounts(self)
+        yield source_and_output_line(self, "averaged" if self.weights else "converted")
+        yield from amount_lines(self)
         yield from (f"warning: {text}" for text in self.warnings)
 
 
-def report(conversion: Conversion, seconds: float) -> Converted:
+def predict_result(conversion: Conversion, seconds: float) -> Converted:
     """Return the result of a dry run."""
     drafts = conversion.drafts
     sizes = conversion.file_sizes
     sources = tuple(origin.path for origin in conversion.origins)
     layouts = [layout for draft in drafts for layout in draft.sources]
     remarks = [*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)]
-    dropped = [group for entries in conversion.entries for group in entries.groups()]
+    dropped = [group for entries in conversion.entries for group in entries.dropped_by_reason()]
     left = sum(group.entries for group in dropped if group.why in NOT_ASKED)
     counts = {
         "written": sum(len(entries.written) for entries in conversion.entries),
@@ -119,20 +119,23 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         left_behind=conversion.left_behind,
         cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
         notes=[remark for remark in remarks if not isinstance(remark, Caution)],
-        warnings=[*say_lost(dropped, conversion.left_behind), *(one for one in remarks if isinstance(one, Caution))],
+        warnings=[
+            *warnings_on_lost(dropped, conversion.left_behind),
+            *(one for one in remarks if isinstance(one, Caution)),
+        ],
         wrapper=conversion.wrapper,
         world_size=conversion.world_size,
         completed=conversion.completed,
         seconds=seconds,
         copies=sum(len(tensor.chunks) for layout in layouts for tensor in layout.tensors.values()),
-        free_bytes=free_bytes(conversion.output),
+        free_bytes=find_free_bytes(conversion.output),
         dry_run=True,
         plan=conversion.fingerprint,
         salvaged=conversion.salvaged,
     )
 
 
-def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
+def warnings_on_lost(dropped: Iterable[LeftOut], not_copied: Iterable[LeftBehind]) -> list[str]:
     """Return a warning for each group of tensors, and each kind of state files, that no rule or option drops."""
     lines = [
         f"not copied: `{lost.name}`, {count(lost.entries, 'entry')}, {format_bytes(lost.nbytes)} ({lost.why}); "
@@ -140,17 +143,17 @@ def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> l
         for lost in dropped
         if lost.why in NOT_ASKED
     ]
-    return lines + describe_left([lost for lost in left_behind if lost.why in LOST], "not copied")
+    return lines + describe_not_copied([lost for lost in not_copied if lost.why in LOST], "not copied")
 
 
-def complete(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:
+def complete_result(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:
     """Return the result of a finished conversion. `prospect` is the result of its dry run."""
     copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
-    notes = list(verdicts(conversion, noted)) if written.copied is not None else []
+    notes = list(verdict_sentences(conversion, noted)) if written.copied is not None else []
     if noted and prospect.weights:
-        notes.append(f"integers and booleans that differ come from {last}: {abridge(noted)}")
+        notes.append(f"integers and booleans that differ come from {last}: {join_few_names(noted)}")
     uncompared = [path for done in copied for path in done.uncompared]
     if uncompared:
         skipped = f"{count(len(uncompared), 'file')} of the source, because ckptkit read only a part"
@@ -172,7 +175,7 @@ def complete(conversion: Conversion, prospect: Converted, written: Written, seco
     )
 
 
-def verdicts(conversion: Conversion, noted: Collection[str]) -> Iterator[str]:
+def verdict_sentences(conversion: Conversion, remarked: Collection[str]) -> Iterator[str]:
     """Yield the verdicts of the recipes on all their tensors."""
     judged: dict[RecipeVerdict, list[str]] = defaultdict(list)
     for draft in conversion.drafts:
@@ -180,7 +183,7 @@ def verdicts(conversion: Conversion, noted: Collection[str]) -> Iterator[str]:
             verdict = getattr(recipe, "verdict", None)
             if verdict is not None and name in draft.wanted.tensors:
                 judged[verdict].append(name)
-    yield from (verdict.words(names, set(noted)) for verdict, names in judged.items())
+    yield from (verdict.verdict_sentence(names, set(remarked)) for verdict, names in judged.items())
 
 
 def peak_rss_bytes() -> int:
@@ -195,7 +198,7 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def headline(done: Converted, verb: str) -> str:
+def source_and_output_line(done: Converted, verb: str) -> str:
     """Return a line that names the sources and the output."""
     if done.weights:
         does = "would average" if done.dry_run else verb
@@ -206,7 +209,7 @@ def headline(done: Converted, verb: str) -> str:
     return f"{verb} {done.source} into {done.output}{ranks}"
 
 
-def amounts(done: Converted) -> Iterator[str]:
+def amount_lines(done: Converted) -> Iterator[str]:
     """Yield lines on the amount of work, and on the checks."""
     if done.resumed_bytes:
         yield f"resumed: an earlier call had written {format_bytes(done.resumed_bytes)}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.layout import Chunk, Layout
 
@@ -29,14 +29,17 @@ class Checked(NamedTuple):
 def locate_sample(layout: Layout) -> Checked:
     """Check all zip wrappers of a layout, or a sample if it is large.
 
-    Raises the errors of `locate`. The sample includes the last wrapper of a number of files: the reader of the metadata
-    has compared only file sizes.
+    Raises the errors of `locate_all_chunks`. The sample includes the last wrapper of a number of files: the reader of
+    the metadata has compared only file sizes.
     """
     chunks = [chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.wrapper == ENVELOPE]
     if len(chunks) <= _ALL:
-        located = locate(layout)
+        located = locate_all_chunks(layout)
         return Checked(located, layout, located)
-    chosen = {(chunk.path, chunk.offset) for chunk in (*spread(last_in_files(chunks)), *spread(chunks))}
+    chosen = {
+        (chunk.path, chunk.offset)
+        for chunk in (*evenly_spaced_chunks(last_chunk_of_each_file(chunks)), *evenly_spaced_chunks(chunks))
+    }
     tensors = {
         name: replace(tensor, chunks=sampled)
         for name, tensor in layout.tensors.items()
@@ -44,15 +47,15 @@ def locate_sample(layout: Layout) -> Checked:
     }
     sample = replace(layout, tensors=tensors)
     remark = f"checked the headers of {len(chosen):,} of {len(chunks):,} chunks; the conversion itself checks all"
-    return Checked(layout, sample, locate(sample), remark)
+    return Checked(layout, sample, locate_all_chunks(sample), remark)
 
 
-def spread(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+def evenly_spaced_chunks(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
     """Return evenly spaced chunks, as many as a sample has."""
     return chunks[:: max(1, len(chunks) // _SAMPLE)]
 
 
-def last_in_files(chunks: Iterable[Chunk]) -> list[Chunk]:
+def last_chunk_of_each_file(chunks: Iterable[Chunk]) -> list[Chunk]:
     """Return the last chunk in each file."""
     last: dict[str, Chunk] = {}
     for chunk in chunks:

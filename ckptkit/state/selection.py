@@ -13,7 +13,7 @@ from ckptkit.errors import Mismatch, Usage
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.dtypes import DType, parse_dtype
-from ckptkit.layout.renames import fold, parse_rule, renaming
+from ckptkit.layout.renames import fold_numbers, parse_rule, renaming_function
 from ckptkit.words import count
 
 LIKE = "like:"
@@ -38,15 +38,15 @@ class Edits:
         for rule in self.rename:
             parse_rule(rule)
         for rule in self.dtype:
-            parse_cast(rule)
+            parse_dtype_rule(rule)
 
-    def admit(self, name: str) -> bool:
+    def is_selected(self, name: str) -> bool:
         included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def reasons_to_drop(self, names: Iterable[str]) -> dict[str, str]:
         """Return the entries that are not selected, each with the option that drops it."""
-        rejected = [name for name in names if not self.admit(name)]
+        rejected = [name for name in names if not self.is_selected(name)]
         excluded = {name for name in rejected if any(fnmatchcase(name, glob) for glob in self.exclude)}
         return {name: "--exclude" if name in excluded else "--include" for name in rejected}
 
@@ -56,13 +56,13 @@ class Edits:
         `path` is the checkpoint that the error names, as in all checks.
         """
         names = [name for layout in layouts for name in layout.names]
-        self.check_matched("--include", self.include, names, path)
-        self.check_matched("--exclude", self.exclude, names, path)
-        self.check_left(set(names), path)
+        self.require_matches("--include", self.include, names, path)
+        self.require_matches("--exclude", self.exclude, names, path)
+        self.require_some_left(set(names), path)
 
-    def check_left(self, names: Collection[str], path: Path) -> None:
+    def require_some_left(self, names: Collection[str], path: Path) -> None:
         """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
-        if (self.include or self.exclude) and not any(map(self.admit, names)):
+        if (self.include or self.exclude) and not any(map(self.is_selected, names)):
             hint = "change --include or --exclude; run `ckptkit inspect --tensors` to list all names"
             raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=path, hint=hint)
 
@@ -70,7 +70,7 @@ class Edits:
         """Return the rules of `--dtype` for a conversion of tensors whose names in the source are `sources`."""
         names = list(sources)
         rules = []
-        for glob, dtype in map(parse_cast, self.dtype):
+        for glob, dtype in map(parse_dtype_rule, self.dtype):
             is_of_output = glob is not None and not any(fnmatchcase(name, glob) for name in names)
             rules.append(DtypeRule(dtype, glob, is_of_output))
         return rules
@@ -78,7 +78,7 @@ class Edits:
     def check_dtypes(self, rules: Iterable[DtypeRule], outputs: Collection[str], path: Path) -> list[str]:
         """Return a note for each glob that matches only names in the output. Raises `Usage` for one without a match."""
         globs = [rule.glob for rule in rules if rule.glob is not None and rule.is_of_output]
-        self.check_matched("--dtype", globs, outputs, path)
+        self.require_matches("--dtype", globs, outputs, path)
         matched = [glob for glob in globs if any(fnmatchcase(name, glob) for name in outputs)]
         return [f"--dtype '{glob}' matches names in the output, but none in the source" for glob in matched]
 
@@ -87,12 +87,12 @@ class Edits:
         names = list(names)
         for rule in self.rename:
             pattern, text = parse_rule(rule)
-            self.check_matched(
+            self.require_matches(
                 "--rename", [rule], names, path, lambda name, rule: bool(parse_rule(rule)[0].search(name))
             )
             names = [pattern.sub(text, name) for name in names]
 
-    def check_matched(
+    def require_matches(
         self,
         option: str,
         patterns: Iterable[str],
@@ -104,7 +104,7 @@ class Edits:
         """Raise `Usage`, with the most similar names, for a pattern of an option that matches none of the names."""
         for pattern in () if self.allow_unmatched else patterns:
             if not any(is_match(name, pattern) for name in names):
-                near = nearest(pattern, names)
+                near = most_similar_names(pattern, names)
                 hint = f"match one of the nearest names, {', '.join(near)}; " if near else ""
                 hint += "run `ckptkit inspect --tensors` to list all names; or pass --allow-unmatched"
                 raise Usage(f"{option} '{pattern}' matches no {what}", path=path, hint=hint)
@@ -117,17 +117,17 @@ class Edits:
     @property
     def dtype_of_weights(self) -> DType | None:
         """Return the dtype requested for all weights; None if they keep their own or follow another model's."""
-        dtypes = [dtype for glob, dtype in map(parse_cast, self.dtype) if glob is None]
+        dtypes = [dtype for glob, dtype in map(parse_dtype_rule, self.dtype) if glob is None]
         return dtypes[-1] if dtypes and isinstance(dtypes[-1], DType) else None
 
     @property
-    def are_of_weights(self) -> bool:
+    def is_for_weights_only(self) -> bool:
         """Return whether an edit applies to the model's weights only, so that they must be identified."""
         return bool(self.rename) or any("=" not in rule for rule in self.dtype)
 
-    def renaming(self) -> Callable[[str], str]:
+    def make_renaming(self) -> Callable[[str], str]:
         """Return the function that applies all rename rules to a parameter's name, in order."""
-        return renaming(self.rename)
+        return renaming_function(self.rename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class DtypeRule:
     glob: str | None
     is_of_output: bool
 
-    def matches(self, name: str, made_of: Iterable[str], *, is_weight: bool) -> bool:
+    def is_rule_for(self, name: str, made_of: Iterable[str], *, is_weight: bool) -> bool:
         """Return whether the rule applies to a tensor of the output, made of these tensors of the source."""
         glob = self.glob
         if glob is None:
@@ -149,11 +149,11 @@ class DtypeRule:
         return fnmatchcase(name, glob) if self.is_of_output else any(fnmatchcase(one, glob) for one in made_of)
 
 
-def wanted_dtype(
+def find_wanted_dtype(
     rules: Sequence[DtypeRule], name: str, made_of: Iterable[str], *, is_weight: bool = True
 ) -> DType | Like | None:
     """Return the dtype (or the model with the dtype) that the last matching rule requests; None to keep the dtype."""
-    rule = next((rule for rule in reversed(rules) if rule.matches(name, made_of, is_weight=is_weight)), None)
+    rule = next((rule for rule in reversed(rules) if rule.is_rule_for(name, made_of, is_weight=is_weight)), None)
     return None if rule is None else rule.dtype
 
 
@@ -172,12 +172,12 @@ def apply_dtypes(
     models = {rule.dtype: rule.dtype.specs() for rule in rules if isinstance(rule.dtype, Like)}
 
     def choose(name: str, spec: Spec) -> DType:
-        requested = wanted_dtype(rules, name, made_of[name], is_weight=is_weight(name))
+        requested = find_wanted_dtype(rules, name, made_of[name], is_weight=is_weight(name))
         if isinstance(requested, Like):
-            requested = requested.choose(models[requested], name, spec)
-        return requested if requested and spec.dtype.can_become(requested) else spec.dtype
+            requested = requested.dtype_for(models[requested], name, spec)
+        return requested if requested and spec.dtype.is_castable_to(requested) else spec.dtype
 
-    changed = edits.cast(layout, choose)
+    changed = edits.cast_tensors(layout, choose)
     casts = {
         name: f"{before} => {after}"
         for name, tensor in layout.tensors.items()
@@ -196,26 +196,26 @@ class Like:
         """Return dtype and shape of each tensor of the model."""
         return Checkpoint.open(to_model_path(self.model)).weights.layout.specs
 
-    def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
+    def dtype_for(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
         """Return the dtype of the tensor of the same name. Raises `Mismatch` if it is missing or cannot be cast to."""
         if name not in specs:
             hint = f"add a rule after this one, such as --dtype '{name}=keep'"
             raise Mismatch(f"{self.model} does not have this tensor, so its dtype is unknown", tensor=name, hint=hint)
         wanted = specs[name].dtype
-        if wanted != spec.dtype and not spec.dtype.can_become(wanted):
+        if wanted != spec.dtype and not spec.dtype.is_castable_to(wanted):
             message = f"expected {wanted} as in {self.model}, found {spec.dtype}, which cannot be cast to it"
             raise Mismatch(message, tensor=name)
         return wanted
 
 
-def nearest(pattern: str, names: Iterable[str]) -> list[str]:
+def most_similar_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return up to three names that are most similar to a pattern, each in another module."""
-    by_module = {fold(name): name for name in names}
-    similar = get_close_matches(fold(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
+    by_module = {fold_numbers(name): name for name in names}
+    similar = get_close_matches(fold_numbers(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
     return [by_module[one] for one in similar]
 
 
-def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
+def parse_dtype_rule(rule: str) -> tuple[str | None, DType | Like | None]:
     """Return glob (None without one) and dtype (None for `keep`) of `GLOB=DTYPE`, or of `GLOB=like:MODEL`."""
     before, like, model = rule.partition(LIKE)
     if like and model and (not before or before.endswith("=")):
@@ -224,6 +224,6 @@ def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
     if name == "keep":
         return (glob if equals else None), None
     dtype = parse_dtype(name)
-    if not dtype.can_become(dtype):
+    if not dtype.is_castable_to(dtype):
         raise Usage(f"expected float64, float32, float16 or bfloat16 as the dtype of weights, found {dtype}")
     return (glob if equals else None), dtype

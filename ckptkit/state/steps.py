@@ -16,13 +16,13 @@ from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.companions import (
     CONFIG,
     Companions,
-    describe_weights,
     find_companions,
-    find_config,
-    is_of_transformers,
+    find_model_config,
+    is_transformers_config,
+    with_weights_dtype,
 )
-from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
-from ckptkit.models.fit import fit
+from ckptkit.models.expected import AskBase, Form, closest_form_or_error, find_expected_llama
+from ckptkit.models.fit import fit_to_config
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB, KEEP
 from ckptkit.models.names.copies import find_copy
@@ -31,11 +31,11 @@ from ckptkit.models.names.parameters import rename_parameters
 from ckptkit.models.names.prefixes import remove_prefix
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.tokens import check_tokens, warn_of_tokens
+from ckptkit.models.tokens import notes_on_tokens, warn_of_tokens
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
-from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
+from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.model import Model
-from ckptkit.state.names import ask_names
+from ckptkit.state.names import collect_name_arguments
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import is_declared_quantized
 from ckptkit.state.selection import apply_dtypes
@@ -44,29 +44,29 @@ from ckptkit.words import count
 WITH_FILES = "dcp"  # the only format with which ckptkit writes files of a family
 
 
-def open_model(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
-    """Return the selected weights of a component, or of a layout `instead`, under the names that `--rename` gives."""
-    layout = part.layout if instead is None else instead
+def open_selected_model(component: Component, options: ConvertOptions, replacement: Layout | None = None) -> Model:
+    """Return the selected weights of a component, or of a layout `replacement`, under the names of `--rename`."""
+    layout = component.layout if replacement is None else replacement
     dropped: Mapping[str, str] = {}
     if options.include or options.exclude:
-        options.edits.check_globs([layout], part.path)
+        options.edits.check_globs([layout], component.path)
         dropped = options.edits.reasons_to_drop(layout.names)
-        layout = edits.select(layout, options.edits.admit)
-    companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
+        layout = edits.select_entries(layout, options.edits.is_selected)
+    companions = find_companions(component.path, options.base) if options.writer.is_model_only else Companions()
     model = Model(
-        part=part,
+        part=component,
         weights=find_weights(layout),
-        origins=(part.masters.root if part.masters else part.path,),
+        origins=(component.masters.root if component.masters else component.path,),
         companions=companions,
-        ask_base=names_of_base(options.base),
+        ask_base=base_names_function(options.base),
         dropped=dropped,
     )
     if options.writer.is_model_only:
         require_one_named_module(model)
     if not options.rename:
         return model
-    options.edits.check_renames(model.layout.tensors, part.path)
-    return model.rename(options.edits.renaming())
+    options.edits.check_renames(model.layout.tensors, component.path)
+    return model.with_new_names(options.edits.make_renaming())
 
 
 def require_one_named_module(model: Model) -> None:
@@ -87,7 +87,7 @@ def require_one_named_module(model: Model) -> None:
         raise Unsupported(message, path=model.companions.found_in, hint=hint)
 
 
-def names_of_base(base: str | None) -> AskBase:
+def base_names_function(base: str | None) -> AskBase:
     """Return a function that returns the names of the base's tensors; None without a base."""
     if base is None:
         return None
@@ -96,25 +96,25 @@ def names_of_base(base: str | None) -> AskBase:
     return BaseWeights(base)
 
 
-def has_known_names(model: Model) -> bool:
+def is_plain_llama(model: Model) -> bool:
     """Return whether the tensors have the names and shapes of the Llama that config.json describes.
 
     Then they need no translation. In other model types the same names may have other contents.
     """
-    llama = None if model.companions.config is None else expected_llama(model.companions.config)
+    llama = None if model.companions.config is None else find_expected_llama(model.companions.config)
     shapes = model.layout.shapes
     if llama is None or not shapes.keys() <= llama.shapes.keys():
         return False
     return all(shapes.get(name) == shape for name, shape in llama.parameters.items())
 
 
-def unwrap(model: Model) -> Model:
+def without_trainer_prefix(model: Model) -> Model:
     """Remove the prefix of a trainer's module from all names, if config.json or a family of names proves it."""
     weights, remarks = remove_prefix(model.weights, model.companions.config)
     if not remarks:
         return model
     prefix = len(next(iter(model.layout.tensors))) - len(next(iter(weights.layout.tensors)))
-    return model.rename(lambda name: name[prefix:]).say(*remarks)
+    return model.with_new_names(lambda name: name[prefix:]).with_remarks(*remarks)
 
 
 def refuse_copies(model: Model) -> None:
@@ -124,8 +124,8 @@ def refuse_copies(model: Model) -> None:
         return
     entry = model.weights.came_from.get(copy.name, copy.name)
     above = entry[: len(entry) - len(copy.name)]
-    glob, module = f"{escape(above + copy.prefix)}*", f"{escape(above + copy.module)}*"
-    alone = find_weights(edits.select(model.weights.whole, lambda name: fnmatchcase(name, glob))).layout.tensors
+    glob, module = f"{escape(above + copy.prefix)}*", f"{escape(above + copy.module_prefix)}*"
+    alone = find_weights(edits.select_entries(model.weights.whole, lambda name: fnmatchcase(name, glob))).layout.tensors
     # `find_weights` removes wrapper prefixes itself
     has_prefix = any(name.startswith(copy.prefix) for name in alone)
     rule = f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}" if has_prefix else ""
@@ -136,101 +136,105 @@ def refuse_copies(model: Model) -> None:
 
 def translate_names(model: Model, names: str, options: ConvertOptions) -> Model:
     """Give the tensors the names of the Hub or of a family, and the embedding the requested number of rows."""
-    require_files(model.companions, options)
+    require_format_with_files(model.companions, options)
     config, rows = model.companions.config, options.vocab_size
-    asked = ask_names(model.part, names, config, table=options.table, rows=rows, ask_base=model.ask_base)
+    asked = collect_name_arguments(model.part, names, config, table=options.table, rows=rows, ask_base=model.ask_base)
     weights, remarks = name_weights(model.weights, asked)
-    model = replace(model, weights=weights).say(*remarks)
+    model = replace(model, weights=weights).with_remarks(*remarks)
     if names == HUB or not options.writer.is_model_only:
         return model
     whose = "the checkpoint's own names" if names == KEEP else f"the names of {names}"
-    return model.say(f"the output has {whose}, which ckptkit did not compare with a config.json")
+    return model.with_remarks(f"the output has {whose}, which ckptkit did not compare with a config.json")
 
 
-def require_files(companions: Companions, options: ConvertOptions) -> None:
+def require_format_with_files(companions: Companions, options: ConvertOptions) -> None:
     """Raise `Unsupported` for names that can be read back only with files of the family, which only DCP has."""
     family = options.family
     model_type = Sizes(companions.config or {}).model_type
     if family is not None and options.to != WITH_FILES and model_type in family.told_by_files:
-        message = f"`{model_type}` under {family.whose} names cannot be read back as `{options.to}`"
+        message = f"`{model_type}` under {family.possessive} names cannot be read back as `{options.to}`"
         hint = f"`ckptkit convert SRC OUT --to {WITH_FILES} --names {family.name}` writes files that describe its norms"
         raise Unsupported(message, path=companions.found_in, hint=hint)
 
 
 def resize_vocabulary(model: Model, rows: int) -> Model:
     """Write the number of rows of the vocabulary to config.json. The tensors were resized when they were renamed."""
-    model = model.say(*check_tokens(model.companions, rows))
-    return model.with_config(with_vocabulary(model.config, rows)) if model.config else model
+    model = model.with_remarks(*notes_on_tokens(model.companions, rows))
+    return model.with_config(with_vocabulary_size(model.config, rows)) if model.config else model
 
 
 def fit_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
-    expected = form_or_error(model)
+    expected = find_form_or_error(model)
     if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
         try:
             config, words = with_trained_class(model.layout.shapes, model.config, expected)
         except Mismatch as error:
             raise error.blame(path=model.layout.path) from None
-        model = model.with_config(config).say(*words)
-        expected = form_or_error(model)
+        model = model.with_config(config).with_remarks(*words)
+        expected = find_form_or_error(model)
     try:
-        layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
+        layout, dropped, remarks = fit_to_config(model.layout, model.companions, expected, strict=options.strict)
     except Mismatch as error:
         if is_declared_quantized(model.config):
             error.hint = "pass --dtype bf16 to dequantize the weights, or --names keep to copy them unchanged"
         raise
     # the other models of an average must lose the same tied tensors
-    siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
-    remarks += differences_of_base(model, options)
+    siblings = tuple(
+        fit_to_config(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings
+    )
+    remarks += warn_of_other_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
-    model = model.note_dropped(dropped).note_merged(tied)
-    tokens = () if options.vocab_size is not None else tokens_without_rows(model.companions, layout)
-    return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks, *tokens)
+    model = model.with_dropped(dropped).with_merged(tied)
+    tokens = () if options.vocab_size is not None else warn_of_tokens_without_row(model.companions, layout)
+    return replace(model.with_layout(layout), expected=expected, siblings=siblings).with_remarks(*remarks, *tokens)
 
 
-def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
+def warn_of_other_base(model: Model, options: ConvertOptions) -> list[Caution]:
     """Return a warning if the base's config.json describes another model than the config.json beside the checkpoint."""
-    own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
-    if own is None or own == model.config or not is_of_transformers(own):
+    own = (
+        find_model_config(model.part.path) if options.base is not None and model.companions.config is not None else None
+    )
+    if own is None or own == model.config or not is_transformers_config(own):
         return []
     # imported late: few conversions compare two configs
-    from ckptkit.models.computation import describe_differences, find_differences
+    from ckptkit.models.computation import describe_differences, find_config_differences
 
-    differences = find_differences(own, model.config)
+    differences = find_config_differences(own, model.config)
     words = "the output has the config.json of --base, but the one beside the checkpoint differs"
     return [Caution(f"{words}: {describe_differences(differences, str(options.base))}")] if differences else []
 
 
-def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caution]:
+def warn_of_tokens_without_row(companions: Companions, layout: Layout) -> Sequence[Caution]:
     """Return a warning if the tokenizer beside a model has more tokens than the embedding has rows."""
     embedding = find_embedding(layout.tensors)
     shape = layout.tensors[embedding].spec.shape if embedding else ()
-    rows = shape[0] if shape else vocabulary_of(companions.config or {})
+    rows = shape[0] if shape else find_vocabulary_size(companions.config or {})
     return () if rows is None or companions.files.keys() <= {CONFIG} else warn_of_tokens(companions, rows)
 
 
-def form_or_error(model: Model) -> Form | Unsupported | None:
+def find_form_or_error(model: Model) -> Form | Unsupported | None:
     """Return the form that config.json describes, or the error why it is unknown; None without a config.json."""
     if model.companions.config is None:
         return None
-    return form_or_reason(model.layout.tensors.keys(), model.config, model.ask_base)
+    return closest_form_or_error(model.layout.tensors.keys(), model.config, model.ask_base)
 
 
-def restore_keys(model: Model, options: ConvertOptions) -> Model:
+def restore_key_paths(model: Model, options: ConvertOptions) -> Model:
     """Restore the key paths that the tensors have in the checkpoint."""
     weights = model.weights
     if not model.layout.tensors.keys() <= weights.came_from.keys():
         return model  # a tied tensor was restored, so the source has no key paths
     names = frozenset(weights.came_from.values())
-    chosen = edits.select(model.part.layout, names.__contains__)
-    layout, renamed = rename_parameters(chosen, names, options.edits.renaming())
+    chosen = edits.select_entries(model.part.layout, names.__contains__)
+    layout, renamed = rename_parameters(chosen, names, options.edits.make_renaming())
     entry_names = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
-    siblings = tuple(edits.rename(other, entry_names.__getitem__) for other in model.siblings)
+    siblings = tuple(edits.rename_tensors(other, entry_names.__getitem__) for other in model.siblings)
     came_from = {renamed.get(old, old): old for old in names}
     return replace(model, weights=replace(weights, layout=layout, came_from=came_from), siblings=siblings)
 
 
-def cast(model: Model, options: ConvertOptions) -> Model:
+def cast_to_requested(model: Model, options: ConvertOptions) -> Model:
     """Cast the tensors to the requested dtypes. Tensors that loaders keep in fp32 stay in fp32."""
     made_of = model.weights.origins_by_name(model.layout.tensors)
     rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
@@ -241,11 +245,11 @@ def cast(model: Model, options: ConvertOptions) -> Model:
     layout, casts = apply_dtypes(model.layout, rules, made_of, lambda name: name not in wide)
     specs = layout.specs
     casts |= {name: f"{words} => {specs[name].dtype}" for name, words in model.stored_as.items() if name in specs}
-    model = replace(model.with_layout(layout), casts=casts).say(*remarks)
+    model = replace(model.with_layout(layout), casts=casts).with_remarks(*remarks)
     if not wide or dtype is None:
         return model
     stay = f"kept in fp32, as transformers does: `{wide[0]}`{and_more(len(wide) - 1)}"
-    return model.say(f"{stay} (--dtype '{wide[0]}={dtype.name}' converts it)")
+    return model.with_remarks(f"{stay} (--dtype '{wide[0]}={dtype.name}' converts it)")
 
 
 def record_dtype(model: Model, options: ConvertOptions) -> Model:
@@ -253,7 +257,7 @@ def record_dtype(model: Model, options: ConvertOptions) -> Model:
 
     Loaders that follow config.json round wider weights to its dtype.
     """
-    config = describe_weights(model.config, model.layout.specs.values())
+    config = with_weights_dtype(model.config, model.layout.specs.values())
     model = model.with_config(config)
     key = "torch_dtype" if "dtype" not in config else "dtype"
     stated = DTYPES.get(str(config.get(key)))
@@ -268,7 +272,7 @@ def record_dtype(model: Model, options: ConvertOptions) -> Model:
         return model
     which = f"`{next(iter(wider))}`{and_more(len(wider) - 1)}"
     if not options.dtype:
-        return model.say(f"config.json says dtype {stated}, to which loaders round {which}")
+        return model.with_remarks(f"config.json says dtype {stated}, to which loaders round {which}")
     widest = max(wider.values(), key=lambda dtype: dtype.itemsize).name
     words = f"config.json says dtype {widest}, because loaders round wider weights to its dtype: {which}"
-    return model.with_config({**config, key: widest}).say(words)
+    return model.with_config({**config, key: widest}).with_remarks(words)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptkit.errors import CkptError, Usage
-from ckptkit.formats import locate, unpack
-from ckptkit.models.names.between_families import turn_between
+from ckptkit.formats import decompress_entries, locate_all_chunks
+from ckptkit.models.names.between_families import make_translation
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.weights import JOINED
-from ckptkit.models.predictors import predictors_in
+from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.text_model import find_text_model
 from ckptkit.state.model import Model
-from ckptkit.state.names import require_plain
+from ckptkit.state.names import require_plain_weights
 
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def take_text(model: Model) -> Model:
+def extract_text_model(model: Model) -> Model:
     """Return the text model of a vision-language model.
 
     Raises `Usage` without a config.json and for a text model, `Unsupported` if transformers has no class for the text
@@ -27,22 +27,22 @@ def take_text(model: Model) -> Model:
     if model.companions.config is None:
         hint = "pass --base MODEL, the model that the training began with"
         raise Usage("--text-only needs config.json, but none was found", path=model.part.path, hint=hint)
-    require_plain(model.weights, model.config)
+    require_plain_weights(model.weights, model.config)
     try:
-        return in_text(model)
+        return extract_by_memory_names(model)
     except CkptError as error:
         raise error.blame(path=model.part.path) from error.__cause__
 
 
-def in_text(model: Model) -> Model:
+def extract_by_memory_names(model: Model) -> Model:
     """Return the text model. Translates by way of the in-memory names of both models."""
     text = find_text_model(model.config)
-    layout, came_from = locate(unpack(model.layout)), model.weights.came_from
-    heads = predictors_in(layout.tensors, model.config)
+    layout, came_from = locate_all_chunks(decompress_entries(model.layout)), model.weights.came_from
+    heads = mtp_tensor_names(layout.tensors, model.config)
     others = {name: tensor for name, tensor in layout.tensors.items() if name not in heads}
-    memory = turn_between(None, TRANSFORMERS, Sizes(model.config))(others)
+    memory = make_translation(None, TRANSFORMERS, Sizes(model.config))(others)
     text_tensors = {new: memory.tensors[old] for new, old in text.names.items() if old in memory.tensors}
-    on_hub = turn_between(TRANSFORMERS, None, Sizes(text.config))(text_tensors)
+    on_hub = make_translation(TRANSFORMERS, None, Sizes(text.config))(text_tensors)
     sources = {name: (name,) for name in heads} | {
         new: tuple(dict.fromkeys(old for name in names for old in memory.came_from[text.names[name]]))
         for new, names in on_hub.came_from.items()
@@ -59,4 +59,6 @@ def in_text(model: Model) -> Model:
     files = {name: content for name, content in model.companions.files.items() if name not in _OF_IMAGES}
     companions = replace(model.companions, files=files, config=text.config, absent=())
     kind = f"`{text.config['model_type']}` ({text.config['architectures'][0]})"
-    return replace(model, weights=weights, companions=companions, ask_base=None).say(f"kept the text model, a {kind}")
+    return replace(model, weights=weights, companions=companions, ask_base=None).with_remarks(
+        f"kept the text model, a {kind}"
+    )

@@ -18,82 +18,89 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.replaceable import marks_in
-from ckptkit.checkpoints.seal import PlacedFiles, files_to_end_with
-from ckptkit.engine.blocks import blocks
-from ckptkit.engine.check_sources import Sources, bytes_at
-from ckptkit.engine.copy import check_complete, copy, copy_unit
+from ckptkit.checkpoints.replaceable import marker_files_in_store
+from ckptkit.checkpoints.seal import PlacedFiles, files_to_write_last
+from ckptkit.engine.blocks import blocks_of_plan
+from ckptkit.engine.check_sources import Sources, range_start_of
+from ckptkit.engine.copy import check_all_units_written, copy_by_plan, copy_unit
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.scan import JOBS
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Unsupported
-from ckptkit.io.allocation import create_file, make_folder
+from ckptkit.io.allocation import create_file, make_directory
 from ckptkit.io.assembly import Assembly, PendingBytes, PieceKey
-from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.destination import Destination, keeping, open_destination
+from ckptkit.io.crc32 import combine_crc32, crc32
+from ckptkit.io.destination import Destination, hint_on_kept_data, open_destination
 from ckptkit.io.file import file_size, opening, read_at
-from ckptkit.io.path import refresh
-from ckptkit.io.pieces import FilePiece, cut_file, is_large, new_piece
-from ckptkit.io.progress import report_progress
+from ckptkit.io.path import drop_cached_listing
+from ckptkit.io.pieces import FilePiece, cut_into_pieces, is_sent_in_pieces, new_piece_buffer
+from ckptkit.io.progress import make_progress_reporter
 from ckptkit.layout import FileOffset
 from ckptkit.layout.plan import Plan
 from ckptkit.state.draft import Conversion
-from ckptkit.state.made_files import create, require_all_done, seal, write_made
+from ckptkit.state.made_files import (
+    create_output_files,
+    finalize_output_files,
+    require_all_shares_done,
+    write_generated_files,
+)
 from ckptkit.state.report import Written
 
 KEY = "key.json"  # the note with the key of the conversion
 
 
-def write_alone(conversion: Conversion) -> Written:
+def write_alone_to_store(conversion: Conversion) -> Written:
     """Write the whole output in this process. Continues an interrupted call with the same arguments."""
-    with uploading(conversion, WHOLE.count) as upload:
-        assembly = upload.assemble()
-        ledgers = upload.copy(assembly, WHOLE)
-        return upload.finish(assembly, ledgers)
+    with opened_upload(conversion, WHOLE.count) as upload:
+        assembly = upload.make_assembly()
+        ledgers = upload.copy_share(assembly, WHOLE)
+        return upload.send_rest_and_commit(assembly, ledgers)
 
 
-def write_share(conversion: Conversion, share: Share) -> Written:
+def write_share_to_store(conversion: Conversion, share: Share) -> Written:
     """Write one share, and leave the rest to other processes."""
-    with uploading(conversion, share.count) as upload:
-        noted = upload.there.notes()
-        if share_name(share.number) in noted:
-            return Written(read_share(noted[share_name(share.number)])[0])
-        upload.there.note(KEY, conversion.key(share.count))
-        assembly = upload.assemble(only={key for key in upload.pieces if not upload.is_small_mark(key[0])})
-        ledgers = upload.copy(assembly, share)
+    with opened_upload(conversion, share.count) as upload:
+        noted = upload.there.read_notes()
+        if share_note_name(share.number) in noted:
+            return Written(parse_share_note(noted[share_note_name(share.number)])[0])
+        upload.there.put_note(KEY, conversion.sharing_key(share.count))
+        assembly = upload.make_assembly(sent_here={key for key in upload.pieces if not upload.is_small_marker(key[0])})
+        ledgers = upload.copy_share(assembly, share)
         state = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
-        upload.there.note(share_name(share.number), json.dumps(state).encode())
+        upload.there.put_note(share_note_name(share.number), json.dumps(state).encode())
     return Written(ledgers, kept_bytes=upload.there.kept_bytes)
 
 
-def finish_shares(conversion: Conversion, count: int) -> Written:
+def finish_shares_in_store(conversion: Conversion, count: int) -> Written:
     """Check that all `count` shares are done and consistent, then commit the output."""
-    with uploading(conversion, count) as upload:
-        notes = upload.there.notes()
-        require_all_done(conversion, [number for number in range(count) if share_name(number) in notes], count)
-        shares = [read_share(notes[share_name(number)]) for number in range(count)]
+    with opened_upload(conversion, count) as upload:
+        notes = upload.there.read_notes()
+        require_all_shares_done(
+            conversion, [number for number in range(count) if share_note_name(number) in notes], count
+        )
+        shares = [parse_share_note(notes[share_note_name(number)]) for number in range(count)]
         ledgers = [Ledger() for _ in upload.plans]
         for share_ledgers, _ in shares:
             for ledger, share_ledger in zip(ledgers, share_ledgers, strict=True):
-                ledger.add(share_ledger)
+                ledger.add_ledger(share_ledger)
         sent = {key for _, keys in shares for key in keys}
-        assembly = upload.assemble(only=upload.pieces - sent)
-        upload.copy_rest(assembly, ledgers)
-        return upload.finish(assembly, ledgers)
+        assembly = upload.make_assembly(sent_here=upload.pieces - sent)
+        upload.copy_remaining(assembly, ledgers)
+        return upload.send_rest_and_commit(assembly, ledgers)
 
 
-def share_name(number: int) -> str:
+def share_note_name(number: int) -> str:
     return f"share-{number}.json"
 
 
-def read_share(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
+def parse_share_note(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
     """Return the ledgers of a share, one for each draft, and the keys of the pieces that it sent."""
     state = json.loads(text)
     return [Ledger.from_json(one) for one in state["ledgers"]], [(name, number) for name, number in state["sent"]]
 
 
 @contextmanager
-def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
+def opened_upload(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
     """Prepare the files in a temporary directory, and claim the destination for the output of `count` processes."""
     for draft in conversion.drafts:
         if draft.writer.repeats:
@@ -101,28 +108,28 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
             hint = "write to a local directory first, then copy it with `ckptkit cp`"
             raise Unsupported(message, path=conversion.output, hint=hint)
     with TemporaryDirectory(prefix="ckptkit-") as room:
-        plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
-        sizes, marks = conversion.file_sizes, marks_of(conversion, plans)
+        plans = [without_repeated_targets(plan) for plan in create_output_files(conversion, Path(room), is_sparse=True)]
+        sizes, marks = conversion.file_sizes, markers_to_send_last(conversion, plans)
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
-        plan = blake2b(conversion.key(count), digest_size=16).hexdigest()
+        plan = blake2b(conversion.sharing_key(count), digest_size=16).hexdigest()
         destination = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
         if count > 1:
-            destination.notes()  # raises for a store without notes before anything is claimed
-        by_training = conversion.replaces_training
-        check = partial(marks_in, conversion.output, conversion.file_sizes, by_training=by_training)
+            destination.read_notes()  # raises for a store without notes before anything is claimed
+        by_training = conversion.is_training_file
+        check = partial(marker_files_in_store, conversion.output, conversion.file_sizes, output_is_training=by_training)
         destination.claim(overwrite=conversion.options.overwrite, check=check)
-        with keeping(destination):
+        with hint_on_kept_data(destination):
             yield OutputUpload(conversion, Path(room), plans, destination, marks)
-    refresh(conversion.output)
+    drop_cached_listing(conversion.output)
 
 
-def without_copies(plan: Plan) -> Plan:
+def without_repeated_targets(plan: Plan) -> Plan:
     """Return the plan with one target for bytes that several tied tensors share."""
     places = {(target.chunk.path, target.chunk.offset): target for target in reversed(plan.targets)}
     return replace(plan, targets=tuple(reversed(places.values())))
 
 
-def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
+def markers_to_send_last(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
     """Return the files that must be written last, in order: they make the output visible."""
     drafts = conversion.drafts
     parts = [
@@ -131,7 +138,7 @@ def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
     ]
     manifests = [] if conversion.is_file else [str(Path(draft.place, MANIFEST)) for draft in drafts]
     names = {*conversion.file_sizes, *manifests}
-    return files_to_end_with(parts, names, is_for_loaders=conversion.options.writer.is_model_only)
+    return files_to_write_last(parts, names, is_for_loaders=conversion.options.writer.is_model_only)
 
 
 @dataclass(slots=True)
@@ -156,31 +163,31 @@ class OutputUpload:
 
     @property
     def pieces(self) -> set[PieceKey]:
-        return {piece.key for name, size in self.sizes.items() for piece in cut_file(name, size)}
+        return {piece.key for name, size in self.sizes.items() for piece in cut_into_pieces(name, size)}
 
     @property
     def jobs(self) -> int:
         return self.conversion.options.jobs or JOBS
 
-    def is_small_mark(self, name: str) -> bool:
-        return name in self.marks and not is_large(self.sizes.get(name, 0))
+    def is_small_marker(self, name: str) -> bool:
+        return name in self.marks and not is_sent_in_pieces(self.sizes.get(name, 0))
 
-    def assemble(self, only: Iterable[PieceKey] | None = None) -> Assembly:
-        """Return the assembly of the pieces of all files, or of `only` some of them."""
+    def make_assembly(self, sent_here: Iterable[PieceKey] | None = None) -> Assembly:
+        """Return the assembly of the pieces of all files, or of `sent_here` some of them."""
         gaps: dict[FileOffset, PendingBytes] = {}
         for draft, plan in zip(self.conversion.drafts, self.plans, strict=True):
             own: dict[FileOffset, PendingBytes] = {}
             for target in plan.targets:
-                own[bytes_at(target.chunk)] = PendingBytes(target.chunk.bytes[1])
-            for place, at in draft.writer.checksum_places(plan.dst):
+                own[range_start_of(target.chunk)] = PendingBytes(target.chunk.checksummed_range[1])
+            for place, at in draft.writer.checksum_offsets(plan.dst):
                 if place in own:
                     own[place].crc_at.append(at)
             gaps |= {(str(Path(draft.place, name)), offset): gap for (name, offset), gap in own.items()}
-        return Assembly(self.room, self.sizes, gaps, self, only)
+        return Assembly(self.room, self.sizes, gaps, self, sent_here)
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece; keep it in memory if it is a complete mark."""
-        if self.is_small_mark(piece.name):
+        if self.is_small_marker(piece.name):
             self.held[piece.name] = data
         else:
             self.there.put(piece, data, crc)
@@ -188,75 +195,79 @@ class OutputUpload:
     def stop(self, error: BaseException) -> None:
         self.there.stop(error)
 
-    def copy(self, assembly: Assembly, share: Share) -> list[Ledger]:
+    def copy_share(self, assembly: Assembly, share: Share) -> list[Ledger]:
         """Copy a share of each plan into the pieces."""
         options = self.conversion.options
         total = sum(plan.whole_nbytes for plan in self.plans) // share.count
-        progress = report_progress(options.progress, total)
+        progress = make_progress_reporter(options.progress, total)
         return [
-            copy(plan, share, jobs=self.jobs, progress=progress, output=assembly.at(draft.place))
+            copy_by_plan(
+                plan, share, jobs=self.jobs, progress=progress, output=assembly.files_in_directory(draft.place)
+            )
             for draft, plan in zip(self.conversion.drafts, self.plans, strict=True)
         ]
 
-    def copy_rest(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> None:
+    def copy_remaining(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> None:
         """Copy the data of pieces that no single share could fill. The ledgers contain the CRC-32 of all data."""
         for draft, plan, ledger in zip(self.conversion.drafts, self.plans, ledgers, strict=True):
-            output = assembly.at(draft.place)
+            output = assembly.files_in_directory(draft.place)
             for target in plan.targets:
-                offset, nbytes = target.chunk.bytes
-                crc = ledger.written.whole(bytes_at(target.chunk), nbytes)
+                offset, nbytes = target.chunk.checksummed_range
+                crc = ledger.written.find_complete(range_start_of(target.chunk), nbytes)
                 if crc is not None:
-                    output.note(target.chunk.path, offset, 0, nbytes, crc)
-            pairs = ((block, block.target.chunk) for block in blocks(plan))
+                    output.record_written(target.chunk.path, offset, 0, nbytes, crc)
+            pairs = ((block, block.target.chunk) for block in blocks_of_plan(plan))
             wanted = (
-                block for block, chunk in pairs if output.wants(chunk.path, chunk.offset + block.start, block.nbytes)
+                block
+                for block, chunk in pairs
+                if output.is_any_byte_sent_here(chunk.path, chunk.offset + block.start, block.nbytes)
             )
             copy_unit(plan, wanted, Sources(plan, Ledger()), self.jobs, lambda _: None, output)
 
-    def finish(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> Written:
+    def send_rest_and_commit(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> Written:
         """Check that all data is sent, then send the remaining files and marks, and commit the output."""
         conversion = self.conversion
-        assembly.send_rest()
-        assembly.require_all()
+        assembly.send_remaining()
+        assembly.require_all_sent()
         pairs = zip(self.plans, ledgers, strict=True)
-        copied = [check_complete(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
+        copied = [check_all_units_written(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
         sums = {name: self.send_file(name, path) for name, path in conversion.copied_files.items()}
-        write_made(conversion, self.room)
-        files = seal(conversion, self.plans, copied, sums)
+        write_generated_files(conversion, self.room)
+        files = finalize_output_files(conversion, self.plans, copied, sums)
         for origin in (*conversion.origins, *conversion.also_read):
-            origin.check()
+            origin.require_unchanged()
         for name in (*self.sizes, *sums):
             if name not in self.marks:
-                self.there.complete(name, files[name].crc32)
+                self.there.finish_file(name, files[name].crc32)
         for name, made in conversion.made.items():
             if name not in self.marks:
-                self.there.put_small(name, made, crc32(made))
+                self.there.put_small_file(name, made, crc32(made))
         # marks last: a reader that sees one may assume that everything else is there
         for name in self.marks:
-            if is_large(self.sizes.get(name, 0)):
-                self.there.complete(name, files[name].crc32)
+            if is_sent_in_pieces(self.sizes.get(name, 0)):
+                self.there.finish_file(name, files[name].crc32)
             else:
-                content = self.held.get(name) or self.read(name)
-                self.there.mark(name, content, crc32(content))
+                content = self.held.get(name) or self.read_small_file(name)
+                self.there.put_marker(name, content, crc32(content))
         self.there.commit()
-        return Written(ledgers, copied, self.there.remarks(), self.there.kept_bytes)
+        return Written(ledgers, copied, self.there.remarks_on_upload(), self.there.kept_bytes)
 
     def send_file(self, name: str, path: Path) -> int:
         """Send a file that does not change, and return its CRC-32."""
         total_crc = 0
         with opening(path) as file:
             size = file.size
-            make_folder((self.room / name).parent)
+            make_directory((self.room / name).parent)
             create_file(self.room / name, size, (), is_sparse=True)
-            for piece in cut_file(name, size):
-                data = new_piece(piece.length)
+            for piece in cut_into_pieces(name, size):
+                data = new_piece_buffer(piece.length)
                 file.read_into(data, piece.start)
                 crc = crc32(data)
                 self.put(piece, data, crc)
-                total_crc = combine(total_crc, crc, piece.length)
+                total_crc = combine_crc32(total_crc, crc, piece.length)
         return total_crc
 
-    def read(self, name: str) -> bytes:
+    def read_small_file(self, name: str) -> bytes:
         """Return the content of a file without tensor data."""
         with opening(self.room / name) as file:
             return bytes(read_at(file, file_size(self.room / name), 0))

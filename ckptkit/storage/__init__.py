@@ -6,10 +6,10 @@
     dcp.async_save(state, storage_writer=ckptkit.storage.Writer("s3://bucket/run/ckpt-5"))
 
 An error on any rank ends the call on every rank with torch's `CheckpointException`, which is not an `Exception`. Its
-`failures` contain the `CkptError` of each rank, and `find_cause` returns the most relevant one.
+`failures` contain the `CkptError` of each rank, and `find_cause_of_difference` returns the most relevant one.
 """
 
-from ckptkit.errors import without_torch
+from ckptkit.errors import with_torch_hint
 
 try:
     from ckptkit.storage.ranks import find_cause
@@ -19,6 +19,6 @@ try:
     from ckptkit.storage.weights import load_weights
     from ckptkit.storage.writer import Writer
 except ModuleNotFoundError as error:
-    raise without_torch(error) from None
+    raise with_torch_hint(error) from None
 
 __all__ = ["LayoutReader", "PartialLoad", "Reader", "RoomWriter", "Writer", "find_cause", "load_weights"]

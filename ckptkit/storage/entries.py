@@ -20,8 +20,8 @@ import torch
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.write_archive import make_envelope
-from ckptkit.formats.archives.zip_entries import check_contents
+from ckptkit.formats.archives.write_archive import make_zip_template
+from ckptkit.formats.archives.zip_entries import check_archive_in_memory
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Blob, Layout
 
@@ -42,7 +42,7 @@ class ReadDtype:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.order = state[1]
 
-    def plain(self) -> np.dtype[Any]:
+    def require_plain_dtype(self) -> np.dtype[Any]:
         """Return the dtype. Raises `UnpicklingError` unless it is a plain number or fixed-length text."""
         if not isinstance(self.spec, str) or not _PLAIN.fullmatch(self.spec) or self.order not in ("<", ">", "=", "|"):
             raise pickle.UnpicklingError(f"numpy dtype {self.spec}")
@@ -60,7 +60,7 @@ class ReadArray(np.ndarray[Any, Any]):
         _, shape, dtype, is_fortran, data = state
         if not isinstance(dtype, ReadDtype) or not isinstance(data, bytes):
             raise pickle.UnpicklingError("a numpy array without plain elements")
-        super().__setstate__((1, shape, dtype.plain(), is_fortran, data))
+        super().__setstate__((1, shape, dtype.require_plain_dtype(), is_fortran, data))
 
     def __reduce__(self) -> Any:
         return self.view(np.ndarray).__reduce__()
@@ -70,7 +70,7 @@ def read_scalar(dtype: object, data: bytes) -> Any:
     """Return a numpy scalar. Raises `UnpicklingError` unless it is a plain number or fixed-length text."""
     if not isinstance(dtype, ReadDtype):
         raise pickle.UnpicklingError("a numpy scalar without a dtype")
-    return np.frombuffer(data, dtype.plain(), count=1)[0]
+    return np.frombuffer(data, dtype.require_plain_dtype(), count=1)[0]
 
 
 def empty_bytes() -> bytes:
@@ -91,7 +91,7 @@ _REPLACED = frozenset(name for _, name in STAND_INS)
 _globals_lock = Lock()  # torch's list of safe globals is process-wide
 
 
-def read_value(layout: Layout, name: str) -> BytesIO:
+def read_entry_archive(layout: Layout, name: str) -> BytesIO:
     """Return an entry's value in the format of torch.save.
 
     Raises `Unsupported` for a value that `torch.load(weights_only=True)` refuses (except `io.BytesIO`), `Corrupt` if a
@@ -101,23 +101,23 @@ def read_value(layout: Layout, name: str) -> BytesIO:
     path = layout.root / blob.path
     written = BytesIO()
     try:
-        torch.save(load_safely(find_archive(blob, path)), written)
+        torch.save(load_safely(archive_bytes_of(blob, path)), written)
     except CkptError as error:
         raise error.blame(path=path, tensor=name) from None
     written.seek(0)
     return written
 
 
-def find_archive(blob: Blob, path: Path) -> bytes:
+def archive_bytes_of(blob: Blob, path: Path) -> bytes:
     """Return the torch.save archive of an entry: its own with verified checksums, or one made from its pickle."""
     if blob.wrapper is not None:
         raise Unsupported(f"stored through the transform `{blob.wrapper}`", hint="save it again without `_extensions`")
     if blob.content is not None:
-        ((_, archive),) = make_envelope(blob.content, {}).parts
+        ((_, archive),) = make_zip_template(blob.content, {}).parts
         return archive
     with opening(path) as file:
         data = read_at(file, blob.length, blob.offset)
-    check_contents(data)
+    check_archive_in_memory(data)
     return data
 
 
@@ -145,7 +145,7 @@ def only_safe_globals() -> Iterator[None]:
     with _globals_lock:
         admitted = get_safe_globals()
         clear_safe_globals()
-        add_safe_globals([*(one for one in admitted if not is_replaced(one)), BytesIO, *STAND_INS])
+        add_safe_globals([*(one for one in admitted if not is_numpy_replacement(one)), BytesIO, *STAND_INS])
         try:
             yield
         finally:
@@ -153,7 +153,11 @@ def only_safe_globals() -> Iterator[None]:
             add_safe_globals(admitted)
 
 
-def is_replaced(named: Any) -> bool:
+def is_numpy_replacement(global_object: Any) -> bool:
     """Return whether a function or class that torch admits is numpy's, or has the name of a function here."""
-    value, name = named if isinstance(named, tuple) else (named, f"{named.__module__}.{named.__qualname__}")
+    value, name = (
+        global_object
+        if isinstance(global_object, tuple)
+        else (global_object, f"{global_object.__module__}.{global_object.__qualname__}")
+    )
     return name in _REPLACED or str(getattr(value, "__module__", "")).partition(".")[0] == "numpy"

@@ -14,7 +14,7 @@ from ckptkit.layout.dtypes import DTYPES, DType
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def find_dtype(dtype: torch.dtype, name: str) -> DType:
+def require_known_dtype(dtype: torch.dtype, name: str) -> DType:
     """Return ckptkit's dtype for a torch dtype. Raises `Unsupported`, for tensor `name`, if there is none."""
     known = DTYPES.get(str(dtype).removeprefix("torch."))
     if known is None:
@@ -30,31 +30,31 @@ class Buffers(dict[torch.device, Tensor]):
         return self[device]
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
+def memory_of_tensor(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def is_memory(tensor: Tensor) -> bool:
+def is_row_major_on_cpu(tensor: Tensor) -> bool:
     """Return whether the elements are row-major in CPU memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def part_of(tensor: Tensor, box: Box) -> Tensor:
+def view_of_box(tensor: Tensor, box: Box) -> Tensor:
     """Return the elements of a box of a tensor, as a view in a plain dtype of the same size."""
     index = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
     return tensor.detach().view(_PLAIN[tensor.itemsize])[index]
 
 
-def take(view: Tensor, buffer: Tensor) -> memoryview:
+def read_row_major(view: Tensor, buffer: Tensor) -> memoryview:
     """Return the elements of a view in row-major order: its own memory if possible, else a copy in `buffer`."""
-    if is_memory(view):
-        return as_bytes(view)
+    if is_row_major_on_cpu(view):
+        return memory_of_tensor(view)
     copied = buffer[: view.nbytes].view(view.dtype).view(view.shape)
     copied.copy_(view)
-    return as_bytes(copied)
+    return memory_of_tensor(copied)
 
 
-def put(view: Tensor, buffer: Tensor) -> None:
+def write_from_buffer(view: Tensor, buffer: Tensor) -> None:
     """Copy row-major elements from `buffer` into a view."""
     view.copy_(buffer[: view.nbytes].view(view.dtype).view(view.shape))

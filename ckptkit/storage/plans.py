@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
-from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, check_cover
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, check_chunks_tile
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DType
-from ckptkit.storage.memory import find_dtype
+from ckptkit.storage.memory import require_known_dtype
 
 
 class PlannedWriter(StorageWriter):
@@ -34,7 +34,7 @@ class PlannedWriter(StorageWriter):
         return plan
 
 
-def without_gaps(plans: list[SavePlan], root: Path) -> list[SavePlan]:
+def with_cached_plans(plans: list[SavePlan], root: Path) -> list[SavePlan]:
     """Return the plans of all ranks, with torch's cached plans for ranks whose plan did not change since the last save.
 
     torch caches plans by class of planner and passes on only changed plans (`enable_plan_caching`). Raises
@@ -67,7 +67,7 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
                 # no file exists yet: the rank stands for the file, and the index of the item for the offset
                 blobs[name] = Blob(f"rank {rank}", i, 0)
                 continue
-            spec, box = describe_item(item)
+            spec, box = spec_and_box_of_item(item)
             if specs.setdefault(name, spec) != spec:
                 raise Mismatch(
                     f"expected {specs[name]} as on another rank, found {spec} on rank {rank}", path=root, tensor=name
@@ -77,22 +77,22 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
     tensors = {name: StoredTensor(spec, tuple(chunks[name])) for name, spec in specs.items()}
     layout = Layout(root, "memory", tensors, blobs, {name: keys[name] for name in (*tensors, *blobs) if name in keys})
     try:
-        check_cover(layout)
+        check_chunks_tile(layout)
     except Corrupt as error:
         hint = "check that all ranks that hold a part of it take part in the save"
         raise Mismatch(error.message, path=root, tensor=error.tensor, hint=hint) from None
     return layout
 
 
-def describe_item(item: WriteItem) -> tuple[Spec, Box]:
+def spec_and_box_of_item(item: WriteItem) -> tuple[Spec, Box]:
     """Return the spec of an item's tensor, and the box of the tensor that the item contains."""
     data = item.tensor_data
     assert data is not None
-    spec = Spec(find_dtype(data.properties.dtype, item.index.fqn), tuple(data.size))
+    spec = Spec(require_known_dtype(data.properties.dtype, item.index.fqn), tuple(data.size))
     return spec, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
 
 
-def tie(planned: Layout, tied: Mapping[KeyPath, str]) -> Layout:
+def with_tied_key_paths(planned: Layout, tied: Mapping[KeyPath, str]) -> Layout:
     """Return the layout with additional key paths for some of its tensors."""
     ways = {".".join(map(str, way)): way for way in tied}
     tensors = {name: planned.tensors[tied[way]] for name, way in ways.items()}
@@ -124,7 +124,7 @@ def written_entries(
     return {name: entries[name] for name in planned.blobs}
 
 
-def completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
+def completed_state_lines(results: list[WriteResult]) -> Future[list[WriteResult]]:
     """Return the results of `write_data` in the form that torch expects."""
     done: Future[list[WriteResult]] = Future()
     done.set_result(results)
@@ -140,22 +140,22 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
     name = item.index.fqn
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise Unsupported("not a plain dense tensor with data", tensor=name)
-    spec, box = describe_item(item)
+    spec, box = spec_and_box_of_item(item)
     if tuple(tensor.shape) != box.size:
         raise Mismatch(f"expected {list(box.size)} as in the plan, found {list(tensor.shape)}", tensor=name)
-    return widen(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
+    return cast_without_loss(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
 
 
-def widen(tensor: Tensor, planned: DType, name: str) -> Tensor:
+def cast_without_loss(tensor: Tensor, planned: DType, name: str) -> Tensor:
     """Return a tensor in the planned dtype; a float is converted if that loses nothing.
 
     Raises `Mismatch` for any other dtype: the files have no room for its values.
     """
-    actual = find_dtype(tensor.dtype, name)
+    actual = require_known_dtype(tensor.dtype, name)
     if actual == planned:
         return tensor
     dtype: torch.dtype = getattr(torch, planned.name)
-    if actual.can_become(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
+    if actual.is_castable_to(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
         return tensor.to(dtype)
     hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
     raise Mismatch(f"expected dtype {planned} (the plan's), found {actual}", tensor=name, hint=hint)

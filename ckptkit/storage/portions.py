@@ -13,13 +13,13 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptkit.checkpoints.seal import read_made, seal, write_manifest
+from ckptkit.checkpoints.seal import finalize_files, read_output_layout, write_manifest
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
-from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate
-from ckptkit.io.allocation import write_parts
-from ckptkit.io.crc32 import whole_crc32
+from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate_all_chunks
+from ckptkit.io.allocation import write_patches
+from ckptkit.io.crc32 import crc32_from_contributions
 from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, WriterOptions, edits
-from ckptkit.models.names.weights import find_model_key, keys_below, training_state
+from ckptkit.models.names.weights import find_model_key, keys_below, training_state_keys
 from ckptkit.storage.plans import written_entries
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -42,12 +42,12 @@ class Portion:
     def root(self) -> Path:
         return self.planned.root
 
-    def arrange(self, options: WriterOptions, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
+    def lay_out_files(self, options: WriterOptions, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
         """Return the files to create before any data arrives, including the given small `files`."""
-        new_files = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
+        new_files = get_writer(self.format).lay_out_files(replace(self.planned, blobs={}), options)
         return *new_files, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
 
-    def finish(self, options: WriterOptions, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
+    def finalize_files(self, options: WriterOptions, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
         """Finalize the files: add non-tensor entries and checksums, which need the data, and write the manifest.
 
         Raises `Corrupt` if less was written than planned.
@@ -58,13 +58,13 @@ class Portion:
         if written != planned:
             raise Corrupt(f"expected {planned} written bytes, found {written}", path=self.root)
         writer = get_writer(self.format)
-        blobs = self._embed(writer, options, results)
-        written_layout = locate(read_made(writer, self.root, self.planned.tensors))
+        blobs = self._embed_entries(writer, options, results)
+        written_layout = locate_all_chunks(read_output_layout(writer, self.root, self.planned.tensors))
         checksums = chunk_checksums(written_layout, results)
-        seal(writer, written_layout, checksums)
+        finalize_files(writer, written_layout, checksums)
         write_manifest(written_layout, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
-    def _embed(
+    def _embed_entries(
         self, writer: FormatWriter, options: WriterOptions, results: Iterable[WriteResult]
     ) -> dict[str, list[Extent]]:
         """Move the entries into the checkpoint's files.
@@ -75,17 +75,17 @@ class Portion:
         if not blobs:
             return {}
         assert isinstance(writer, EntryWriter)
-        write_parts(self.root, writer.embed(replace(self.planned, blobs=blobs), options))
+        write_patches(self.root, writer.patches_for_entries(replace(self.planned, blobs=blobs), options))
         extents: dict[str, list[Extent]] = {}
         for name, blob in blobs.items():
             extents.setdefault(blob.path, []).append(Extent(blob.path, blob.offset, blob.length, blob.crc32, name))
-        for path in [path for path in extents if not writer.owns(path)]:
+        for path in [path for path in extents if not writer.owns_file(path)]:
             (self.root / path).unlink()
             del extents[path]
         return extents
 
 
-def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
+def divide_into_portions(planned: Layout, to: str) -> tuple[Portion, ...]:
     """Return the portions of a checkpoint in this format, for the entries of a state.
 
     A format without non-tensor entries gets the model's weights under the model's own names; everything else gets its
@@ -101,7 +101,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
         if planned.blobs:
             raise
         return whole
-    rest = training_state(planned, prefix)
+    rest = training_state_keys(planned, prefix)
     names = {name: key[len(prefix) :] for name, key in keys_below(planned, prefix) if key[len(prefix)] not in rest}
     weights = {name: ".".join(map(str, key)) for name, key in names.items()}
     for name in planned.blobs:
@@ -111,10 +111,10 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
             raise Unsupported(
                 "only tensors can be saved in this format, and this entry is not a tensor", tensor=inner, hint=hint
             )
-    model = edits.rename(edits.select(planned, weights.__contains__), weights.__getitem__)
+    model = edits.rename_tensors(edits.select_entries(planned, weights.__contains__), weights.__getitem__)
     if len(weights) == len(planned.names):
         return (Portion("", to, model, weights),)
-    beside = replace(edits.select(planned, lambda name: name not in weights), root=planned.root / TRAINING)
+    beside = replace(edits.select_entries(planned, lambda name: name not in weights), root=planned.root / TRAINING)
     return (
         Portion("", to, model, weights),
         Portion(TRAINING, _TRAINING_FORMAT, beside, {name: name for name in beside.names}),
@@ -129,4 +129,4 @@ def chunk_checksums(layout: Layout, results: Iterable[WriteResult]) -> dict[File
             for place, part in result.storage_data.items():
                 sums[place] = sums.get(place, 0) ^ part
     chunks = {(c.path, c.offset): c for tensor in layout.tensors.values() for c in tensor.chunks if c.box.numel}
-    return {place: whole_crc32(sums[place], chunk.length) for place, chunk in chunks.items()}
+    return {place: crc32_from_contributions(sums[place], chunk.length) for place, chunk in chunks.items()}

@@ -26,7 +26,7 @@ class Ranks:
         self._alone = not dist.is_initialized()
 
     @classmethod
-    def apart(cls) -> Self:
+    def in_separate_group(cls) -> Self:
         """Return all ranks, in a separate gloo group. All ranks must call this at the same point.
 
         A thread can use the group while the training's collectives continue, and NCCL's watchdog does not abort ranks
@@ -38,7 +38,7 @@ class Ranks:
     def rank(self) -> int:
         return 0 if self._alone else dist.get_rank(self.group)
 
-    def gather(self, value: T) -> list[T]:
+    def gather_values(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order, on every rank."""
         if self._alone:
             return [value]
@@ -46,28 +46,28 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def on_first(self, work: Callable[[], T]) -> T:
+    def run_on_first_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank. An error there is raised on every rank."""
         if self._alone:
             return work()
-        outcomes: list[Any] = [self._attempt(work) if self.rank == 0 else None]
+        outcomes: list[Any] = [self._outcome_of(work) if self.rank == 0 else None]
         dist.broadcast_object_list(outcomes, group_src=0, group=self.group)
         result, error = outcomes[0]
         if error is not None:
             raise error
         return cast(T, result)
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank. An error on any rank is raised on all of them, after all have finished."""
         if self._alone:
             return work()
-        result, own_error = self._attempt(work)
-        for error in self.gather(own_error):  # the same first error on all ranks
+        result, own_error = self._outcome_of(work)
+        for error in self.gather_values(own_error):  # the same first error on all ranks
             if error is not None:
                 raise error from own_error
         return cast(T, result)
 
-    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, CkptError | None]:
+    def _outcome_of(self, work: Callable[[], T]) -> tuple[T | None, CkptError | None]:
         """Return the result of `work`, and the error that ended it.
 
         Wraps a foreign error in a `CkptError`, so that it can be sent to other ranks.
@@ -87,18 +87,18 @@ def find_cause(error: BaseException) -> BaseException:
 
     Any other error than torch's `CheckpointException` is its own cause.
     """
-    return find_first(error)[1] if isinstance(error, CheckpointException) else error
+    return first_failed_rank(error)[1] if isinstance(error, CheckpointException) else error
 
 
-def find_first(error: CheckpointException) -> tuple[int, BaseException]:
+def first_failed_rank(error: CheckpointException) -> tuple[int, BaseException]:
     """Return the first rank that failed, and its error; a CkptError has priority."""
     reasons = [(rank, reason) for rank, (reason, _) in sorted(error.failures.items())]
     return next((failure for failure in reasons if isinstance(failure[1], CkptError)), reasons[0])
 
 
-def cause_of(error: CheckpointException, path: Path, verb: str) -> CkptError:
+def to_rank_error(error: CheckpointException, path: Path, verb: str) -> CkptError:
     """Return a CkptError that says why the first failed rank could not `verb` (save, load) the checkpoint at `path`."""
-    rank, reason = find_first(error)
+    rank, reason = first_failed_rank(error)
     if isinstance(reason, CkptError) and not isinstance(reason, IOFailure):
         return reason
     reason_text = (reason.message if isinstance(reason, CkptError) else str(reason)).strip() or type(reason).__name__

@@ -26,28 +26,43 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptkit.argument_types import checked
+from ckptkit.argument_types import with_checked_arguments
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.several_disks import Others, join_places
-from ckptkit.engine.blocks import blocks_of
+from ckptkit.checkpoints.several_disks import Others, join_directories
+from ckptkit.engine.blocks import blocks_of_target
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
-from ckptkit.formats import locate, unpack
+from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.io.path import to_path
 from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits, plain_key
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Plan, make_plan, needed
+from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed
 from ckptkit.models.fit import restore_tied
-from ckptkit.models.names import HUB, KEEP, check_names
+from ckptkit.models.names import HUB, KEEP, require_known_family_name
 from ckptkit.models.names.naming import name_training
-from ckptkit.state.names import NameOptions, ask_names
-from ckptkit.storage.entries import read_value
-from ckptkit.storage.memory import Buffers, as_bytes, find_dtype, is_memory, part_of, put
-from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries, find_tied, require_equal
-from ckptkit.summary import as_call
+from ckptkit.state.names import NameOptions, collect_name_arguments
+from ckptkit.storage.entries import read_entry_archive
+from ckptkit.storage.memory import (
+    Buffers,
+    is_row_major_on_cpu,
+    memory_of_tensor,
+    require_known_dtype,
+    view_of_box,
+    write_from_buffer,
+)
+from ckptkit.storage.terms import (
+    ERROR,
+    IGNORE,
+    WARN,
+    LoadTerms,
+    PlannerEntries,
+    first_name_by_tied_name,
+    require_equal_tied_values,
+)
+from ckptkit.summary import format_call
 
 
 class LayoutReader(StorageReader):
@@ -120,9 +135,9 @@ class LayoutReader(StorageReader):
             terms.check_missing(missing, wanted, first_with.keys())
             if wanted and terms.unasked != IGNORE:
                 keys: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
-                terms.check_unasked(unrequested_keys(self.layouts, wanted), [keys.get(n, (n,)) for n in wanted])
-            if fills_state(planner):
-                self._read_together(items, planner, terms)
+                terms.check_unrequested(unrequested_keys(self.layouts, wanted), [keys.get(n, (n,)) for n in wanted])
+            if is_filling_state(planner):
+                self._read_all_at_once(items, planner, terms)
             else:
                 self._read_in_turn(items, planner, terms)
         except CkptError as error:
@@ -133,11 +148,11 @@ class LayoutReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _read_together(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
+    def _read_all_at_once(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Read all items into the tensors of the state, after a check of the dtypes of all."""
-        tensors = [resolve(tensors_in_order(layout, own), planner) for layout, own in self._with_layouts(items)]
+        tensors = [resolve_tensors(tensors_in_order(layout, own), planner) for layout, own in self._with_layouts(items)]
         for layout, resolved in zip(self.layouts, tensors, strict=True):
-            terms.check_casts(specs_of(layout, resolved))
+            terms.check_casts(specs_and_targets_of(layout, resolved))
         for (layout, own), resolved in zip(self._with_layouts(items), tensors, strict=True):
             read_entries(layout, own, planner)
             read_tensors(layout, resolved, planner)
@@ -150,8 +165,8 @@ class LayoutReader(StorageReader):
             for item in tensors_in_order(layout, own):
                 name = item.storage_index.fqn
                 only = replace(layout, tensors={name: layout.tensors[name]}, blobs={}, keys={})
-                resolved = resolve([item], planner)
-                terms.check_casts(specs_of(only, resolved))
+                resolved = resolve_tensors([item], planner)
+                terms.check_casts(specs_and_targets_of(only, resolved))
                 read_tensors(only, resolved, planner, ledger)
 
     def _with_layouts(self, items: Sequence[list[ReadItem]]) -> Iterator[tuple[Layout, list[ReadItem]]]:
@@ -185,7 +200,7 @@ class Reader(LayoutReader):
     `io.BytesIO`.
     """
 
-    @checked
+    @with_checked_arguments
     def __init__(  # noqa: PLR0913 - each is an option of its own
         self,
         path: str | os.PathLike[str],
@@ -201,8 +216,8 @@ class Reader(LayoutReader):
         unasked: str = WARN,
     ) -> None:
         self.named = NameOptions.of(map, rename, base)
-        check_names(names, self.named.table)
-        self.path = join_places(to_path(path), also)
+        require_known_family_name(names, self.named.table)
+        self.path = join_directories(to_path(path), also)
         self.under = under
         self.names = names or (KEEP if map is None else HUB)
         self.rank = 0
@@ -213,18 +228,18 @@ class Reader(LayoutReader):
     def __repr__(self) -> str:
         terms, names = self.terms, "" if self.names == KEEP else self.names
         options = {"missing": terms.missing, "cast": terms.cast, "unasked": terms.unasked}
-        return as_call(self, self.path, under=self.under, names=names, rename=self.named.rename, **options)
+        return format_call(self, self.path, under=self.under, names=names, rename=self.named.rename, **options)
 
     def open(self) -> tuple[Layout, ...]:
         """Return the layouts of the components, the model's first, with the names that `dcp.load` will ask for."""
         checkpoint = Checkpoint.open(self.path)
-        config = self.named.config_of(checkpoint)
-        layout = restore_tied(with_own_state(checkpoint.model_component.layout, self.rank), config or {})
-        (layout,) = self.named.rename_in([layout])
-        layout, _ = name_training(layout, ask_names(checkpoint, self.names, config, self.named.table))
-        model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
+        config = self.named.find_config_of(checkpoint)
+        layout = restore_tied(with_state_of_rank(checkpoint.model_component.layout, self.rank), config or {})
+        (layout,) = self.named.rename_layouts([layout])
+        layout, _ = name_training(layout, collect_name_arguments(checkpoint, self.names, config, self.named.table))
+        model = edits.nest_below_key(layout, tuple(self.under.split("."))) if self.under else layout
         others = (part.layout for part in checkpoint.components if part is not checkpoint.model_component)
-        return (model, *(with_own_state(other, self.rank) for other in others))
+        return (model, *(with_state_of_rank(other, self.rank) for other in others))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -265,7 +280,7 @@ class Reader(LayoutReader):
         return True
 
 
-def with_own_state(layout: Layout, rank: int) -> Layout:
+def with_state_of_rank(layout: Layout, rank: int) -> Layout:
     """Return the layout with this rank's own state under the names that it has on the rank."""
     above = (OWN, f"rank_{rank}")
     keys = {name: key[2:] for name in layout.names if (key := layout.key(name))[:2] == above and len(key) > 2}
@@ -286,16 +301,16 @@ def with_own_state(layout: Layout, rank: int) -> Layout:
     )
 
 
-Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by label; `describe_wanted` uses the labels as file names
+Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by label; `layout_of_items` uses the labels as file names
 _PLANNER_STEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
 def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
     """Read the requested non-tensor entries of a layout, and pass them to the planner."""
     items = {item.storage_index.fqn: item for item in plan if item.type == LoadItemType.BYTE_IO}
-    entries = unpack(edits.select(layout, items.__contains__))
+    entries = decompress_entries(edits.select_entries(layout, items.__contains__))
     for name, item in items.items():
-        planner.load_bytes(item, read_value(entries, name))
+        planner.load_bytes(item, read_entry_archive(entries, name))
 
 
 def unrequested_keys(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:
@@ -304,20 +319,24 @@ def unrequested_keys(layouts: Iterable[Layout], asked: Container[str]) -> Iterat
     Leaves out per-rank state, and tied tensors that were requested under another name.
     """
     for layout in layouts:
-        loaded = {first_byte_of(tensor) for name, tensor in layout.tensors.items() if name in asked}
+        loaded = {first_byte_location(tensor) for name, tensor in layout.tensors.items() if name in asked}
         for name in layout.names:
             tensor = layout.tensors.get(name)
-            if name not in asked and not (tensor and first_byte_of(tensor) in loaded) and OWN not in layout.key(name):
+            if (
+                name not in asked
+                and not (tensor and first_byte_location(tensor) in loaded)
+                and OWN not in layout.key(name)
+            ):
                 yield layout.key(name)
 
 
-def first_byte_of(tensor: StoredTensor) -> tuple[str, int]:
+def first_byte_location(tensor: StoredTensor) -> tuple[str, int]:
     """Return file and offset of the first bytes of a tensor."""
     first = tensor.chunks[0]
     return first.path, first.offset
 
 
-def fills_state(planner: LoadPlanner) -> bool:
+def is_filling_state(planner: LoadPlanner) -> bool:
     """Return whether a planner reads directly into the tensors of the state, as torch's own planner does."""
     planner_class = type(planner)
     return all(getattr(planner_class, name, None) is getattr(DefaultLoadPlanner, name) for name in _PLANNER_STEPS)
@@ -326,15 +345,15 @@ def fills_state(planner: LoadPlanner) -> bool:
 def tensors_in_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
     """Return the tensor items of a plan, in the order of the files."""
     tensors = (item for item in plan if item.type == LoadItemType.TENSOR)
-    return sorted(tensors, key=lambda item: first_byte_of(layout.tensors[item.storage_index.fqn]))
+    return sorted(tensors, key=lambda item: first_byte_location(layout.tensors[item.storage_index.fqn]))
 
 
-def resolve(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
+def resolve_tensors(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
     """Return the items, and the tensors that the planner provides for them."""
     return {f"{i:08d}": (item, planner.resolve_tensor(item).detach()) for i, item in enumerate(items)}
 
 
-def specs_of(layout: Layout, resolved: Resolved) -> Iterator[tuple[str, Spec, Tensor]]:
+def specs_and_targets_of(layout: Layout, resolved: Resolved) -> Iterator[tuple[str, Spec, Tensor]]:
     """Yield name and spec of each tensor to read, and the tensor that it is read into."""
     for item, tensor in resolved.values():
         name = item.storage_index.fqn
@@ -349,15 +368,15 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     """
     items = {label: item for label, (item, _) in resolved.items()}
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
-    wanted = describe_wanted(layout, items, tensors)
-    tied = find_tied(tensors)
+    wanted = layout_of_items(layout, items, tensors)
+    tied = first_name_by_tied_name(tensors)
     # otherwise the last read would silently win
     duplicates = {label: torch.empty_like(tensors[label]) for label in tied}
     with through_cpu_if_split(layout, items, {**tensors, **duplicates}) as filled:
-        fill(make_plan(locate(share_of(layout, wanted)), wanted), filled, ledger)
+        read_targets(make_plan(locate_all_chunks(needed_in_dtypes_of(layout, wanted)), wanted), filled, ledger)
     for label, one in tied.items():
         name, other = (items[which].storage_index.fqn for which in (label, one))
-        require_equal({name: duplicates[label], other: tensors[one]}, {name: other}, layout.root)
+        require_equal_tied_values({name: duplicates[label], other: tensors[one]}, {name: other}, layout.root)
     for label, item in items.items():
         planner.commit_tensor(item, tensors[label])
 
@@ -373,39 +392,41 @@ def through_cpu_if_split(
     on_cpu = {
         label: torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         for label, tensor in tensors.items()
-        if layout.tensors[items[label].storage_index.fqn].splits is not None and not is_memory(tensor)
+        if layout.tensors[items[label].storage_index.fqn].splits is not None and not is_row_major_on_cpu(tensor)
     }
     yield {**tensors, **on_cpu}
     for label, cpu_tensor in on_cpu.items():
         tensors[label].copy_(cpu_tensor)
 
 
-def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> None:
+def read_targets(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> None:
     """Read every target of a plan into its tensor: directly into contiguous CPU memory, otherwise through a buffer."""
     sources = Sources(plan, ledger or Ledger(), is_all=ledger is None)
     buffers = Buffers()
-    with Worker(plan, sources.compares) as worker:
+    with Worker(plan, sources.is_awaiting_comparison) as worker:
         for target in plan.targets:
             tensor = tensors[target.chunk.path]
-            is_direct = is_memory(tensor)
-            out = as_bytes(tensor if is_direct else buffers[tensor.device])
-            for block in blocks_of(plan, target):
+            is_direct = is_row_major_on_cpu(tensor)
+            out = memory_of_tensor(tensor if is_direct else buffers[tensor.device])
+            for block in blocks_of_target(plan, target):
                 start = target.chunk.offset + block.start if is_direct else 0
                 try:
-                    worker.read(block, out=out[start : start + block.nbytes])
+                    worker.read_input(block, out=out[start : start + block.nbytes])
                 except CkptError as error:
                     raise error.blame(tensor=target.name) from None
                 if not is_direct:
-                    put(part_of(tensor, block.box.relative_to(target.chunk.box)), buffers[tensor.device])
-                sources.note(worker.pieces)
+                    write_from_buffer(
+                        view_of_box(tensor, block.box.relative_to(target.chunk.box)), buffers[tensor.device]
+                    )
+                sources.record_reads(worker.pieces)
 
 
-def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
+def layout_of_items(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
     """Return the tensors to fill, as a layout whose files are the items."""
     chunks: dict[str, list[Chunk]] = {}
     for label, item in items.items():
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        dtype = find_dtype(tensors[label].dtype, item.storage_index.fqn)
+        dtype = require_known_dtype(tensors[label].dtype, item.storage_index.fqn)
         chunk = Chunk(box, label, 0, box.numel * dtype.itemsize, dtype)
         chunks.setdefault(item.storage_index.fqn, []).append(chunk)
     wanted = {
@@ -415,11 +436,11 @@ def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapp
     return Layout(layout.root, "memory", wanted)
 
 
-def share_of(layout: Layout, wanted: Layout) -> Layout:
+def needed_in_dtypes_of(layout: Layout, wanted: Layout) -> Layout:
     """Return the part of a layout that `wanted` consists of, in the dtypes of `wanted` if both are floats."""
 
     def wanted_dtype(name: str, spec: Spec) -> DType:
         dtype = wanted.tensors[name].spec.dtype
-        return dtype if spec.dtype.can_become(dtype) else spec.dtype
+        return dtype if spec.dtype.is_castable_to(dtype) else spec.dtype
 
-    return edits.cast(replace(needed(layout, wanted), keys={}), wanted_dtype)
+    return edits.cast_tensors(replace(restrict_to_needed(layout, wanted), keys={}), wanted_dtype)

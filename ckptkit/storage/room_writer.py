@@ -23,31 +23,31 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.checkpoints.seal import create_files, read_made
+from ckptkit.checkpoints.seal import create_files, read_output_layout
 from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import CkptError, Mismatch, Unsupported
-from ckptkit.formats import EntryWriter, get_writer, locate
-from ckptkit.io.allocation import check_room, create_file
-from ckptkit.io.crc32 import crc32, part_sum
+from ckptkit.formats import EntryWriter, get_writer, locate_all_chunks
+from ckptkit.io.allocation import create_file, require_free_space
+from ckptkit.io.crc32 import crc32, xor_contribution
 from ckptkit.io.disk import sync_path
 from ckptkit.io.file import OpenFiles
-from ckptkit.io.path import to_local
-from ckptkit.io.staging import Stage, naming_destination
+from ckptkit.io.path import to_local_path
+from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.layout import Blob, Chunk, FileOffset, KeyPath, StoredTensor, WriterOptions
-from ckptkit.layout.box import Box, BoxIndex, cut_box, row_major
+from ckptkit.layout.box import Box, BoxIndex, cut_box, row_major_strides
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
-from ckptkit.storage.memory import Buffers, part_of, take
+from ckptkit.storage.memory import Buffers, read_row_major, view_of_box
 from ckptkit.storage.plans import (
     PlannedWriter,
-    completed,
-    describe_item,
+    completed_state_lines,
     plan_layout,
     resolve_tensor,
+    spec_and_box_of_item,
     split_items,
-    tie,
-    without_gaps,
+    with_cached_plans,
+    with_tied_key_paths,
 )
-from ckptkit.storage.portions import Portion, divide
+from ckptkit.storage.portions import Portion, divide_into_portions
 from ckptkit.storage.small_files import SmallFile, to_bytes
 
 _MODEL_FORMAT = "hf"  # this format stores only tensors of a model
@@ -84,7 +84,7 @@ class RoomWriter(PlannedWriter):
         sync: bool = True,
     ) -> None:
         super().__init__()
-        self.room = to_local(os.fspath(room))
+        self.room = to_local_path(os.fspath(room))
         self.sync = sync
         get_writer(format)
         self._format = format
@@ -97,28 +97,28 @@ class RoomWriter(PlannedWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.room = to_local(os.fspath(checkpoint_id))
+            self.room = to_local_path(os.fspath(checkpoint_id))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, with gaps for the data, and return the plans with the task of each rank."""
-        plans = without_gaps(plans, self.room)
-        planned = tie(plan_layout(plans, self.room), self._tied)
+        plans = with_cached_plans(plans, self.room)
+        planned = with_tied_key_paths(plan_layout(plans, self.room), self._tied)
         self._options = WriterOptions(self._max_shard_size, len(plans))
-        self._portions = divide(planned, self._format)
+        self._portions = divide_into_portions(planned, self._format)
         files_by_directory = {
-            portion.directory: portion.arrange(self._options, {} if portion.directory else self._files)
+            portion.directory: portion.lay_out_files(self._options, {} if portion.directory else self._files)
             for portion in self._portions
         }
         self._sizes = {
             directory: {file.name: file.nbytes for file in files} for directory, files in files_by_directory.items()
         }
         # before any file is created: a full disk in the middle of a save costs the training time
-        check_room(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
+        require_free_space(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
         for directory, files in files_by_directory.items():
             create_files(self.room / directory, files, anew=True)
-        return [replace(plan, storage_data=self._task(rank, plan)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=self._make_task(rank, plan)) for rank, plan in enumerate(plans)]
 
-    def _task(self, rank: int, plan: SavePlan) -> Task:
+    def _make_task(self, rank: int, plan: SavePlan) -> Task:
         names = [item.index.fqn for item in plan.items]
         stored_names = {
             (portion.directory, portion.format): {name: portion.names[name] for name in names if name in portion.names}
@@ -140,19 +140,19 @@ class RoomWriter(PlannedWriter):
             if entries:
                 writer = get_writer(to)
                 assert isinstance(writer, EntryWriter)
-                results += self._write_entries(task.root / place, writer.entries_file(task.rank), entries, planner)
-        return completed(results)
+                results += self._write_entries(task.root / place, writer.entries_file_name(task.rank), entries, planner)
+        return completed_state_lines(results)
 
     def _write_tensors(
         self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
     ) -> list[WriteResult]:
-        layout = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
+        layout = locate_all_chunks(read_output_layout(get_writer(to), root, {names[item.index.fqn] for item in items}))
         with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
             results = []
             for item in items:
-                tensor, box = resolve_tensor(item, planner), describe_item(item)[1]
-                sums = pieces.write(tensor, box, layout.tensors[names[item.index.fqn]])
+                tensor, box = resolve_tensor(item, planner), spec_and_box_of_item(item)[1]
+                sums = pieces.write_tensor(tensor, box, layout.tensors[names[item.index.fqn]])
                 results.append(WriteResult(item.index, tensor.nbytes, sums))
         if self.sync:  # each rank syncs its own writes: another machine cannot
             for name in sorted({path for result in results for path, _ in result.storage_data}):
@@ -180,13 +180,13 @@ class RoomWriter(PlannedWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
         """Finalize the files with entries and checksums, which need the data, and write the manifests."""
         for portion in self._portions:
-            portion.finish(self._options, self._sizes[portion.directory], chain(*results))
+            portion.finalize_files(self._options, self._sizes[portion.directory], chain(*results))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether an id is the path of a local directory. URLs are not supported here."""
         try:
-            to_local(os.fspath(checkpoint_id))
+            to_local_path(os.fspath(checkpoint_id))
         except (TypeError, CkptError):
             return False
         return True
@@ -209,17 +209,17 @@ class StagedWriter(RoomWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = to_local(os.fspath(checkpoint_id))
+            self.path = to_local_path(os.fspath(checkpoint_id))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files in a hidden directory, and return the plans with the task of each rank."""
         self._discard()
         if self.overwrite:
-            check_replaceable(self.path, self._files, by_training=True)
+            check_replaceable(self.path, self._files, output_is_training=True)
         self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
         weakref.finalize(self, stage.discard)  # torch does not report the failure of another rank
         try:
-            with naming_destination(self.path):
+            with errors_naming_destination(self.path):
                 self.room = stage.open().path
                 return super().prepare_global_plan(plans)
         except BaseException as error:
@@ -230,7 +230,7 @@ class StagedWriter(RoomWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
-            with naming_destination(self.path):
+            with errors_naming_destination(self.path):
                 return super().write_data(plan, planner)
         except BaseException:
             if self._options.world_size == 1:  # else other ranks may still be writing
@@ -241,7 +241,7 @@ class StagedWriter(RoomWriter):
         """Finalize the checkpoint and publish it."""
         assert self._stage is not None
         try:
-            with naming_destination(self.path):
+            with errors_naming_destination(self.path):
                 super().finish(metadata, results)
                 self._stage.commit()
         except BaseException:
@@ -262,25 +262,25 @@ class PieceWriter:
         self._files = files
         self._buffers = Buffers()
 
-    def write(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[FileOffset, int]:
+    def write_tensor(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[FileOffset, int]:
         """Write a tensor, which is box `box` of the target. Returns its contribution to the checksum of each chunk."""
-        meetings = BoxIndex([chunk.box for chunk in target.chunks]).meeting(box)
+        meetings = BoxIndex([chunk.box for chunk in target.chunks]).intersections_with(box)
         shares = [(target.chunks[i], shared) for i, shared in meetings]
-        return {(chunk.path, chunk.offset): self._write(tensor, box, chunk, shared) for chunk, shared in shares}
+        return {(chunk.path, chunk.offset): self._write_box(tensor, box, chunk, shared) for chunk, shared in shares}
 
-    def _write(self, tensor: Tensor, box: Box, chunk: Chunk, shared: Box) -> int:
+    def _write_box(self, tensor: Tensor, box: Box, chunk: Chunk, shared: Box) -> int:
         """Write the elements of `shared` into a chunk. Returns their contribution to the chunk's checksum."""
         file = self._files[chunk.path]
         itemsize = chunk.dtype.itemsize
         total = 0
         for block in cut_box(shared, BLOCK_BYTES // itemsize):
-            data = take(part_of(tensor, block.relative_to(box)), self._buffers[tensor.device])
+            data = read_row_major(view_of_box(tensor, block.relative_to(box)), self._buffers[tensor.device])
             starts, length = runs_of(block, chunk.box)
             nbytes = length * itemsize
             for i, start in enumerate(starts):
                 span, at = data[i * nbytes : (i + 1) * nbytes], start * itemsize
                 file.write_at(span, chunk.offset + at)
-                total ^= part_sum(span, chunk.length - at - nbytes)
+                total ^= xor_contribution(span, chunk.length - at - nbytes)
         return total
 
 
@@ -289,7 +289,7 @@ def runs_of(box: Box, chunk: Box) -> tuple[list[int], int]:
 
     All in elements. A box of full rows is a single range; a box of some columns has a range per row.
     """
-    inner, steps = box.relative_to(chunk), row_major(chunk.size)
+    inner, steps = box.relative_to(chunk), row_major_strides(chunk.size)
     axis = next((d for d in range(len(steps)) if box.size[d + 1 :] == chunk.size[d + 1 :]), 0)
     starts = [sum(map(mul, inner.start, steps))]
     for size, step in zip(box.size[:axis], steps[:axis], strict=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ckptkit.errors import Usage
-from ckptkit.io.file import check_name, read_small
+from ckptkit.io.file import read_small, require_plain_file_name
 from ckptkit.models.companions import dump_config
 
 _LIMIT = 1 << 28  # bytes; the largest tokenizer files have tens of megabytes
@@ -32,11 +32,11 @@ def to_bytes(files: Mapping[str, SmallFile] | None, root: Path) -> dict[str, byt
     Raises `Usage` for any other value, `Unsafe` for a name with path traversal.
     """
     for name in files or {}:
-        check_name(name, root)
-    return {name: content_of(name, value) for name, value in (files or {}).items()}
+        require_plain_file_name(name, root)
+    return {name: small_file_content(name, value) for name, value in (files or {}).items()}
 
 
-def content_of(name: str, value: object) -> bytes:
+def small_file_content(name: str, value: object) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str):

@@ -22,27 +22,33 @@ from torch.futures import Future
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, Manifest
-from ckptkit.checkpoints.replaceable import marks_in
+from ckptkit.checkpoints.replaceable import marker_files_in_store
 from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
-from ckptkit.formats.dcp.read_metadata import METADATA, entries_file, tensors_file
-from ckptkit.formats.dcp.shards import ShardItem, end_of, lay_out, parts_around, sum_items
-from ckptkit.formats.dcp.write_metadata import describe_files
-from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.destination import Destination, FileStream, open_destination, require_shared, to_destination
-from ckptkit.io.file import destination_exists
-from ckptkit.io.path import RemotePath, is_remote, refresh
+from ckptkit.formats.dcp.read_metadata import METADATA, entries_file_name, tensors_file_name
+from ckptkit.formats.dcp.shards import ShardItem, bytes_around_data, checksum_of_items, lay_out, size_of_file
+from ckptkit.formats.dcp.write_metadata import dump_metadata
+from ckptkit.io.crc32 import combine_crc32, crc32
+from ckptkit.io.destination import (
+    Destination,
+    FileStream,
+    open_destination,
+    require_multi_process_store,
+    to_destination,
+)
+from ckptkit.io.file import destination_exists_error
+from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
 from ckptkit.layout import Blob, Layout
-from ckptkit.layout.box import cut_box, whole
-from ckptkit.storage.memory import Buffers, part_of, take
+from ckptkit.layout.box import cut_box, full_box
+from ckptkit.storage.memory import Buffers, read_row_major, view_of_box
 from ckptkit.storage.plans import (
     PlannedWriter,
-    completed,
-    describe_item,
+    completed_state_lines,
     plan_layout,
     resolve_tensor,
+    spec_and_box_of_item,
     split_items,
-    without_gaps,
+    with_cached_plans,
     written_entries,
 )
 from ckptkit.storage.small_files import SmallFile, to_bytes
@@ -94,35 +100,38 @@ class StoreWriter(PlannedWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = to_store(checkpoint_id)
+            self.path = to_store_path(checkpoint_id)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the destination, and return the plans with the task of each rank."""
-        plans = without_gaps(plans, self.path)
+        plans = with_cached_plans(plans, self.path)
         planned = plan_layout(plans, self.path)
-        items = {tensors_file(rank): lay_out_items(split_items(plan.items)[0]) for rank, plan in enumerate(plans)}
-        sizes = {name: end_of(own_items) for name, own_items in items.items()}
-        for name in {*sizes, *map(entries_file, range(len(plans))), *_MARKS} & self._files.keys():
+        items = {tensors_file_name(rank): lay_out_items(split_items(plan.items)[0]) for rank, plan in enumerate(plans)}
+        sizes = {name: size_of_file(own_items) for name, own_items in items.items()}
+        for name in {*sizes, *map(entries_file_name, range(len(plans))), *_MARKS} & self._files.keys():
             raise Usage(f"`{name}` is a file of the checkpoint itself", path=self.path, hint="give it another name")
         upload = uuid4().hex
         destination = open_destination(self.path, sizes, _MARKS, plan=upload)
-        self._claim(destination)
+        self._claim_destination(destination)
         self._upload = Upload(destination, planned, items)
         tasks = [SendTask(rank, upload, nbytes) for rank, nbytes in enumerate(sizes.values())]
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
-    def _claim(self, destination: Destination) -> None:
+    def _claim_destination(self, destination: Destination) -> None:
         """Claim the destination. Replaces an incomplete checkpoint if it can only be from a save that died."""
         replaces = self._overwrite or self._takes_over or self._begun == self.path
         if not self._overwrite:
-            require_free(self.path)
+            require_no_checkpoint_at(self.path)
         self._begun = self.path
         try:
-            destination.claim(overwrite=replaces, check=partial(marks_in, self.path, self._files, by_training=True))
+            destination.claim(
+                overwrite=replaces,
+                check=partial(marker_files_in_store, self.path, self._files, output_is_training=True),
+            )
         except Occupied:
             self._begun = None
             raise
-        for remark in destination.remarks():
+        for remark in destination.remarks_on_upload():
             warn(f"{self.path}: {remark}")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -134,15 +143,17 @@ class StoreWriter(PlannedWriter):
         if self._upload:
             destination = self._upload.there
         else:
-            destination = open_destination(self.path, {tensors_file(task.rank): task.nbytes}, _MARKS, plan=task.plan)
-            destination.join()
+            destination = open_destination(
+                self.path, {tensors_file_name(task.rank): task.nbytes}, _MARKS, plan=task.plan
+            )
+            destination.join_upload()
         tensors, entries = split_items(plan.items)
         results = [
             *send_tensors(destination, task, tensors, planner),
             *send_entries(destination, task, entries, planner),
         ]
-        refresh(self.path)
-        return completed(results)
+        drop_cached_listing(self.path)
+        return completed_state_lines(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
         """Send the small files and the manifest, then the metadata, which publishes the checkpoint."""
@@ -151,11 +162,15 @@ class StoreWriter(PlannedWriter):
         all_results = list(chain(*results))
         checksums = collect_checksums(all_results, items, self.path)
         entries = [result.storage_data for result in all_results if isinstance(result.storage_data, Blob)]
-        described = describe_files(planned, items, written_entries(all_results, planned))
+        described = dump_metadata(planned, items, written_entries(all_results, planned))
         small = {**self._files, METADATA: described}
         sums = {
-            **{name: FileSum(end_of(own), sum_items(own, checksums[name])) for name, own in items.items() if own},
-            **sum_entries(entries),
+            **{
+                name: FileSum(size_of_file(own), checksum_of_items(own, checksums[name]))
+                for name, own in items.items()
+                if own
+            },
+            **entry_file_sums(entries),
             **{name: FileSum(len(content), crc32(content)) for name, content in small.items()},
         }
         tensors = {
@@ -166,12 +181,12 @@ class StoreWriter(PlannedWriter):
         }
         manifest = Manifest(sums, tensors).to_bytes()
         for name, content in self._files.items():
-            destination.put_small(name, content, crc32(content))
+            destination.put_small_file(name, content, crc32(content))
         for name, content in zip(_MARKS, (manifest, described), strict=True):
-            destination.mark(name, content, crc32(content))
+            destination.put_marker(name, content, crc32(content))
         # the checkpoint is visible now, so a later save must not replace it as unfinished, even if the commit fails
         self._upload = self._begun = None
-        refresh(self.path)
+        drop_cached_listing(self.path)
         try:
             destination.commit()
         except IOFailure as error:  # the checkpoint is complete, so training can continue
@@ -181,31 +196,31 @@ class StoreWriter(PlannedWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether an id is the URL of a prefix in a store that ckptkit writes to."""
         try:
-            to_store(checkpoint_id)
+            to_store_path(checkpoint_id)
         except (TypeError, CkptError):
             return False
         return True
 
 
-def require_free(path: RemotePath) -> None:
+def require_no_checkpoint_at(path: RemotePath) -> None:
     """Raise `Occupied` if a checkpoint is at a path in a store now. An incomplete save does not count."""
-    refresh(path)
+    drop_cached_listing(path)
     if (path / METADATA).exists() or Checkpoint.at(path).is_complete:
-        raise destination_exists(path)
+        raise destination_exists_error(path)
 
 
-def to_store(place: str | os.PathLike[str]) -> RemotePath:
+def to_store_path(checkpoint_id: str | os.PathLike[str]) -> RemotePath:
     """Return the path in a store that the user passed. Raises `Usage` for a local path."""
-    path = to_destination(place)
+    path = to_destination(checkpoint_id)
     if not is_remote(path):
         raise Usage("this is a local path, but only a path in a store is accepted here", path=path)
-    require_shared(path)
+    require_multi_process_store(path)
     return path
 
 
 def lay_out_items(tensors: Iterable[WriteItem]) -> list[ShardItem]:
     """Return the positions of a rank's tensors in its file."""
-    return lay_out((item.index.fqn, *describe_item(item)) for item in tensors)
+    return lay_out((item.index.fqn, *spec_and_box_of_item(item)) for item in tensors)
 
 
 def send_tensors(
@@ -213,23 +228,23 @@ def send_tensors(
 ) -> Iterator[WriteResult]:
     """Send the file with a rank's shards. Yields the CRC-32 of each shard's data, by file and offset."""
     placed = lay_out_items(items)
-    if end_of(placed) != task.nbytes:
-        raise Mismatch(f"the planner changed its plan: expected {task.nbytes} bytes, found {end_of(placed)}")
+    if size_of_file(placed) != task.nbytes:
+        raise Mismatch(f"the planner changed its plan: expected {task.nbytes} bytes, found {size_of_file(placed)}")
     if not placed:
         return
-    name = tensors_file(task.rank)
+    name = tensors_file_name(task.rank)
     buffers = Buffers()
     with FileStream(destination, name, task.nbytes) as stream:
         for item, place in zip(items, placed, strict=True):
             assert place.envelope is not None
-            stream.write(parts_around(place.envelope, 0)[0])
+            stream.write(bytes_around_data(place.envelope, 0)[0])
             checksum = 0
             tensor = resolve_tensor(item, planner)
-            for box in cut_box(whole(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
-                block = take(part_of(tensor, box), buffers[tensor.device])
+            for box in cut_box(full_box(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
+                block = read_row_major(view_of_box(tensor, box), buffers[tensor.device])
                 checksum = crc32(block, checksum)
                 stream.write(block)
-            stream.write(parts_around(place.envelope, checksum)[1])
+            stream.write(bytes_around_data(place.envelope, checksum)[1])
             yield WriteResult(item.index, tensor.nbytes, {(name, place.offset): checksum})
 
 
@@ -237,7 +252,7 @@ def send_entries(
     destination: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
 ) -> Iterator[WriteResult]:
     """Send the file with a rank's non-tensor entries. Yields the byte range of each."""
-    name = entries_file(task.rank)
+    name = entries_file_name(task.rank)
     content = bytearray()
     for item in items:
         data = planner.resolve_data(item)
@@ -246,7 +261,7 @@ def send_entries(
         yield WriteResult(item.index, len(data_view), Blob(name, len(content), len(data_view), crc32=crc32(data_view)))
         content += data_view
     if items:
-        destination.put_small(name, content, crc32(content))
+        destination.put_small_file(name, content, crc32(content))
 
 
 def collect_checksums(
@@ -265,12 +280,12 @@ def collect_checksums(
     return by_offset
 
 
-def sum_entries(entries: Iterable[Blob]) -> dict[str, FileSum]:
+def entry_file_sums(entries: Iterable[Blob]) -> dict[str, FileSum]:
     """Return size and CRC-32 of each file that consists of entries."""
     sums: dict[str, FileSum] = {}
     for blob in entries:
         before = sums.get(blob.path, FileSum(0, 0))
         assert blob.crc32 is not None
-        total = combine(before.crc32, blob.crc32, blob.length)
+        total = combine_crc32(before.crc32, blob.crc32, blob.length)
         sums[blob.path] = FileSum(before.nbytes + blob.length, total)
     return sums

@@ -25,42 +25,42 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checkpoints.optimizers.missing_states import FIRST_ZERO
 from ckptkit.errors import Mismatch, Usage, and_more, warn
 from ckptkit.layout import KeyPath, Spec
-from ckptkit.layout.box import whole
-from ckptkit.storage.memory import part_of
+from ckptkit.layout.box import full_box
+from ckptkit.storage.memory import view_of_box
 from ckptkit.words import count
 
 
-def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def first_name_by_tied_name(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return each name that is not the first name of its tensor, with the first name."""
     first: dict[object, str] = {}
-    named = {name: first.setdefault(identify(tensor), name) for name, tensor in tensors.items()}
+    named = {name: first.setdefault(memory_identity_of(tensor), name) for name, tensor in tensors.items()}
     return {name: first_name for name, first_name in named.items() if name != first_name}
 
 
-def identify(tensor: Tensor) -> object:
+def memory_identity_of(tensor: Tensor) -> object:
     """Return a key that is equal for tied tensors: the address and the layout of their elements."""
-    local = local_part(tensor)
+    local = local_shard(tensor)
     return local.data_ptr(), tensor.dtype, tensor.shape, local.stride()
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_parts(tensor: Tensor) -> list[Tensor]:
+def local_shards(tensor: Tensor) -> list[Tensor]:
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
-    return [local_part(tensor)]
+    return [local_shard(tensor)]
 
 
-def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
+def require_equal_tied_values(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
     """Raise `Mismatch` unless the values loaded for tied names are equal to the last bit."""
     for name, tied_name in tied.items():
-        values, tied_values = (local_part(tensors[which]) for which in (name, tied_name))
-        everything = whole(tuple(values.shape))
+        values, tied_values = (local_shard(tensors[which]) for which in (name, tied_name))
+        everything = full_box(tuple(values.shape))
         # as integers, so that NaNs compare by their bits
-        if not torch.equal(part_of(values, everything), part_of(tied_values, everything)):
+        if not torch.equal(view_of_box(values, everything), view_of_box(tied_values, everything)):
             raise Mismatch(
                 f"the model ties it to `{tied_name}`, but the checkpoint's bytes differ",
                 path=path,
@@ -103,11 +103,11 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
             return super().__getitem__(name)
         entry = self.get(name) or BytesStorageMetadata()
         if isinstance(entry, TensorStorageMetadata):
-            require_size(name, entry, caller.f_locals.get("obj"), self.root)
+            require_stored_size(name, entry, caller.f_locals.get("obj"), self.root)
         return entry
 
 
-def require_size(name: str, stored: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
+def require_stored_size(name: str, stored: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
     """Raise `Mismatch` if the tensor to load into has another size than the stored tensor.
 
     A tensor that holds pieces of a larger one (torch's `CheckpointableTensor`) has the larger one's size.
@@ -139,12 +139,12 @@ class LoadTerms:
         if self.unasked not in (WARN, ERROR, IGNORE):
             raise Usage(f"unasked: expected `{WARN}`, `{ERROR}` or `{IGNORE}`, found `{self.unasked}`")
 
-    def check_unasked(self, keys: Iterable[KeyPath], asked: Iterable[KeyPath]) -> None:
+    def check_unrequested(self, keys: Iterable[KeyPath], requested: Iterable[KeyPath]) -> None:
         """Warn about entries below a requested key that the checkpoint has and the state lacks, or raise `Mismatch`.
 
-        `keys` are the key paths of the checkpoint's entries, `asked` those that a state asks for.
+        `keys` are the key paths of the checkpoint's entries, `requested` those that a state asks for.
         """
-        ways = {key[:steps] for key in asked for steps in range(1, len(key) + 1)}
+        ways = {key[:steps] for key in requested for steps in range(1, len(key) + 1)}
         unrequested = [key for key in keys if key not in ways and len(key) > 1 and key[:1] in ways]
         if not unrequested:
             return
@@ -168,7 +168,8 @@ class LoadTerms:
         if names and wanted and len(names) >= len(wanted):
             message = f"expected {count(len(names), 'entry')} of the state to load into, found 0 in the checkpoint"
             where = (
-                self.hint_on_nesting(names, stored) or f"the checkpoint has names like {some_names(sorted(stored)[:3])}"
+                self.hint_on_nesting(names, stored)
+                or f"the checkpoint has names like {names_with_rest_count(sorted(stored)[:3])}"
             )
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
@@ -186,8 +187,10 @@ class LoadTerms:
             )
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
-                message += f"; also missing: {some_names(refused[1:])}"
-            hint = self.hint_on_nesting(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
+                message += f"; also missing: {names_with_rest_count(refused[1:])}"
+            hint = self.hint_on_nesting(refused, stored) or (
+                _NAME_FIRST if numbered else hint_on_missing_names(refused)
+            )
             raise Mismatch(message, tensor=refused[0], hint=hint)
 
     def hint_on_nesting(self, missing: Collection[str], stored: Collection[str]) -> str:
@@ -212,10 +215,10 @@ class LoadTerms:
         if not names:
             return
         if self.missing == ZERO:
-            for part in (part for name in names for part in local_parts(wanted[name])):
+            for part in (part for name in names for part in local_shards(wanted[name])):
                 part.detach().zero_()
         done = "now zero" if self.missing == ZERO else "unchanged"
-        text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {some_names(names)}"
+        text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {names_with_rest_count(names)}"
         warn(text, PartialLoad)
 
     def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:
@@ -231,17 +234,17 @@ class LoadTerms:
                 )
         if changed:
             first, *others = changed
-            more = f"; also: {some_names(others)}" if others else ""
+            more = f"; also: {names_with_rest_count(others)}" if others else ""
             hint = 'cast="allow" converts floats of 16 bits and more'
             raise Mismatch(f"{changed[first]}{more}", tensor=first, hint=hint)
 
 
-def some_names(names: list[str]) -> str:
+def names_with_rest_count(names: list[str]) -> str:
     """Return the first names, and the number of others."""
     return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + and_more(len(names) - _MAX_NAMED)
 
 
-def hint_on(names: Sequence[str]) -> str:
+def hint_on_missing_names(names: Sequence[str]) -> str:
     """Return a hint for missing names."""
     keep = 'pass missing="keep" to keep the values in memory, or missing="zero" to set them to zero'
     if not all("state." in name for name in names):

@@ -15,14 +15,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
-from ckptkit.models.names import HUB, KEEP, family_of
+from ckptkit.models.names import HUB, KEEP, find_family_of
 from ckptkit.models.names.between_families import choose_family
 from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.state.names import ask_names
+from ckptkit.state.names import collect_name_arguments
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
-from ckptkit.storage.terms import ERROR, IGNORE, LoadTerms, find_tied, identify, require_equal
+from ckptkit.storage.terms import (
+    ERROR,
+    IGNORE,
+    LoadTerms,
+    first_name_by_tied_name,
+    memory_identity_of,
+    require_equal_tied_values,
+)
 from ckptkit.words import count
 
 
@@ -49,9 +56,9 @@ def load_weights(
     """
     terms = LoadTerms(missing, cast)
     ranks = Ranks()
-    layout, lacking = ranks.together(lambda: find_fitting(path, tensors, config, terms))
+    layout, lacking = ranks.run_on_all_ranks(lambda: weights_for_model(path, tensors, config, terms))
     present = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
-    tied = find_tied(present)
+    tied = first_name_by_tied_name(present)
     wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in present.items()}
     try:
         with warnings.catch_warnings():
@@ -61,12 +68,12 @@ def load_weights(
     except CheckpointException as error:
         cause = find_cause(error)
         raise (cause.blame(path=path) if isinstance(cause, CkptError) else cause) from error
-    ranks.together(lambda: require_equal(wanted, tied, path))
+    ranks.run_on_all_ranks(lambda: require_equal_tied_values(wanted, tied, path))
     terms.fill_missing(lacking, tensors)
     return tuple(name for name in layout.tensors if name not in tensors)
 
 
-def find_fitting(
+def weights_for_model(
     path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, terms: LoadTerms
 ) -> tuple[Layout, list[str]]:
     """Return the weights of the checkpoint under the model's names, and the names of missing weights.
@@ -78,13 +85,15 @@ def find_fitting(
     names = KEEP
     if not checkpoint.weights.layout.tensors.keys() >= tensors.keys():
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        family = family_of(shapes)
+        family = find_family_of(shapes)
         family = family if config is None else choose_family(family, shapes, Sizes(config))
         names = family.name if family else HUB
-    named, _ = name_weights(checkpoint.weights, ask_names(checkpoint, names, config))
+    named, _ = name_weights(checkpoint.weights, collect_name_arguments(checkpoint, names, config))
     layout = named.layout
-    loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
-    missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
+    loaded = {memory_identity_of(tensor) for name, tensor in tensors.items() if name in layout.tensors}
+    missing = [
+        name for name, t in tensors.items() if name not in layout.tensors and memory_identity_of(t) not in loaded
+    ]
     if missing and terms.missing == ERROR:
         raise Mismatch(
             f"the checkpoint lacks {len(missing)} of the model's {count(len(tensors), 'tensor')}",

@@ -10,16 +10,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckptkit.argument_types import checked
+from ckptkit.argument_types import with_checked_arguments
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.io.destination import require_shared, to_destination
+from ckptkit.io.destination import require_multi_process_store, to_destination
 from ckptkit.io.path import is_remote
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.plans import PlannedWriter
 from ckptkit.storage.room_writer import StagedWriter
 from ckptkit.storage.small_files import SmallFile
 from ckptkit.storage.store_writer import FORMAT, StoreWriter
-from ckptkit.summary import as_call
+from ckptkit.summary import format_call
 from ckptkit.words import parse_bytes
 
 _LOCAL_FORMAT = "hf"
@@ -43,7 +43,7 @@ class Writer(PlannedWriter):
     The next save of the same writer replaces them; another writer needs `overwrite`.
     """
 
-    @checked
+    @with_checked_arguments
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -60,14 +60,14 @@ class Writer(PlannedWriter):
         self._max_shard_size = parse_bytes(max_shard_size)
         self._overwrite = overwrite
         self._sync = sync
-        self._writer = self._choose(path)
+        self._writer = self._choose_writer(path)
 
     def __repr__(self) -> str:
-        return as_call(self, self._writer.path, format=self._format, overwrite=self._overwrite)
+        return format_call(self, self._writer.path, format=self._format, overwrite=self._overwrite)
 
-    def _choose(self, place: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
-        path = to_destination(place)
-        require_shared(path)
+    def _choose_writer(self, destination: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
+        path = to_destination(destination)
+        require_multi_process_store(path)
         if is_remote(path):
             if self._format not in (None, FORMAT):
                 message = f"`{self._format}` cannot go straight to a store: several ranks would write one object"
@@ -86,7 +86,7 @@ class Writer(PlannedWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         path = None if checkpoint_id is None else to_destination(checkpoint_id)
         if path is not None and is_remote(path) != is_remote(self._writer.path):
-            self._writer = self._choose(path)
+            self._writer = self._choose_writer(path)
         self._writer.reset(path)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -102,7 +102,7 @@ class Writer(PlannedWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether an id is a destination that ckptkit writes to: a local path, or the URL of a store."""
         try:
-            require_shared(to_destination(checkpoint_id))
+            require_multi_process_store(to_destination(checkpoint_id))
         except (TypeError, CkptError):
             return False
         return True

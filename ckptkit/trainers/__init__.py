@@ -18,15 +18,15 @@ NUMBER = re.compile(r"[0-9]{1,18}")
 ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors", ".tar")  # suffixes of a checkpoint that is one file
 
 
-def number_in(name: str, table: str) -> int | None:
+def find_number_in(name: str, table: str) -> int | None:
     """Return the number in a name, by the patterns of a table such as "steps"; None if no pattern matches."""
-    match = next(matches(table, name), None)
+    match = next(matches_in_table(table, name), None)
     return int(match[1]) if match else None
 
 
 def is_listed(table: str, name: str) -> bool:
     """Return whether a name matches a pattern of a table."""
-    return any(matches(table, name))
+    return any(matches_in_table(table, name))
 
 
 is_whole = partial(is_listed, "complete_folders")  # a directory with the full checkpoint
@@ -37,18 +37,18 @@ is_optional_state = partial(is_listed, "optional_state")  # per-rank state that 
 is_last = partial(is_listed, "last")  # the last checkpoint of a run, whatever its step
 
 
-def owner_of_file(name: str) -> int | None:
+def find_owner_rank_of_file(name: str) -> int | None:
     """Return the rank whose per-rank state a file contains, by its name in any directory; None for other files."""
-    return number_in(Path(name).name, "own_state")
+    return find_number_in(Path(name).name, "own_state")
 
 
-def owner_of_key(key: KeyPath) -> int | None:
+def find_owner_rank_of_key(key: KeyPath) -> int | None:
     """Return the rank of per-rank state at a key path, None for entries that all ranks share."""
-    ranks = (rank_at(key, patterns) for patterns in own_keys())
+    ranks = (find_rank_at(key, patterns) for patterns in per_rank_key_patterns())
     return next((rank for rank in ranks if rank is not None), None)
 
 
-def rank_at(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
+def find_rank_at(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
     """Return the rank in the first steps of a key path if each matches its pattern; else None."""
     if len(key) < len(patterns):
         return None
@@ -62,16 +62,16 @@ def rank_at(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
 
 
 @cache
-def own_keys() -> tuple[tuple[re.Pattern[str], ...], ...]:
+def per_rank_key_patterns() -> tuple[tuple[re.Pattern[str], ...], ...]:
     return tuple(tuple(map(re.compile, patterns)) for patterns in rows_of("own_keys"))
 
 
-def is_other_part(name: str) -> bool:
+def is_other_component_name(name: str) -> bool:
     """Return whether a directory of this name in a checkpoint has other contents than the model."""
     return name.startswith("optim") or is_beside_model(name)
 
 
-def key_beside(name: str, step: int | None, names: Collection[str]) -> str | None:
+def find_key_of_file_beside(name: str, step: int | None, names: Collection[str]) -> str | None:
     """Return the keys under which the contents of a file beside a model belong; None for other files.
 
     The model is a directory with these `names`, or else a file of this `step`.
@@ -85,7 +85,7 @@ def key_beside(name: str, step: int | None, names: Collection[str]) -> str | Non
     return None
 
 
-def is_beside_file(name: str) -> bool:
+def is_beside_file_with_step(name: str) -> bool:
     return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _, _ in files_beside())
 
 
@@ -105,7 +105,7 @@ def is_training_state(name: str) -> bool:
     return is_beside or is_listed("states", name) or is_record(name)
 
 
-def is_of_checkpoint(name: str) -> bool:
+def is_checkpoint_file_name(name: str) -> bool:
     """Return whether a trainer gives this name to a file of one of its checkpoints."""
     is_beside = any(pattern.fullmatch(name) for pattern, _, _ in files_beside())
     return is_beside or is_listed("ranks", name) or is_record(name)
@@ -113,15 +113,15 @@ def is_of_checkpoint(name: str) -> bool:
 
 def is_record(name: str) -> bool:
     """Return whether a file of this name is a tracker, has metrics, or has the state of one rank."""
-    return is_tracker(name) or name in metrics_files() or owner_of_file(name) is not None
+    return is_tracker(name) or name in metrics_files() or find_owner_rank_of_file(name) is not None
 
 
-def is_kept(name: str, beside: Iterable[str]) -> bool:
+def is_copied_unchanged(name: str, beside: Iterable[str]) -> bool:
     """Return whether a directory or hidden file is copied unchanged, by its name and the names beside it."""
     return any(trainer.kept[name] in beside for trainer in TRAINERS.values() if name in trainer.kept)
 
 
-def is_change(name: str) -> bool:
+def is_module_change_directory(name: str) -> bool:
     """Return whether a directory of this name describes changes of the model's modules."""
     return name in rows_of("changes")
 
@@ -132,10 +132,10 @@ def step_keys() -> tuple[tuple[str, KeyPath], ...]:
 
 
 def is_tracker(name: str) -> bool:
-    return name in rows_of("trackers") or names_best(name) or name in rows_of("json_trackers")
+    return name in rows_of("trackers") or is_best_tracker(name) or name in rows_of("json_trackers")
 
 
-def names_best(name: str) -> bool:
+def is_best_tracker(name: str) -> bool:
     """Return whether a tracker of this name names the best checkpoint, not the latest."""
     return name in rows_of("best_trackers")
 
@@ -145,12 +145,12 @@ def best_keys() -> tuple[tuple[str, KeyPath], ...]:
     return rows_of("best_keys")
 
 
-def is_of_run(name: str) -> bool:
+def is_run_file_name(name: str) -> bool:
     """Return whether trainers put a file of this name into a run, possibly before its first checkpoint."""
-    return name in rows_of("of_runs") or is_tracker(name) or may_note(name)
+    return name in rows_of("of_runs") or is_tracker(name) or is_progress_file(name)
 
 
-def may_note(name: str) -> bool:
+def is_progress_file(name: str) -> bool:
     """Return whether a trainer's file of this name has steps, metrics or the best checkpoint under known keys."""
     return name in metrics_files() or name in {file for file, _ in (*step_keys(), *best_keys())}
 
@@ -161,10 +161,10 @@ def json_trackers() -> dict[str, tuple[str, ...]]:
     return {name: keys for trainer in TRAINERS.values() for name, keys in trainer.json_trackers.items()}
 
 
-def completion_marker_of(path: Path) -> str | None:
+def find_completion_marker(path: Path) -> str | None:
     """Return the name of the file without which the directory at `path` is unfinished; None if it needs no marker."""
     path = path.absolute()
-    return look_up([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
+    return find_in_tables([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
 
 
 def is_commit_marker(name: str) -> bool:
@@ -177,7 +177,7 @@ def unfinished_names() -> tuple[str, ...]:
     return rows_of("unfinished")
 
 
-def companion_folders() -> tuple[str, ...]:
+def companion_directories() -> tuple[str, ...]:
     """Return the directories of a checkpoint that may contain config and tokenizer."""
     return rows_of("companions")
 
@@ -187,7 +187,7 @@ def metrics_files() -> dict[str, MetricsFile]:
     return {name: file for trainer in TRAINERS.values() for name, file in trainer.metrics.items()}
 
 
-def config_of(config: Mapping[str, object]) -> ConfigOf:
+def library_of_config(config: Mapping[str, object]) -> ConfigOf:
     """Return the library of a config.json that does not name a transformers model."""
     configs = (trainer.config for trainer in TRAINERS.values() if trainer.config is not None)
     return next((known for known in configs if config.keys() >= set(known.keys)), ConfigOf("an unknown library", ()))
@@ -195,41 +195,41 @@ def config_of(config: Mapping[str, object]) -> ConfigOf:
 
 def find_unread(names: Iterable[str]) -> Unread | None:
     """Return the description of a trainer's file that ckptkit does not read, if one of the names is one."""
-    return look_up([trainer.unread for trainer in TRAINERS.values()], sorted(names))
+    return find_in_tables([trainer.unread for trainer in TRAINERS.values()], sorted(names))
 
 
-def find_foreign(name: str) -> Unread | None:
+def find_foreign_program_file(name: str) -> Unread | None:
     """Return the description of a file of another program's model by its name, None for any other file."""
-    return look_up([FOREIGN], [name])
+    return find_in_tables([FOREIGN], [name])
 
 
-def say_opaque(names: Iterable[str]) -> str | None:
+def why_copied_unchanged(names: Iterable[str]) -> str | None:
     """Return why tensors among these names can only be copied unchanged, None if there are none."""
-    return look_up([trainer.opaque for trainer in TRAINERS.values()], names)
+    return find_in_tables([trainer.opaque for trainer in TRAINERS.values()], names)
 
 
-def look_up(tables: Iterable[Mapping[str, Found]], names: Iterable[str]) -> Found | None:
+def find_in_tables(tables: Iterable[Mapping[str, Found]], names: Iterable[str]) -> Found | None:
     """Return the value for the first name that matches a pattern of the tables."""
     known = [(re.compile(pattern), value) for table in tables for pattern, value in table.items()]
     return next((value for name in names for pattern, value in known if pattern.fullmatch(name)), None)
 
 
-def who_wrote(seen: Evidence) -> str | None:
+def who_wrote(evidence: Evidence) -> str | None:
     """Return the name of the program that wrote a checkpoint, None if no mark proves it.
 
     Trainers of other packages are tried first, because torch's marks are on almost every checkpoint.
     """
     trainers = (*TRAINERS.added.values(), *TRAINERS.own.values())
-    return next((title for trainer in trainers if (title := trainer.title_on(seen))), None)
+    return next((title for trainer in trainers if (title := trainer.find_title(evidence))), None)
 
 
-def matches(table: str, name: str) -> Iterator[re.Match[str]]:
+def matches_in_table(table: str, name: str) -> Iterator[re.Match[str]]:
     """Match a full name with all patterns of a table, trainer by trainer."""
-    return (match for pattern in patterns(table) if (match := pattern.fullmatch(name)))
+    return (match for pattern in patterns_of_table(table) if (match := pattern.fullmatch(name)))
 
 
 @cache
-def patterns(table: str) -> tuple[re.Pattern[str], ...]:
+def patterns_of_table(table: str) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, rows_of(table)))
 
 
@@ -239,7 +239,7 @@ def rows_of(table: str) -> tuple[Any, ...]:
     return tuple(row for trainer in TRAINERS.values() for row in getattr(trainer, table))
 
 
-def stem_of(name: str) -> str:
+def name_without_suffixes(name: str) -> str:
     """Return the name of a checkpoint file without its suffixes: `ckpt-5` for `ckpt-5.pth.tar`."""
     for _ in range(2 if name.endswith(".tar") else 1):
         stem, dot, suffix = name.rpartition(".")
@@ -247,42 +247,42 @@ def stem_of(name: str) -> str:
     return name
 
 
-def step_of(path: Path) -> int | None:
+def find_step_of_path(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's directory, or else its epoch; None without either."""
-    step = number_in(path.name, "steps")
-    return number_in(path.name, "epochs") if step is None else step
+    step = find_number_in(path.name, "steps")
+    return find_number_in(path.name, "epochs") if step is None else step
 
 
-def is_epoch(path: Path) -> bool:
+def has_epoch_only(path: Path) -> bool:
     """Return whether a checkpoint's name has only an epoch, which cannot be compared with steps."""
-    return number_in(path.name, "steps") is None and number_in(path.name, "epochs") is not None
+    return find_number_in(path.name, "steps") is None and find_number_in(path.name, "epochs") is not None
 
 
-def order_of(step: int, name: str) -> tuple[int, int, str]:
+def run_sort_key(step: int, name: str) -> tuple[int, int, str]:
     """Return the sort key of a checkpoint in its run, oldest first: its step, the version of its name, the name."""
-    return step, number_in(name, "versions") or 0, name
+    return step, find_number_in(name, "versions") or 0, name
 
 
-def step_of_place(path: Path) -> int | None:
+def find_step_of_path_or_parent(path: Path) -> int | None:
     """Return the step in the name of a directory, or else of its parent; None if neither has one."""
     path = path.absolute()
-    own = step_of(path)
-    return step_of(path.parent) if own is None else own
+    own = find_step_of_path(path)
+    return find_step_of_path(path.parent) if own is None else own
 
 
-def may_be_step_name(name: str) -> bool:
+def is_like_checkpoint_name(name: str) -> bool:
     """Return whether a directory has the name of a checkpoint, or a plain number, which some trainers use."""
-    return step_of(Path(name)) is not None or bool(NUMBER.fullmatch(name))
+    return find_step_of_path(Path(name)) is not None or bool(NUMBER.fullmatch(name))
 
 
-def has_name_of_training(name: str) -> bool:
+def is_training_entry_name(name: str) -> bool:
     """Return whether an entry of a directory has the name of a checkpoint, training state, or file of a run."""
-    is_step = may_be_step_name(name) or step_of(Path(stem_of(name))) is not None
-    return is_step or is_other_part(name) or is_training_state(name) or is_of_run(name)
+    is_step = is_like_checkpoint_name(name) or find_step_of_path(Path(name_without_suffixes(name))) is not None
+    return is_step or is_other_component_name(name) or is_training_state(name) or is_run_file_name(name)
 
 
-def may_be_step(path: Path) -> bool:
+def is_like_checkpoint(path: Path) -> bool:
     """Return whether an entry of a run is named like a checkpoint."""
     if path.is_dir():
-        return may_be_step_name(path.name)
-    return path.suffix in ONE_FILE and step_of(Path(stem_of(path.name))) is not None
+        return is_like_checkpoint_name(path.name)
+    return path.suffix in ONE_FILE and find_step_of_path(Path(name_without_suffixes(path.name))) is not None

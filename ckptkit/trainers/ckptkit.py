@@ -12,25 +12,25 @@ TRAINING = "training"  # beside a model in Hugging Face's format: its training s
 _OWN = {"step", "model", "optim", "scheduler", "progress"}  # the entries of one save
 
 
-def title_if_written(seen: Evidence) -> str | None:
+def find_title_if_written(evidence: Evidence) -> str | None:
     """Return ckptkit's title if a manifest names the source, or all entries of ckptkit's training loop are there."""
-    source = seen.read_source()
+    source = evidence.read_source()
     if source:
         return f"ckptkit, converted from a `{source.get('format')}` checkpoint"
-    is_own = seen.keys == _OWN or (TRAINING in seen.files and _OWN - {"model"} <= seen.keys)
+    is_own = evidence.keys == _OWN or (TRAINING in evidence.files and _OWN - {"model"} <= evidence.keys)
     return "ckptkit train (FSDP)" if is_own else None
 
 
-def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def to_float_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in metrics.items()}
 
 
 CKPTKIT = TrainerFacts(
     name="ckptkit",
-    wrote=title_if_written,
+    wrote=find_title_if_written,
     steps=("ckpt-([0-9]{1,18})",),
     others=(TRAINING,),
     states=(r"tokens\.(?:bin|json)",),
     of_runs=("train.toml", "metrics.jsonl"),
-    metrics={METRICS: MetricsFile(1 << 20, to_numbers)},
+    metrics={METRICS: MetricsFile(1 << 20, to_float_metrics)},
 )

@@ -51,7 +51,7 @@ _ARGUMENTS = "training_args.bin"
 _GLOBAL_STEP = "global_step([0-9]{1,18})"
 
 
-def _by_trainer(library: str, package: str) -> tuple[Mark, ...]:
+def _marks_of_trainer(library: str, package: str) -> tuple[Mark, ...]:
     """Return the marks of a library with a Trainer of its own: the class of the arguments is in its package."""
     title, pickled = f"{library}, by transformers' Trainer", (_ARGUMENTS, rf"{package}\..*")
     return (
@@ -61,11 +61,11 @@ def _by_trainer(library: str, package: str) -> tuple[Mark, ...]:
 
 
 # trl/trainer/base_config.py of TRL 1.16; sentence_transformers/base/{training_args,model}.py of 6.2
-TRL = TrainerFacts(name="trl", marks=_by_trainer("TRL", "trl"))
+TRL = TrainerFacts(name="trl", marks=_marks_of_trainer("TRL", "trl"))
 SENTENCE_TRANSFORMERS = TrainerFacts(
     name="sentence_transformers",
     marks=(
-        *_by_trainer("sentence-transformers", "sentence_transformers"),
+        *_marks_of_trainer("sentence-transformers", "sentence_transformers"),
         Mark("sentence-transformers", json=("config_sentence_transformers.json", "__version__")),
     ),
 )
@@ -441,7 +441,7 @@ MAMBA_SSM = TrainerFacts(
 )
 
 # huggingface/lerobot, configs/policies.py; common/utils/train_utils.py: `005000/pretrained_model` and, in files of
-# states, `training_state`; `last` is a link to the latest
+# states, `training_state_keys`; `last` is a link to the latest
 LEROBOT = TrainerFacts(
     name="lerobot",
     marks=(Mark("LeRobot", files=(r"train_config\.json",), json=("config.json", "type")),),

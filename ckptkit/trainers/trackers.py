@@ -23,8 +23,8 @@ from typing import Any
 
 from ckptkit import trainers
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
-from ckptkit.io.file import children, entry_of, read_small
-from ckptkit.trainers import may_be_step, stem_of, step_of
+from ckptkit.io.file import find_linked_entry, list_children, read_small
+from ckptkit.trainers import find_step_of_path, is_like_checkpoint, name_without_suffixes
 
 _LIMIT = 1 << 10  # bytes
 _LIMIT_OF_JSON = 1 << 24  # bytes: it may have the metrics of all checkpoints
@@ -59,11 +59,11 @@ class Tracker:
     is_latest: bool = False
     is_guess: bool = False
 
-    def means(self, checkpoint: Path) -> bool:
+    def is_naming(self, checkpoint: Path) -> bool:
         """Return whether the tracker names this checkpoint of the run."""
         if checkpoint.name == self.target:
             return True
-        step = int(checkpoint.name) if checkpoint.name.isdecimal() else step_of(checkpoint)
+        step = int(checkpoint.name) if checkpoint.name.isdecimal() else find_step_of_path(checkpoint)
         return self.target.isdecimal() and step == int(self.target)
 
 
@@ -72,16 +72,16 @@ def trackers_in(root: Path) -> list[Tracker]:
 
     A tracker of a known trainer that names nothing is among them; any other file must name a checkpoint.
     """
-    visible = [path for path in children(root) if not path.name.startswith(".") or is_hidden_tracker(path)]
-    named = {stem_of(path.name): path.name for path in visible if may_be_step(path)}
+    visible = [path for path in list_children(root) if not path.name.startswith(".") or is_hidden_tracker(path)]
+    named = {name_without_suffixes(path.name): path.name for path in visible if is_like_checkpoint(path)}
     trackers_found: list[Tracker] = []
     for path in visible:
-        target = read_tracker(path)
+        target = find_tracker_target(path)
         may_mention = not target and named and path.name not in named.values()
-        found = list(mentions_in(path, named)) if may_mention else []
+        found = list(checkpoints_mentioned_in(path, named)) if may_mention else []
         if not found and target is not None:
             is_link = path.is_symlink()
-            is_latest = _LATEST.fullmatch(path.name) is not None if is_link else not trainers.names_best(path.name)
+            is_latest = _LATEST.fullmatch(path.name) is not None if is_link else not trainers.is_best_tracker(path.name)
             found = [Tracker(path.name, target, is_latest)]
         trackers_found += found
     return trackers_found
@@ -92,73 +92,77 @@ def is_hidden_tracker(path: Path) -> bool:
     return any(pattern.fullmatch(path.name) for pattern in (_LATEST, _OF_BEST)) and not path.is_symlink()
 
 
-def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
+def checkpoints_mentioned_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
     """Yield the checkpoint that a small file of any name mentions as the latest or the best.
 
     `named` are the checkpoints beside it by their names without suffix. A kind of key with several checkpoints counts
     for none of them. Neither does the highest step, which is kept anyway. A file with the step in its own name belongs
     to that checkpoint.
     """
-    if path.is_symlink() or not path.is_file() or trainers.may_note(path.name):
+    if path.is_symlink() or not path.is_file() or trainers.is_progress_file(path.name):
         return
     with translate_os_errors(path):
         status = path.stat()
-    pairs = pairs_in(path, status.st_size, status.st_mtime_ns) if status.st_size <= _LIMIT_OF_NOTES else ()
+    pairs = keys_and_values_in(path, status.st_size, status.st_mtime_ns) if status.st_size <= _LIMIT_OF_NOTES else ()
     mentioned: dict[str, set[str]] = {}
     for keys, value in pairs:
-        mentioned.setdefault(kind_of(keys), set()).update(meant_by(keys[-1], value, named))
-    highest = max(named.values(), key=lambda name: step_of(Path(stem_of(name))) or 0)
+        mentioned.setdefault(tracker_kind_of_keys(keys), set()).update(names_meant_by(keys[-1], value, named))
+    highest = max(named.values(), key=lambda name: find_step_of_path(Path(name_without_suffixes(name))) or 0)
     for kind, names in mentioned.items():
         own = {int(number) for number in re.findall(r"[0-9]{1,18}", path.name)}
-        if len(names) == 1 and names != {highest} and step_of(Path(stem_of(min(names)))) not in own:
+        if (
+            len(names) == 1
+            and names != {highest}
+            and find_step_of_path(Path(name_without_suffixes(min(names)))) not in own
+        ):
             is_best = kind == "best" or _OF_BEST.fullmatch(path.name) is not None
             is_latest = path.name == _TENSORFLOW or _LATEST.fullmatch(path.name) is not None
             is_latest &= not is_best and not (kind == "" and mentioned.get("latest"))
             yield Tracker(path.name, min(names), is_latest, is_guess=not is_best)
 
 
-def kind_of(keys: Keys) -> str:
+def tracker_kind_of_keys(keys: Keys) -> str:
     """Return "best" or "latest" by the innermost key that says either, "" without one."""
     kinds = ("best" if _OF_BEST.fullmatch(key) else "latest" if _OF_LATEST.fullmatch(key) else "" for key in keys[::-1])
     return next(filter(None, kinds), "")
 
 
-def meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]:
+def names_meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]:
     """Yield the checkpoints whose name or step is the value of a key."""
     if isinstance(value, str):
         tokens = {token.rstrip(".:") for token in (*_TOKEN.findall(value), *_TOKEN.findall(value.partition("=")[2]))}
         yield from (name for stem, name in named.items() if tokens & {stem, name})
     text = value.strip() if isinstance(value, str) else str(value)
     if type(value) in (int, str) and text.isascii() and text.isdecimal() and _OF_STEP.fullmatch(key):
-        yield from (name for stem, name in named.items() if step_of(Path(stem)) == int(text))
+        yield from (name for stem, name in named.items() if find_step_of_path(Path(stem)) == int(text))
 
 
 @lru_cache(maxsize=4096)  # every checkpoint that may be deleted needs the pairs of all files
-def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[Keys, object], ...]:  # noqa: ARG001
+def keys_and_values_in(path: Path, size: int, changed: int) -> tuple[tuple[Keys, object], ...]:  # noqa: ARG001
     """Return the keys and values in a small file of JSON, CSV or text."""
     try:
-        text = decode(read_small(path, size))
+        text = decode_utf_text(read_small(path, size))
     except (Corrupt, IOFailure, Unsafe, ValueError):
         # the file may have any contents; one that is not text mentions nothing
         return ()
     try:
-        return tuple(leaves_of(json.loads(text), ("",)))
+        return tuple(json_leaves_of(json.loads(text), ("",)))
     except (ValueError, RecursionError):
         pass
     if "\0" in text:
         return ()
     if path.suffix == ".csv":
         rows = csv.DictReader(text.splitlines(), restkey="", restval="")
-        return tuple(leaf for row in rows for leaf in leaves_of(row, ("",)))
-    return tuple(pairs_of_text(text))
+        return tuple(leaf for row in rows for leaf in json_leaves_of(row, ("",)))
+    return tuple(keys_and_values_of_text(text))
 
 
-def decode(content: bytes) -> str:
+def decode_utf_text(content: bytes) -> str:
     """Return text in UTF-8, or in UTF-16 with a byte order mark. Raises `ValueError` for other content."""
     return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
 
 
-def pairs_of_text(text: str) -> Iterator[tuple[Keys, object]]:
+def keys_and_values_of_text(text: str) -> Iterator[tuple[Keys, object]]:
     """Yield the keys and values of lines such as `key: value`, also below a section.
 
     A line without a key has the key "", and so has the only line of a text, also if it has a key.
@@ -180,32 +184,32 @@ def pairs_of_text(text: str) -> Iterator[tuple[Keys, object]]:
             yield (*keys, ""), line
 
 
-def leaves_of(value: Any, keys: Keys) -> Iterator[tuple[Keys, object]]:
+def json_leaves_of(value: Any, keys: Keys) -> Iterator[tuple[Keys, object]]:
     """Yield the values in JSON that are neither dicts nor lists, each with its keys."""
     if isinstance(value, dict):
         for own, member in value.items():
-            yield from leaves_of(member, (*keys, own))
+            yield from json_leaves_of(member, (*keys, own))
     elif isinstance(value, list):
         for member in value:
-            yield from leaves_of(member, keys)
+            yield from json_leaves_of(member, keys)
     else:
         yield keys, value
 
 
-def read_tracker(path: Path) -> str | None:
+def find_tracker_target(path: Path) -> str | None:
     """Return the name or step in a tracker, "" for other content, None for any other file.
 
     The JSON of a trainer's state may name no checkpoint, and is no tracker then.
     """
     with translate_os_errors(path):
         if path.is_symlink():
-            return entry_of(path.parent, os.readlink(path))
+            return find_linked_entry(path.parent, os.readlink(path))
         if not trainers.is_tracker(path.name) or not path.is_file():
             return None
     keys = trainers.json_trackers().get(path.name)
     try:
         if keys is None:
-            text: Any = decode(read_small(path, _LIMIT)).strip()
+            text: Any = decode_utf_text(read_small(path, _LIMIT)).strip()
         else:
             text = json.loads(read_small(path, _LIMIT_OF_JSON))
             for key in keys:

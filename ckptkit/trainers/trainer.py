@@ -57,17 +57,19 @@ class Mark(NamedTuple):
     place: str = ".*"
     beside: str = ""
 
-    def is_on(self, seen: Evidence) -> bool:
-        place = re.fullmatch(self.place, seen.place.name, re.DOTALL)
+    def is_in_evidence(self, evidence: Evidence) -> bool:
+        place = re.fullmatch(self.place, evidence.place.name, re.DOTALL)
         return (
             place is not None
-            and self.format in (None, seen.format)
-            and not (self.by_ranks and seen.world_size is None)
-            and all(map(seen.has_key, self.keys))
-            and all(any(map(re.compile(pattern).fullmatch, seen.files)) for pattern in self.files)
-            and (not self.beside or (seen.place.parent / place.expand(self.beside)).exists())
-            and (self.json is None or self.json[1] in seen.read_json(self.json[0]))
-            and (self.pickled is None or re.fullmatch(self.pickled[1], seen.read_class(self.pickled[0])) is not None)
+            and self.format in (None, evidence.format)
+            and not (self.by_ranks and evidence.world_size is None)
+            and all(map(evidence.has_key, self.keys))
+            and all(any(map(re.compile(pattern).fullmatch, evidence.files)) for pattern in self.files)
+            and (not self.beside or (evidence.place.parent / place.expand(self.beside)).exists())
+            and (self.json is None or self.json[1] in evidence.read_json(self.json[0]))
+            and (
+                self.pickled is None or re.fullmatch(self.pickled[1], evidence.read_class(self.pickled[0])) is not None
+            )
         )
 
 
@@ -95,7 +97,7 @@ class ConfigOf(NamedTuple):
     needs: str = ""
     beside: tuple[str, ...] = ()
 
-    def reads(self, name: str) -> bool:
+    def is_loading_file(self, name: str) -> bool:
         """Return whether the library loads a file of this name with the model."""
         return any(re.fullmatch(pattern, name) for pattern in self.beside)
 
@@ -184,6 +186,6 @@ class TrainerFacts:
     # Tensors that can only be copied unchanged: patterns of their names, and the reason.
     opaque: Mapping[str, str] = field(default_factory=dict)
 
-    def title_on(self, seen: Evidence) -> str | None:
+    def find_title(self, evidence: Evidence) -> str | None:
         """Return the name to show if this trainer wrote a checkpoint, None if no mark proves it."""
-        return self.wrote(seen) or next((mark.title for mark in self.marks if mark.is_on(seen)), None)
+        return self.wrote(evidence) or next((mark.title for mark in self.marks if mark.is_in_evidence(evidence)), None)

@@ -14,7 +14,7 @@ STATE = "trainer_state.json"
 _OF_SPEED = ("_runtime", "_per_second")
 
 
-def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
+def metrics_at_step(state: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that a Trainer logged at the step of its state, without its speed."""
     entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
     numbers = {
@@ -39,5 +39,5 @@ TRANSFORMERS = TrainerFacts(
     own_state=(r"rng_state_([0-9]+)\.pth",),
     optional_state=(r"rng_state_([0-9]+)\.pth",),  # `Trainer._load_rng_state` continues without it
     states=(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state\.pth",),
-    metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # it has an entry for every logging step
+    metrics={STATE: MetricsFile(1 << 26, metrics_at_step)},  # it has an entry for every logging step
 )

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ckptkit.errors import Usage, translate_os_errors
-from ckptkit.io.destination import require_shared
+from ckptkit.io.destination import require_multi_process_store
 from ckptkit.io.file import read_small
-from ckptkit.io.path import is_remote, refresh, to_path
+from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.runs.retention import Best
 from ckptkit.settings import Help, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
@@ -104,7 +104,7 @@ class TrainConfig:
         for name, least in LEAST.items():
             if getattr(self, name) is not None:
                 require_at_least(least, name, getattr(self, name))
-        for name, setting in settings().items():
+        for name, setting in train_settings().items():
             choices = get_args(setting.kind) if get_origin(setting.kind) is Literal else None
             if choices and getattr(self, name) not in choices:
                 raise Usage(f"unknown {name} `{getattr(self, name)}`", hint=f"use one of {', '.join(choices)}")
@@ -119,14 +119,14 @@ class TrainConfig:
             )
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("--wrap: expected block for FSDP2, found size", hint="pass --fsdp 1 to wrap by size")
-        require_full_training(self) if self.lora_rank is None else require_adaptable(self)
-        require_places(self)
-        require_metric(self.keep_best)
+        require_full_training(self) if self.lora_rank is None else require_lora_settings(self)
+        require_local_paths(self)
+        require_saved_metric(self.keep_best)
 
     def to_toml(self) -> str:
         """Return the settings as a TOML file; settings that are None are left out."""
-        values = {name: getattr(self, name) for name in settings()}
-        return "".join(f"{name} = {to_toml(value)}\n" for name, value in values.items() if value is not None)
+        values = {name: getattr(self, name) for name in train_settings()}
+        return "".join(f"{name} = {toml_value(value)}\n" for name, value in values.items() if value is not None)
 
 
 LEAST = {
@@ -137,7 +137,7 @@ LEAST = {
 }  # fmt: skip
 
 
-def require_places(config: TrainConfig) -> None:
+def require_local_paths(config: TrainConfig) -> None:
     """Raise `Usage` for a run or data path that is in a store although it must be local."""
     require_storable(config.run, config.state_dict)
     if config.tensorboard and is_remote(config.run):
@@ -149,14 +149,14 @@ def require_places(config: TrainConfig) -> None:
 
 def require_storable(run: Path, state_dict: str) -> None:
     """Raise `Usage` if a run cannot save to a store in this format, because several ranks would write one object."""
-    require_shared(run)
+    require_multi_process_store(run)
     if is_remote(run) and state_dict not in _IN_STORES:
         message = f"state dict `{state_dict}` cannot go straight to a store: several ranks would write one object"
         hint = f"save `{_IN_STORES[0]}`, then run `ckptkit convert CHECKPOINT OUT`; OUT may be a URL"
         raise Usage(message, path=run, hint=hint)
 
 
-def require_metric(keep_best: str | None) -> None:
+def require_saved_metric(keep_best: str | None) -> None:
     """Raise `Usage` if `keep_best` names a metric that checkpoints do not contain."""
     if keep_best is None:
         return
@@ -181,7 +181,7 @@ def require_full_training(config: TrainConfig) -> None:
         )
 
 
-def require_adaptable(config: TrainConfig) -> None:
+def require_lora_settings(config: TrainConfig) -> None:
     """Raise `Usage` for settings that contradict the training of LoRA adapters."""
     if config.state_dict == "hf":
         hint = "pass --state-dict adapter, and merge the result with `ckptkit consolidate --merge`"
@@ -193,12 +193,12 @@ def require_adaptable(config: TrainConfig) -> None:
         raise Usage(message, hint="pass --wrap block")
 
 
-def settings() -> dict[str, Setting]:
+def train_settings() -> dict[str, Setting]:
     """Return the settings by name, without `run` and `resume`, which are different in every run."""
     return {name: setting for name, setting in settings_of(TrainConfig).items() if name != "resume"}
 
 
-def to_toml(value: object) -> str:
+def toml_value(value: object) -> str:
     """Return a value in TOML syntax, which for these types is JSON with DEL (0x7f) escaped."""
     plain = str(value) if isinstance(value, Path) else value
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007F")
@@ -215,24 +215,24 @@ def read_settings(path: Path) -> dict[str, Any]:
         values = tomllib.loads(read_small(path, _LIMIT).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Usage(f"not a TOML file: {error}", path=path) from error
-    return check_settings(values, path)
+    return parse_settings(values, path)
 
 
-def check_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[str, Any]:
+def parse_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[str, Any]:
     """Return keyword arguments of `TrainConfig` from settings of a TOML file or a Python call.
 
     Raises `Usage` for an unknown setting or a value of the wrong type.
     """
-    for name in values.keys() - settings().keys():
-        near = get_close_matches(name, settings())
-        raise Usage(f"unknown setting `{name}`", path=path, hint=f"use one of {', '.join(near or settings())}")
-    return {name: to_setting(name, value, path) for name, value in values.items()}
+    for name in values.keys() - train_settings().keys():
+        near = get_close_matches(name, train_settings())
+        raise Usage(f"unknown setting `{name}`", path=path, hint=f"use one of {', '.join(near or train_settings())}")
+    return {name: parse_setting(name, value, path) for name, value in values.items()}
 
 
-def to_setting(name: str, value: object, path: Path | None) -> object:
+def parse_setting(name: str, value: object, path: Path | None) -> object:
     """Return `value` converted to the type of its setting. Raises `Usage` for another type."""
-    kind = settings()[name].kind
-    if value is None and settings()[name].default is None:
+    kind = train_settings()[name].kind
+    if value is None and train_settings()[name].default is None:
         return None
     if kind is float and type(value) is int:
         return float(value)
@@ -249,13 +249,13 @@ def to_setting(name: str, value: object, path: Path | None) -> object:
     raise Usage(f"{name}: expected {_IN_TOML.get(kind, 'a list of strings')}, found {value!r}", path=path)
 
 
-def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
+def settings_of_resumed_run(run: Path, resume: str | None) -> dict[str, Any]:
     """Return the settings that a resumed run was started with; {} for a new run."""
-    path = refresh(run) / SETTINGS
-    return settings_in(path, resume) if resume is not None and path.is_file() else {}
+    path = drop_cached_listing(run) / SETTINGS
+    return settings_from_file(path, resume) if resume is not None and path.is_file() else {}
 
 
-def settings_in(config: Path, resume: str | None) -> dict[str, Any]:
+def settings_from_file(config: Path, resume: str | None) -> dict[str, Any]:
     """Return the settings in the file `config` for a new run, or for a run that resumes from `resume`.
 
     `weights` is dropped if `resume` is a checkpoint, except for LoRA: an adapter checkpoint does not contain the base

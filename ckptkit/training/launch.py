@@ -41,7 +41,7 @@ def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable
     A SIGTERM to this process is forwarded to the ranks. The first Ctrl-C calls `on_interrupt`: if it returns True, the
     ranks get SIGTERM, else they are stopped at once. A second Ctrl-C stops them at once.
     """
-    place = torchrun_place()
+    place = find_torchrun_rank()
     if place is not None:
         if nproc is not None:
             raise Usage("--nproc cannot be used under torchrun, which starts the processes", hint="drop --nproc")
@@ -50,13 +50,13 @@ def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable
     nproc = nproc or max(1, torch.cuda.device_count())
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as directory:
         rendezvous = (Path(directory) / "rendezvous").as_uri()  # a file
-        context = start_server()
+        context = start_fork_server()
         ranks: Ranks = {}
         try:
             with blocked_interrupts():  # a Ctrl-C between start and `update` would leave a rank running
                 for number in range(nproc):
-                    ranks.update([start(context, work, RankPlace(number, nproc, number, nproc, rendezvous))])
-            with forwarding(ranks, on_interrupt):
+                    ranks.update([start_rank(context, work, RankPlace(number, nproc, number, nproc, rendezvous))])
+            with forwarding_signals(ranks, on_interrupt):
                 relay_reports(ranks, report)
         finally:
             for process in ranks.values():
@@ -65,7 +65,7 @@ def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable
                 process.join()
 
 
-def torchrun_place() -> RankPlace | None:
+def find_torchrun_rank() -> RankPlace | None:
     """Return the rank that torchrun set in the environment of this process, None without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not all(name in os.environ for name in names):
@@ -75,7 +75,7 @@ def torchrun_place() -> RankPlace | None:
 
 
 @contextmanager
-def forwarding(ranks: Ranks, on_interrupt: Callable[[], bool]) -> Iterator[None]:
+def forwarding_signals(ranks: Ranks, on_interrupt: Callable[[], bool]) -> Iterator[None]:
     """Forward SIGTERM to the ranks inside the block, and handle Ctrl-C as `launch` documents."""
 
     def forward(*_: object) -> None:
@@ -111,7 +111,7 @@ def blocked_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_server() -> ForkServerContext:
+def start_fork_server() -> ForkServerContext:
     """Start the fork server, and wait until it has imported torch, so that each rank starts quickly.
 
     The server only imports torch, because threads and CUDA do not survive a fork. A terminal sends Ctrl-C to every
@@ -132,11 +132,11 @@ def start_server() -> ForkServerContext:
         if "__mp_main__" in sys.modules:
             os._exit(_UNGUARDED)
         raise
-    require_success(probe)
+    require_exit_code_0(probe)
     return context
 
 
-def start(context: ForkServerContext, work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
+def start_rank(context: ForkServerContext, work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
     """Start the process of one rank, and return the pipe on which it reports, and the process."""
     receiver, sender = context.Pipe(duplex=False)
     arguments = (work, place, sender, dict(os.environ))
@@ -176,14 +176,14 @@ def relay_reports(ranks: Ranks, report: Report) -> None:
             try:
                 message = pipe.recv()
             except EOFError:  # the rank has closed its pipe
-                require_success(open_pipes.pop(pipe))
+                require_exit_code_0(open_pipes.pop(pipe))
                 continue
             if isinstance(message, CkptError):
                 raise message
             report(message)
 
 
-def require_success(process: BaseProcess) -> None:
+def require_exit_code_0(process: BaseProcess) -> None:
     """Wait until a process exits. Raises CkptError unless its exit code is 0."""
     process.join()
     code = process.exitcode or 0

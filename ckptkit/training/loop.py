@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptkit.training.config import SAVED_METRICS, TrainConfig, find_settings, to_toml
+from ckptkit.training.config import SAVED_METRICS, TrainConfig, settings_of_resumed_run, toml_value
 from ckptkit.training.launch import Report
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
-from ckptkit.training.start import start
+from ckptkit.training.start import start_training
 from ckptkit.training.trainer import Trainer
 from ckptkit.words import count
 
@@ -28,13 +28,13 @@ class Note:
     ended_early: bool = False
 
 
-def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
+def train_rank(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train as one of the ranks. Rank 0 reports the `StepMetrics` of each step, and a `Note` for other events."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         stop_signal = DeferredSignal(signal.SIGTERM, signal.SIGINT)
         report_once = report if place.rank == 0 else lambda _: None  # only rank 0 reports
-        before = find_settings(config.run, config.resume)
-        trainer, run = start(config, mesh, lambda text: report_once(Note(text)))
+        before = settings_of_resumed_run(config.run, config.resume)
+        trainer, run = start_training(config, mesh, lambda text: report_once(Note(text)))
         if trainer.progress.step:
             position = f"{run.root} is at step {trainer.progress.step} of {config.steps}"
             if trainer.progress.step < config.steps:
@@ -43,19 +43,19 @@ def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
             else:
                 report_once(Note(f"nothing to do: {position}"))
         with run, Log(config, place.rank) as log:
-            for step in advance(config, trainer, run, stop_signal):
-                log.write(step)
+            for step in take_steps(config, trainer, run, stop_signal):
+                log.write_step(step)
                 report_once(step)
         if trainer.progress.step < config.steps:
             report_once(Note("stopped on request, after a save: continue with --resume auto", ended_early=True))
 
 
-def advance(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: DeferredSignal) -> Iterator[StepMetrics]:
+def take_steps(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: DeferredSignal) -> Iterator[StepMetrics]:
     """Yield each step until the last, or until any rank got a stop signal; save checkpoints when due."""
     stop = False
     while trainer.progress.step < config.steps and not stop:
         step = trainer.step()
-        stop = stop_signal.on_any_rank(trainer.device)
+        stop = stop_signal.is_received_on_any_rank(trainer.device)
         is_due = step.step == config.steps or (config.save_every and step.step % config.save_every == 0)
         if stop or is_due:
             saved = trainer.save(run, **{name: getattr(step, name) for name in SAVED_METRICS})
@@ -66,7 +66,7 @@ def advance(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: Deferr
 def describe_changes(before: Mapping[str, Any], config: TrainConfig) -> str:
     """Return the settings that differ from those `before`, as the end of a sentence; "" without any."""
     changed = [
-        f"{name} {to_toml(value)} -> {to_toml(getattr(config, name))}"
+        f"{name} {toml_value(value)} -> {toml_value(getattr(config, name))}"
         for name, value in before.items()
         if getattr(config, name) != value
     ]
@@ -85,7 +85,7 @@ class DeferredSignal:
     def _record(self, *_: object) -> None:
         self._is_received = True
 
-    def on_any_rank(self, device: torch.device) -> bool:
+    def is_received_on_any_rank(self, device: torch.device) -> bool:
         """Return True on all ranks if any rank received a signal; a collective."""
         is_received = torch.tensor(self._is_received, dtype=torch.int32, device=device)
         dist.all_reduce(is_received, op=dist.ReduceOp.MAX)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import Corrupt, IOFailure, Usage
-from ckptkit.io.small_files import open_lines, read_file, replace_file
+from ckptkit.io.small_files import open_lines, read_current_content, replace_file
 from ckptkit.training.config import TrainConfig
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
@@ -79,29 +79,29 @@ class Log(AbstractContextManager["Log"]):
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
         self._lines = open_lines(config.run / METRICS) if rank == 0 else None
-        self._board = open_board(config.run / TENSORBOARD) if config.tensorboard and rank == 0 else None
+        self._board = open_tensorboard(config.run / TENSORBOARD) if config.tensorboard and rank == 0 else None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the buffered lines, unless the disk or store has failed."""
         if self._board is not None:
             self._board.close()
         if self._lines is not None and not (kind and issubclass(kind, IOFailure)):
-            self._lines.send()
+            self._lines.send_lines()
 
-    def write(self, step: StepMetrics) -> None:
+    def write_step(self, step: StepMetrics) -> None:
         """Append the metrics of one step."""
         numbers = asdict(step)
         if self._lines is not None:
-            self._lines.add(f"{json.dumps(numbers)}\n".encode())
+            self._lines.add_line(f"{json.dumps(numbers)}\n".encode())
             if step.checkpoint:
-                self._lines.send()
+                self._lines.send_lines()
         if self._board is not None:
             for name, value in numbers.items():
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(name, value, step.step)
 
 
-def open_board(directory: Path) -> Any:
+def open_tensorboard(directory: Path) -> Any:
     """Return TensorBoard's `SummaryWriter`. Raises `Usage` without the extra `tensorboard`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -113,13 +113,13 @@ def open_board(directory: Path) -> Any:
 def drop_steps_after(run: Path, step: int) -> None:
     """Remove the steps after `step` from a run's metrics, because the resumed run repeats them."""
     path = run / METRICS
-    lines = read_file(path).decode(errors="replace").splitlines(keepends=True)
+    lines = read_current_content(path).decode(errors="replace").splitlines(keepends=True)
     # a crash may have cut the last line
-    kept = [line for line in lines if line.endswith("\n") and step_of(line, path) <= step]
+    kept = [line for line in lines if line.endswith("\n") and parse_step_of_line(line, path) <= step]
     replace_file(path, "".join(kept).encode())
 
 
-def step_of(line: str, path: Path) -> int:
+def parse_step_of_line(line: str, path: Path) -> int:
     """Return the step of a line of metrics. Raises `Corrupt` for a line that has no step."""
     try:
         return int(json.loads(line)["step"])

@@ -9,14 +9,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
+from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
-from ckptkit.io.disk import move_into_place
-from ckptkit.io.path import is_remote, refresh
+from ckptkit.io.disk import move_directory_into_place
+from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
 
-if TYPE_CHECKING:  # the command line calls `find_resume` before it imports torch
+if TYPE_CHECKING:  # the command line calls `find_resume_candidates` before it imports torch
     from ckptkit.storage.ranks import Ranks
     from ckptkit.training.saving.run import Run
     from ckptkit.training.trainer import Trainer
@@ -25,13 +25,13 @@ _DAMAGED = "damaged-"  # prefix of the new name of a checkpoint that could not b
 _NAMED = 4  # checkpoints listed in an error: a long run has hundreds
 
 
-def find_resume(config: TrainConfig) -> list[Path]:
+def find_resume_candidates(config: TrainConfig) -> list[Path]:
     """Return the checkpoints to resume from, newest first; [] for a new run.
 
     Raises `Occupied` if the run has checkpoints that this training would overwrite or repeat, and `NotACheckpoint` if
     the requested checkpoint is missing or incomplete.
     """
-    complete = RunFolder(refresh(config.run)).checkpoints()[::-1]
+    complete = RunFolder(drop_cached_listing(config.run)).checkpoints()[::-1]
     if config.resume is None and complete:
         hint = "continue with --resume auto, or pass another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
@@ -47,11 +47,11 @@ def find_resume(config: TrainConfig) -> list[Path]:
         raise NotACheckpoint("the checkpoint is not complete: cannot resume", path=chosen.path)
     if not complete:
         require_no_unfinished(config.run)
-    require_none_later(config.run, complete, chosen)
+    require_newest(config.run, complete, chosen)
     return [chosen.path]
 
 
-def require_none_later(run: Path, complete: Sequence[Checkpoint], chosen: Checkpoint) -> None:
+def require_newest(run: Path, complete: Sequence[Checkpoint], chosen: Checkpoint) -> None:
     """Raise `Occupied` if `chosen` is not the newest of the run's `complete` checkpoints (newest first).
 
     The run would repeat the later steps, and would mix metrics and checkpoints of two trainings.
@@ -75,13 +75,13 @@ def require_no_unfinished(run: Path) -> None:
 
     In a store a save replaces an unfinished checkpoint of the same step.
     """
-    names = [checkpoint.name for checkpoint in ([] if is_remote(run) else named_in(run))]
+    names = [checkpoint.name for checkpoint in ([] if is_remote(run) else checkpoints_named_in_run(run))]
     if names:
         message = f"the run has only unfinished checkpoints: {', '.join(names)}"
         raise Occupied(message, path=run, hint="move them away, or pass another run")
 
 
-def first_readable(candidates: Sequence[Path]) -> Path:
+def first_readable_checkpoint(candidates: Sequence[Path]) -> Path:
     """Return the first checkpoint with undamaged metadata. If all are damaged, raises the error of the first."""
     errors: list[Exception] = []
     for path in candidates:
@@ -114,14 +114,14 @@ def load_newest(
                 run.replace(other)
                 outcome = f"{other.name} is replaced when its step is saved again"
             else:
-                ranks.on_first(partial(set_aside, other))
+                ranks.run_on_first_rank(partial(rename_damaged, other))
                 outcome = f"{other.name} is now {_DAMAGED}{other.name}"
             warn(f"warning: {other} cannot be loaded: {reason.message}; resuming from {path}, {outcome}")
         return
     raise next(iter(damaged.values()))
 
 
-def set_aside(path: Path) -> None:
+def rename_damaged(path: Path) -> None:
     """Rename a damaged checkpoint."""
     with translate_os_errors(path):
-        move_into_place(path, path.with_name(_DAMAGED + path.name), overwrite=False)
+        move_directory_into_place(path, path.with_name(_DAMAGED + path.name), overwrite=False)

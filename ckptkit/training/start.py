@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ckptkit import storage
 from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
-from ckptkit.adapters.names import read_entry
+from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.run import local_folder
+from ckptkit.checkpoints.run import local_directory_of_run
 from ckptkit.errors import Mismatch, Usage, translate_os_errors
-from ckptkit.io.allocation import make_folder
+from ckptkit.io.allocation import make_directory
 from ckptkit.io.file import read_small
 from ckptkit.io.path import is_remote
 from ckptkit.io.small_files import replace_file, require_writable
@@ -39,14 +39,14 @@ from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import TokenFile, prepare_tokens
 from ckptkit.training.metrics import drop_steps_after
-from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
+from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, download_if_hub_id
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.shard import ShardedModel
-from ckptkit.training.resume import find_resume, first_readable, load_newest
+from ckptkit.training.resume import find_resume_candidates, first_readable_checkpoint, load_newest
 from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER
-from ckptkit.training.saving.state import are_adapters
+from ckptkit.training.saving.state import are_adapter_names
 from ckptkit.training.trainer import Trainer
 
 CONFIG = "config.json"
@@ -55,7 +55,7 @@ _COMPUTED = ".rotary_emb.inv_freq"  # a buffer in checkpoints of older transform
 _PRIME = 2**31 - 1  # so small that the product of two residues fits into int64
 
 
-def load_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | None = None) -> int:
+def load_initial_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | None = None) -> int:
     """Load the weights at `path`, a checkpoint or a run (its latest checkpoint), into a model; casts dtypes.
 
     Names of another family are translated with the config.json next to the weights, or else with `config`. Adapters of
@@ -65,7 +65,7 @@ def load_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | 
     not have, or if two tied tensors differ in the checkpoint.
     """
     state: dict[str, Any] = get_model_state_dict(sharded.model)
-    tied = {name: state[sharded.first_names[name]] for name in state if read_entry(name) is None}
+    tied = {name: state[sharded.first_names[name]] for name in state if parse_tensor_name(name) is None}
     unused = storage.load_weights(path, tied, config, cast="allow")
     unexpected = [name for name in unused if not name.endswith(_COMPUTED)]
     if unexpected:
@@ -76,23 +76,23 @@ def load_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | 
             hint="check that the checkpoint is of the same model",
         )
     set_model_state_dict(sharded.model, state | tied)
-    return checksum(tied) if len(tied) < len(state) else 0
+    return checksum_across_ranks(tied) if len(tied) < len(state) else 0
 
 
 @torch.no_grad()
-def checksum(tensors: Mapping[str, Tensor]) -> int:
+def checksum_across_ranks(tensors: Mapping[str, Tensor]) -> int:
     """Return a checksum of tensors that does not depend on their sharding or dtype; a collective.
 
     Each tensor is rounded to bf16 and reduced to the sum of its rows, each weighted by its row number; the checksum is
     the CRC-32 of the names and sums.
     """
     names = sorted(tensors)
-    sums = torch.stack([sum_of_rows(tensors[name]) for name in names])
+    sums = torch.stack([summand_of_checksum(tensors[name]) for name in names])
     dist.all_reduce(sums)
     return zlib.crc32(str(list(zip(names, (sums % _PRIME).tolist(), strict=True))).encode())
 
 
-def sum_of_rows(tensor: Tensor) -> Tensor:
+def summand_of_checksum(tensor: Tensor) -> Tensor:
     """Return this rank's summand of a tensor's checksum, modulo a prime.
 
     The bf16 bits of each row are summed as integers and multiplied by the row number. Only one replica counts.
@@ -129,7 +129,9 @@ class Findings:
     needs_base: bool  # the checkpoint to resume has only adapters, so base weights must be loaded too
 
 
-def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = warnings.warn) -> tuple[Trainer, Run]:
+def start_training(
+    config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = warnings.warn
+) -> tuple[Trainer, Run]:
     """Build the trainer and the run on every rank, at step 0 or at the step of the resumed checkpoint.
 
     Calls `warn` with a message for each damaged checkpoint that was skipped.
@@ -138,7 +140,7 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
         message = f"--batch-size: expected at least {mesh.size()}, a sequence for each rank, found {config.batch_size}"
         raise Usage(message)
     ranks = Ranks()
-    findings = ranks.on_first(partial(find_inputs, config))
+    findings = ranks.run_on_first_rank(partial(find_inputs, config))
     blueprint = choose_blueprint(findings.model, tied=not config.untied, vocab_size=findings.vocab_size)
     weights = config.weights or blueprint.weights
     if config.lora_rank is not None:
@@ -148,52 +150,54 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
                 path=findings.resume,
                 hint="pass --weights, or a --model with weights, or --state-dict sharded",
             )
-        blueprint = with_adapters(config, config.lora_rank, blueprint, mesh.device_type)
-    require_fit(config, blueprint, findings)
-    run = make_run(config, {**findings.tokenizer_files, **blueprint.files()})
-    tokens = share_tokens(config, findings, ranks)
+        blueprint = with_lora(config, config.lora_rank, blueprint, mesh.device_type)
+    require_inputs_fit(config, blueprint, findings)
+    run = make_run(config, {**findings.tokenizer_files, **blueprint.model_files()})
+    tokens = token_file_for_ranks(config, findings, ranks)
     corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
     # no seed: the weights are loaded next, so initializing them would be wasted
     trainer = Trainer(config, blueprint, corpus, mesh, None if findings.resume or weights else config.seed)
     if weights is not None and (findings.resume is None or findings.needs_base):
-        trainer.progress.base = load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
+        trainer.progress.base = load_initial_weights(
+            trainer.sharded, weights, json.loads(blueprint.model_files()[CONFIG])
+        )
     if findings.resume is not None:
         load_newest(trainer, run, findings.candidates, ranks, warn)
     # only after a successful load, and only if steps remain: otherwise the run keeps its old settings and metrics
     if trainer.progress.step < config.steps:
-        ranks.on_first(partial(write_run_files, config, trainer.progress.step, blueprint.files()))
+        ranks.run_on_first_rank(partial(write_run_files, config, trainer.progress.step, blueprint.model_files()))
     return trainer, run
 
 
 def find_inputs(config: TrainConfig) -> Findings:
     """Find the checkpoint, the model and the tokenizer, and check that the run's directory is writable."""
-    candidates = find_resume(config)
+    candidates = find_resume_candidates(config)
     require_writable(config.run)
-    resume = first_readable(candidates) if candidates else None
-    model = resolve_model(config.model)
+    resume = first_readable_checkpoint(candidates) if candidates else None
+    model = download_if_hub_id(config.model)
     models_tokenizer = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
     name = config.tokenizer or models_tokenizer
     tokenizer = choose_tokenizer(name)
     needs_base = False
     if config.lora_rank is not None and resume is not None:
-        needs_base = are_adapters(Checkpoint.open(resume).weights.layout.tensors)
+        needs_base = are_adapter_names(Checkpoint.open(resume).weights.layout.tensors)
     return Findings(candidates, resume, model, name, tokenizer.vocab_size, tokenizer.files(), needs_base)
 
 
-def share_tokens(config: TrainConfig, findings: Findings, ranks: Ranks) -> TokenFile:
+def token_file_for_ranks(config: TrainConfig, findings: Findings, ranks: Ranks) -> TokenFile:
     """Return the token file of the data: in a local run one file for all ranks, else one file per machine.
 
     Raises `Mismatch` if the data differs between machines.
     """
-    tokens = ranks.on_first(partial(tokenize, config, findings))
+    tokens = ranks.run_on_first_rank(partial(prepare_token_file, config, findings))
     if not is_remote(config.run):
         return tokens
-    machines = ranks.gather(socket.gethostname())
+    machines = ranks.gather_values(socket.gethostname())
     is_first_here = machines.index(socket.gethostname()) == ranks.rank
     # One rank per machine writes the file of its machine, then the others find it there.
-    ranks.together(lambda: tokenize(config, findings) if is_first_here else None)
-    tokens = ranks.together(partial(tokenize, config, findings))
-    for machine, checksum in zip(machines, ranks.gather(tokens.checksum), strict=True):
+    ranks.run_on_all_ranks(lambda: prepare_token_file(config, findings) if is_first_here else None)
+    tokens = ranks.run_on_all_ranks(partial(prepare_token_file, config, findings))
+    for machine, checksum in zip(machines, ranks.gather_values(tokens.checksum), strict=True):
         if checksum != tokens.checksum:
             hint = "copy the same files to all machines"
             raise Mismatch(
@@ -202,12 +206,12 @@ def share_tokens(config: TrainConfig, findings: Findings, ranks: Ranks) -> Token
     return tokens
 
 
-def tokenize(config: TrainConfig, findings: Findings) -> TokenFile:
+def prepare_token_file(config: TrainConfig, findings: Findings) -> TokenFile:
     """Return the token file of the data, in the run or, for a run in a store, in a local directory."""
-    return prepare_tokens(config.data, choose_tokenizer(findings.tokenizer), local_folder(config.run))
+    return prepare_tokens(config.data, choose_tokenizer(findings.tokenizer), local_directory_of_run(config.run))
 
 
-def require_fit(config: TrainConfig, blueprint: Blueprint, findings: Findings) -> None:
+def require_inputs_fit(config: TrainConfig, blueprint: Blueprint, findings: Findings) -> None:
     """Raise `Usage` or `Mismatch` unless model, data, tokenizer and the checkpoint to resume fit together."""
     if config.sequence_length > blueprint.max_length:
         raise Usage(
@@ -221,8 +225,8 @@ def require_fit(config: TrainConfig, blueprint: Blueprint, findings: Findings) -
             hint="pass the model's own tokenizer with --tokenizer",
         )
     if findings.resume is not None:
-        require_same(findings.resume / CONFIG, blueprint.files()[CONFIG], "model")
-        require_same_adapters(findings.resume / ADAPTER_CONFIG, blueprint.files().get(ADAPTER_CONFIG))
+        require_same_config(findings.resume / CONFIG, blueprint.model_files()[CONFIG], "model")
+        require_same_adapters(findings.resume / ADAPTER_CONFIG, blueprint.model_files().get(ADAPTER_CONFIG))
 
 
 def require_same_adapters(path: Path, text: bytes | None) -> None:
@@ -231,7 +235,7 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
     Raises it too if only the checkpoint or only the model has adapters.
     """
     if path.exists() and text is not None:
-        require_same(path, text, "adapter", but=("base_model_name_or_path",))
+        require_same_config(path, text, "adapter", ignored_keys=("base_model_name_or_path",))
     elif path.exists():
         rank = json.loads(read_small(path, _LIMIT)).get("r", "R")
         message = "the checkpoint has LoRA adapters, but --lora-rank is missing"
@@ -242,24 +246,26 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
         raise Mismatch(message, path=path.parent, hint=hint)
 
 
-def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) -> None:
-    """Raise `Mismatch` if the checkpoint's config at `path` differs from `text` in a key that is not in `but`.
+def require_same_config(path: Path, text: bytes, kind: str, ignored_keys: Collection[str] = ()) -> None:
+    """Raise `Mismatch` if the checkpoint's config at `path` differs from `text` in a key that is not in `ignored_keys`.
 
     Equal tensor shapes are not enough: a model with another `rope_theta`, for example, would train on silently.
     """
     with translate_os_errors(path):
         path.stat()  # reports a missing file as missing
     theirs, ours = json.loads(read_small(path, _LIMIT)), json.loads(text)
-    different = sorted(key for key in (theirs.keys() | ours.keys()) - {*but} if theirs.get(key) != ours.get(key))
+    different = sorted(
+        key for key in (theirs.keys() | ours.keys()) - {*ignored_keys} if theirs.get(key) != ours.get(key)
+    )
     if different:
         key = different[0]
         raise Mismatch(
-            f"the checkpoint has another {what}: expected {ours.get(key)!r} as `{key}`, found {theirs.get(key)!r}",
+            f"the checkpoint has another {kind}: expected {ours.get(key)!r} as `{key}`, found {theirs.get(key)!r}",
             path=path,
         )
 
 
-def with_adapters(config: TrainConfig, rank: int, model: Blueprint, device_type: str) -> Blueprint:
+def with_lora(config: TrainConfig, rank: int, model: Blueprint, device_type: str) -> Blueprint:
     """Return the blueprint of `model` with LoRA adapters of `rank` and the other LoRA settings of `config`."""
     base = config.weights or (config.model if model.weights else None)
     lora = Lora(rank, config.lora_alpha, config.lora_targets, config.seed)
@@ -281,7 +287,7 @@ def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
 
 def write_run_files(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
     """Write the settings and model files into the run, and drop metrics of steps after `step`."""
-    make_folder(config.run)
+    make_directory(config.run)
     for name, content in {SETTINGS: config.to_toml().encode(), **files}.items():
         replace_file(config.run / name, content)
     drop_steps_after(config.run, step)

@@ -11,9 +11,9 @@ from typing import Any
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.io.destination import to_destination
-from ckptkit.io.path import refresh, to_path
+from ckptkit.io.path import drop_cached_listing, to_path
 from ckptkit.training import loop
-from ckptkit.training.config import TrainConfig, check_settings, find_settings, settings_in
+from ckptkit.training.config import TrainConfig, parse_settings, settings_from_file, settings_of_resumed_run
 from ckptkit.training.launch import launch
 from ckptkit.training.loop import Note
 from ckptkit.training.metrics import StepMetrics
@@ -41,13 +41,15 @@ def train(
     second at once.
     """
     root = to_destination(run)
-    file_settings = find_settings(root, resume) if config is None else settings_in(to_path(config), resume)
-    chosen = TrainConfig(run=root, resume=resume, **{**file_settings, **check_settings(settings)})
+    file_settings = (
+        settings_of_resumed_run(root, resume) if config is None else settings_from_file(to_path(config), resume)
+    )
+    chosen = TrainConfig(run=root, resume=resume, **{**file_settings, **parse_settings(settings)})
     relay = ReportRelay(report or (lambda _: None))
-    launch(partial(loop.train, chosen), nproc, relay.report, relay.interrupt)
+    launch(partial(loop.train_rank, chosen), nproc, relay.relay, relay.handle_interrupt)
     if relay.was_interrupted:
         raise KeyboardInterrupt
-    return RunFolder(refresh(root)).latest()
+    return RunFolder(drop_cached_listing(root)).latest()
 
 
 class ReportRelay:
@@ -58,12 +60,12 @@ class ReportRelay:
         self._has_begun = False
         self.was_interrupted = False
 
-    def report(self, message: StepMetrics | Note) -> None:
+    def relay(self, message: StepMetrics | Note) -> None:
         """Pass a message on."""
         self._has_begun = True
         self._callback(message)
 
-    def interrupt(self) -> bool:
+    def handle_interrupt(self) -> bool:
         """Return True if the ranks have begun, so that there is a step to save, and report that they will save it."""
         if self._has_begun:
             self.was_interrupted = True

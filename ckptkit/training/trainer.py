@@ -18,13 +18,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.data.corpus import Batch, Corpus, share
+from ckptkit.training.data.corpus import Batch, Corpus, indices_of_rank
 from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.shard import ShardedModel, shard
+from ckptkit.training.parallel.shard import ShardedModel, build_sharded_model
 from ckptkit.training.saving.run import Run
-from ckptkit.training.seeds import derive
+from ckptkit.training.seeds import derive_seed
 
 LAST_LR = 0.1  # learning rate at the last step, as a fraction of the highest
 
@@ -68,7 +68,7 @@ class Trainer:
         self.corpus = corpus
         self.device = torch.device(mesh.device_type)
         self.rank, self.world_size = mesh.get_rank(), mesh.size()
-        self.sharded = shard(config, blueprint, mesh, seed)
+        self.sharded = build_sharded_model(config, blueprint, mesh, seed)
         self.model = self.sharded.model
         self.optimizer = make_optimizer(config, self.sharded)
         self._decays = [float(group["weight_decay"]) for group in self.optimizer.param_groups]
@@ -90,9 +90,9 @@ class Trainer:
         """Take one step. Raises `CkptError`, with unchanged weights, if the loss or the gradient norm is not finite."""
         started = time.perf_counter()
         progress = self.progress
-        torch.manual_seed(derive(progress.seed, progress.step, self.rank))  # for dropout
-        loss, local_loss, tokens = self._learn(self.next_batches())
-        norm = self.sharded.sharding.clip(self.model, self.config.clip)
+        torch.manual_seed(derive_seed(progress.seed, progress.step, self.rank))  # for dropout
+        loss, local_loss, tokens = self._accumulate_gradients(self.next_batches())
+        norm = self.sharded.sharding.clip_gradients(self.model, self.config.clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise CkptError(
                 f"step {progress.step + 1}: the loss is {loss} and the gradient norm {norm}; the run stops here",
@@ -163,25 +163,25 @@ class Trainer:
     def next_batches(self) -> list[Batch]:
         """Return this rank's share of the next global batch as micro-batches; every rank has equally many."""
         start, count = self.progress.sequences, self.config.batch_size
-        mine = share(range(start, start + count), self.rank, self.world_size)
+        mine = indices_of_rank(range(start, start + count), self.rank, self.world_size)
         largest = math.ceil(count / self.world_size)
         parts = math.ceil(largest / (self.config.micro_batch_size or largest))
-        return [self.corpus.batch(share(mine, part, parts)) for part in range(parts)]
+        return [self.corpus.batch_at(indices_of_rank(mine, part, parts)) for part in range(parts)]
 
-    def _learn(self, batches: list[Batch]) -> tuple[float, float, int]:
+    def _accumulate_gradients(self, batches: list[Batch]) -> tuple[float, float, int]:
         """Accumulate the gradients of the batches.
 
         Returns the mean loss per token over all ranks and on this rank, and the number of tokens on all ranks.
         """
-        local_tokens = sum(batch.tokens for batch in batches)
+        local_tokens = sum(batch.loss_token_count for batch in batches)
         tokens = torch.tensor(local_tokens, device=self.device)
         dist.all_reduce(tokens)
         # A mean per rank would give tokens of a short batch more weight. FSDP averages over ranks: undo that.
         scale = self.world_size / tokens.clamp(min=1)
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            with nullcontext() if batch is batches[-1] else self.sharded.sharding.accumulating(self.model):
-                loss = self.loss(batch.to(self.device))
+            with nullcontext() if batch is batches[-1] else self.sharded.sharding.accumulating_gradients(self.model):
+                loss = self.loss_sum_of(batch.to(self.device))
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             losses += loss.detach()
         dist.all_reduce(losses[:1])
@@ -189,9 +189,9 @@ class Trainer:
         count = int(tokens)
         return total / max(1, count), local / max(1, local_tokens), count
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss_sum_of(self, batch: Batch) -> Tensor:
         """Return the sum of the losses over a batch's targets, in fp32."""
-        return self._sum_losses(self.blueprint.logits(self.model, batch.inputs, batch.positions), batch.targets)
+        return self._sum_losses(self.blueprint.compute_logits(self.model, batch.inputs, batch.positions), batch.targets)
 
 
 def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -202,8 +202,8 @@ def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:
 def make_optimizer(config: TrainConfig, sharded: ShardedModel) -> AdamW:
     """Return AdamW on the fp32 shards, with weight decay for matrices but not for norms and biases."""
     groups = [
-        {"params": sharded.parameters(matrices=True), "weight_decay": config.weight_decay},
-        {"params": sharded.parameters(matrices=False), "weight_decay": 0.0},
+        {"params": sharded.trainable_parameters(matrices=True), "weight_decay": config.weight_decay},
+        {"params": sharded.trainable_parameters(matrices=False), "weight_decay": 0.0},
     ]
     return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from ckptkit.engine.blocks import blocks
-from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_cover
+from ckptkit.engine.blocks import blocks_of_plan
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_chunks_tile
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
@@ -32,8 +32,8 @@ def plan_once(tensors: int) -> float:
     """Return the seconds to plan a checkpoint of so many tensors, sharded over all ranks."""
     source, target = sharded(tensors), whole(tensors)
     began = time.perf_counter()
-    check_cover(source)
-    units = sum(1 for _ in blocks(make_plan(source, target)))
+    check_chunks_tile(source)
+    units = sum(1 for _ in blocks_of_plan(make_plan(source, target)))
     seconds = time.perf_counter() - began
     if units < tensors:
         raise SystemExit(f"only {units} blocks")

@@ -22,15 +22,15 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.engine.shares import Share
-from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, end_of, items_per_rank
+from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, items_per_rank, size_of_file
 from ckptkit.formats.dcp.write_metadata import pickled_metadata
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk, Layout, NewFile, Patch, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.names.weights import find_weights
 from ckptkit.state.draft import Draft
-from ckptkit.state.made_files import plan
+from ckptkit.state.made_files import plan_draft
 from ckptkit.state.options import ConvertOptions
 from scripts.benchmarks import shapes
 
@@ -48,7 +48,7 @@ def write(root: Path, wanted: Layout, dealt: list[list[ShardItem]]) -> None:
     files = {f"__{rank}_0.distcp": items for rank, items in enumerate(dealt)}
     root.mkdir()
     for name, items in files.items():
-        write_sparse(root, NewFile(name, end_of(items), chain(KnownBytes(items), seals(items))))
+        write_sparse(root, NewFile(name, size_of_file(items), chain(KnownBytes(items), seals(items))))
     (root / ".metadata").write_bytes(pickled_metadata(wanted, files))
     pickle_as_torch(root)
 
@@ -62,7 +62,7 @@ def model(specs: Mapping[str, Spec]) -> Layout:
     """Return a model of these tensors, under the key `model`."""
     tensors, keys = {}, {}
     for name, spec in specs.items():
-        chunk = Chunk(whole(spec.shape), "", 0, spec.nbytes, spec.dtype)
+        chunk = Chunk(full_box(spec.shape), "", 0, spec.nbytes, spec.dtype)
         tensors[f"model.{name}"] = StoredTensor(spec, (chunk,))
         keys[f"model.{name}"] = ("model", name)
     return Layout(Path(), "made", tensors, keys=keys)
@@ -118,7 +118,7 @@ def consolidate(root: Path, parts: int) -> None:
     with tempfile.TemporaryDirectory(dir=root.parent) as room:
         for file in draft.files:
             write_sparse(Path(room), file)
-        planned = plan(draft, Path(room), share=Share(0, parts))
+        planned = plan_draft(draft, Path(room), share=Share(0, parts))
     copied = [region.numel * chunk.dtype.itemsize for region, chunk, *_ in planned.copies]
     tell(time.perf_counter() - began, copies=len(copied), nbytes=sum(copied))
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ckptkit.formats.dcp.shards import ShardItem, append, cut_rows, wrap_chunk
+from ckptkit.formats.dcp.shards import ShardItem, append_item, row_shards, template_of_chunk
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
 from scripts.benchmarks import scale_steps, trillion
 
@@ -39,7 +39,7 @@ class Mesh:
     def cut(self, shape: Shape, replica: int) -> list[tuple[int, Box]]:
         """Return the ranks within a stage that save a tensor outside the experts, and the box of each."""
         first = replica % (self.group // self.shards) * self.shards
-        return [(first + rank, box) for rank, box in cut_rows(shape, self.shards)]
+        return [(first + rank, box) for rank, box in row_shards(shape, self.shards)]
 
 
 def make(root: Path, layers: int = trillion.LAYERS, experts: int = trillion.EXPERTS, mesh: Mesh = Mesh()) -> None:
@@ -54,7 +54,7 @@ def make(root: Path, layers: int = trillion.LAYERS, experts: int = trillion.EXPE
             expert = expert_of(name)
             whole_on = None if expert is None else expert * mesh.group // experts
             shape = specs[name].shape
-            boxes = mesh.cut(shape, number) if whole_on is None else [(whole_on, whole(shape))]
+            boxes = mesh.cut(shape, number) if whole_on is None else [(whole_on, full_box(shape))]
             for rank, box in boxes:
                 put(files[first + rank], wanted, f"model.{name}", box)
     scale_steps.write(root, wanted, files)
@@ -68,8 +68,8 @@ def expert_of(name: str) -> int | None:
 
 def put(file: list[ShardItem], wanted: Layout, name: str, box: Box) -> None:
     """Append a box of a tensor to a rank's file."""
-    envelope = wrap_chunk(name, wanted.tensors[name], box)
-    append(file, name, box, envelope.nbytes, envelope)
+    envelope = template_of_chunk(name, wanted.tensors[name], box)
+    append_item(file, name, box, envelope.nbytes, envelope)
 
 
 def read_by_torch(root: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.adapters.config import AdapterConfig, find_adapter_config, read_config
+from ckptkit.adapters.config import AdapterConfig, find_adapter_config, parse_adapter_config
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 
 GOOD: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
@@ -18,7 +18,7 @@ def config(tmp_path: Path, **values: Any) -> AdapterConfig:
     """A config that says this."""
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**GOOD, **values}))
-    return read_config(path)
+    return parse_adapter_config(path)
 
 
 def test_ranks_and_scalings_of_modules(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_hostile_numbers(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(CkptError) as raised:
         found = config(tmp_path, **{key: value})
         found.scaling_of("q")
-        found.flag("use_dora")
-        found.check_known()
+        found.bool_setting("use_dora")
+        found.require_supported_settings()
     assert raised.value.exit_code == 3
     assert raised.value.path == tmp_path / "adapter_config.json"
 
@@ -79,7 +79,7 @@ def test_patterns_take_little_time(tmp_path: Path, pattern: str) -> None:
 )
 def test_methods_that_are_not_known_are_named(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(Unsupported) as raised:
-        config(tmp_path, **{key: value}).check_known()
+        config(tmp_path, **{key: value}).require_supported_settings()
     assert key in raised.value.message or str(value) in raised.value.message
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_config(tmp_path: Path, text: str) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_text(text)
     with pytest.raises(Corrupt):
-        read_config(path)
+        parse_adapter_config(path)
 
 
 def test_where_configs_lie(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import CkptError
-from ckptkit.models.names.sizes import SEPARATE, experts_of
+from ckptkit.models.names.sizes import SEPARATE, expert_names_of_type
 from tests.adapters.test_experts import BLOCKS, COUNT, FIXED, in_blocks, of_experts, record
 from tests.adapters.test_merge import ADAPTER, EXPERTS, MODEL, SAID, Made, assert_merged, edit, tiny_mixtral
 
@@ -255,7 +255,7 @@ def test_files_of_these_types_have_a_tensor_for_each_expert() -> None:
     for model_type in SEPARATE:
         found = mapping.get_checkpoint_conversion_mapping(model_type) or []
         fusions = [one for one in found if any("gate_up_proj" in name for name in one.target_patterns)]
-        names = experts_of(model_type)
+        names = expert_names_of_type(model_type)
         ends = [name.rpartition(".")[2] for name in (names.gate, names.up)]
         (fusion,) = fusions
         assert [name.split(".")[-2] for name in fusion.source_patterns] == ends, model_type

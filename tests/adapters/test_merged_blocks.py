@@ -26,9 +26,9 @@ from ckptkit.adapters.merged_blocks import (
 )
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.layout.box import Box, whole
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.plan import Operand, Region, make_plan, same
+from ckptkit.layout.plan import Operand, Region, make_plan, unchanged_box
 from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings
@@ -50,7 +50,7 @@ def stored(root: Path, data: st.DataObject | None, **tensors: Numbers) -> Layout
     files = Files(root)
     found = {}
     for name, numbers in tensors.items():
-        boxes = data.draw(tilings(numbers.shape)) if data else [whole(numbers.shape)]
+        boxes = data.draw(tilings(numbers.shape)) if data else [full_box(numbers.shape)]
         chunks = tuple(files.put(numbers, box, FLOAT) for box in boxes)
         found[name] = StoredTensor(Spec(FLOAT, numbers.shape), chunks)
     return files.layout(**found)
@@ -73,12 +73,12 @@ def merged(
     w: Numbers,
     steps: Sequence[ChangeStep],
     data: st.DataObject | None = None,
-    reach: Region = same,
+    reach: Region = unchanged_box,
     **adapter: Numbers,
 ) -> Numbers:
     """What steps make of a tensor, when all checksums have been compared."""
     base, other = stored(home / "base", data, t=w), stored(home / "adapter", data, **adapter)
-    dst = allocated(home / "dst", Spec(FLOAT, w.shape), data.draw(tilings(w.shape)) if data else [whole(w.shape)])
+    dst = allocated(home / "dst", Spec(FLOAT, w.shape), data.draw(tilings(w.shape)) if data else [full_box(w.shape)])
     jobs = data.draw(st.integers(1, 2)) if data else 2
     done = execute(make_plan(base, dst, [other], {"t": Merge(operand("t", 0), steps, reach)}), jobs=jobs)
     assert done.checked_bytes == 4 * sum(numbers.size for numbers in (w, *adapter.values()))
@@ -150,7 +150,7 @@ def test_directions_are_those_of_whole_tensors(data: st.DataObject) -> None:
         step = DoraRescale(product(kind, a, b), operand("m"), m.shape, axis)
 
         def reach(box: Box, axis: int = axis, shape: tuple[int, ...] = w.shape) -> Box:
-            return whole(shape) if axis else Box((box.start[0], 0), (box.size[0], shape[1]))
+            return full_box(shape) if axis else Box((box.start[0], 0), (box.size[0], shape[1]))
 
         with tempfile.TemporaryDirectory() as directory:
             found = merged(Path(directory), w, [step], data, reach, a=a, b=b, m=m)
@@ -204,7 +204,7 @@ def test_damage_to_a_factor_is_found(tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-5] ^= 1
     file.write_bytes(raw)
-    dst = allocated(tmp_path / "dst", Spec(FLOAT, w.shape), [whole(w.shape)])
+    dst = allocated(tmp_path / "dst", Spec(FLOAT, w.shape), [full_box(w.shape)])
     with pytest.raises(Corrupt) as raised:
         execute(make_plan(base, dst, [other], {"t": Merge(operand("t", 0), [product(LinearProduct, a, b)])}))
     assert (raised.value.path, raised.value.tensor) == (file, "b")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckptkit.adapters.find import Adapted, find_adapters
-from ckptkit.adapters.names import WRAPPER, base_name, read_entry
+from ckptkit.adapters.names import WRAPPER, base_model_name, parse_tensor_name
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import Shape, whole
+from ckptkit.layout.box import Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.wrappers import may_be_adapted
 
@@ -40,10 +40,10 @@ TRAINED = {
 def test_what_is_in_training_and_what_is_saved(name: str, before: str) -> None:
     """Whatever a trainer puts before it; and what is saved is known again, but for whose it is."""
     kind, adapter, module, saved = TRAINED[name]
-    found = read_entry(before + name)
+    found = parse_tensor_name(before + name)
     assert found is not None
     assert (found.kind, found.adapter, found.module, found.saved) == (kind, adapter, module, saved)
-    again = read_entry(WRAPPER + saved)
+    again = parse_tensor_name(WRAPPER + saved)
     assert kind == "module" or again == found._replace(adapter=None)
 
 
@@ -58,8 +58,8 @@ def test_what_is_in_training_and_what_is_saved(name: str, before: str) -> None:
     ],
 )
 def test_what_the_base_model_calls_its_own(name: str, own: str) -> None:
-    assert read_entry(name) is None
-    assert base_name(name) == own
+    assert parse_tensor_name(name) is None
+    assert base_model_name(name) == own
 
 
 @pytest.mark.parametrize("name", ["attn.w_lora.lora.0.weight", "q_a_proj.weight", "lora_head.weight", "encoder.lora_A"])
@@ -72,7 +72,7 @@ def find(shapes: dict[str, Shape]) -> Adapted | None:
     tensors = {}
     for name, shape in shapes.items():
         spec = Spec(DTYPES["float32"], shape)
-        tensors[name] = StoredTensor(spec, (Chunk(whole(shape), "f", 0, spec.nbytes, spec.dtype),))
+        tensors[name] = StoredTensor(spec, (Chunk(full_box(shape), "f", 0, spec.nbytes, spec.dtype),))
     assert may_be_adapted(shapes) or not any("lora_" in name for name in shapes)
     return find_adapters(Layout(Path("here"), "raw", tensors))
 
@@ -94,15 +94,15 @@ def test_several_adapters_and_their_base() -> None:
     assert not found.is_saved
     assert [adapter.name for adapter in found.adapters] == ["default", "first"]
     assert found.base == {"up.weight": "up.base_layer.weight"}
-    assert dict(found.adapters[0].rows) == {3: 1, 4: 1}
-    assert found.adapters[0].targets == ("up", "down")
+    assert dict(found.adapters[0].matrix_count_by_rank) == {3: 1, 4: 1}
+    assert found.adapters[0].target_suffixes == ("up", "down")
 
 
 def test_all_that_is_saved_belongs_to_the_adapter() -> None:
     found = find(pair("up", "", 2) | {"base_model.model.lm_head.weight": (9, 5)})
     assert found is not None
     assert found.is_saved
-    assert found.adapters[0].replaced == ("lm_head.weight",)
+    assert found.adapters[0].replaced_parameters == ("lm_head.weight",)
     assert {entry.saved for entry in found.adapters[0].entries.values()} == {
         *("base_model.model.up.lora_A.weight", "base_model.model.up.lora_B.weight", "base_model.model.lm_head.weight")
     }

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.several_disks import join_places
+from ckptkit.checkpoints.several_disks import join_directories
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError, Corrupt, Occupied, Unsafe, Usage
 from ckptkit.storage import Reader
@@ -149,7 +149,7 @@ def test_a_copy_is_one_directory(produce: Produce, tmp_path: Path) -> None:
 def test_a_run_on_two_disks(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
     (_, there), (first, second) = (split_into_files(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
-    (listed, latest) = ckptkit.ls(join_places(first.parent, second.parent)).checkpoints
+    (listed, latest) = ckptkit.ls(join_directories(first.parent, second.parent)).checkpoints
     assert (listed.nbytes, latest.path.name, latest.world_size) == (size(source), "ckpt-500", 3)
     assert run("report", first.parent, "--also", second.parent, "--fast").exit_code == 0
     assert (first.parent / "report.html").is_file()
@@ -169,7 +169,7 @@ def test_what_is_not_whole_on_all_disks_is_not_pruned(produce: Produce, tmp_path
     source = produce(producers.fsdp2).root
     (_, there), (first, _) = (split_into_files(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
     (there / "__1_0.distcp").unlink()
-    done = ckptkit.prune(join_places(first.parent, there.parent), keep_last=1, yes=True)
+    done = ckptkit.prune(join_directories(first.parent, there.parent), keep_last=1, yes=True)
     assert [entry.path.name for entry in done.other] == ["ckpt-400"]
     assert done.delete == ()
 
@@ -252,7 +252,7 @@ def test_what_is_no_directory(produce: Produce, tmp_path: Path) -> None:
     first, _ = split_into_files(produce(producers.fsdp2).root, tmp_path)
     for other in (tmp_path / "absent", first / ".metadata"):
         with pytest.raises(Usage):
-            join_places(first, [other])
+            join_directories(first, [other])
 
 
 def test_no_result_takes_the_place_of_one_of_them(produce: Produce, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.trainers import is_epoch, step_of
+from ckptkit.trainers import find_step_of_path, has_epoch_only
 from tests import producers
 from tests.conftest import Produce
 
@@ -91,7 +91,7 @@ def test_nothing_to_be_found(run: Path, tmp_path: Path) -> None:
     [("ckpt-500", 500), ("checkpoint-7", 7), ("step-1000", 1000), ("global_step3", 3), ("iter_0000100", 100)],
 )
 def test_directory_names_of_trainers(name: str, step: int) -> None:
-    assert step_of(Path("run") / name) == step
+    assert find_step_of_path(Path("run") / name) == step
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_directory_names_of_trainers(name: str, step: int) -> None:
     ],
 )
 def test_directory_names_with_a_step_among_others(name: str, step: int) -> None:
-    assert step_of(Path(name)) == step
-    assert not is_epoch(Path(name))
+    assert find_step_of_path(Path(name)) == step
+    assert not has_epoch_only(Path(name))
 
 
 @pytest.mark.parametrize(("name", "epoch"), [("epoch-3", 3), ("epoch_3", 3), ("epoch=3.ckpt", 3)])
 def test_an_epoch_is_no_step(name: str, epoch: int) -> None:
-    assert step_of(Path(name)) == epoch
-    assert is_epoch(Path(name))
+    assert find_step_of_path(Path(name)) == epoch
+    assert has_epoch_only(Path(name))
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_an_epoch_is_no_step(name: str, epoch: int) -> None:
     ],
 )
 def test_other_names_are_no_checkpoints(name: str) -> None:
-    assert step_of(Path("run") / name) is None
+    assert find_step_of_path(Path("run") / name) is None

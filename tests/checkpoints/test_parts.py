@@ -60,6 +60,6 @@ def test_a_part_that_cannot_be_read_is_an_error_unless_asked_for(tmp_path: Path)
     (tmp_path / "optimizer_1" / "__0_0.distcp").unlink()
     with pytest.raises(Corrupt, match="missing"):
         _ = Checkpoint.open(tmp_path).layout
-    readable, unread = Checkpoint.open(tmp_path).readable()
+    readable, unread = Checkpoint.open(tmp_path).with_readable_components()
     assert [part.place for part in readable.components] == ["pytorch_model_fsdp_0", "optimizer_0"]
     assert [fault.partition(":")[0] for fault in unread] == ["optimizer_1"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.checkpoints.problems import fold_files
+from ckptkit.checkpoints.problems import merge_file_problems
 from ckptkit.errors import Corrupt
 
 
@@ -15,5 +15,5 @@ from ckptkit.errors import Corrupt
 )
 def test_entries_are_counted_as_far_as_they_are_known(entries: dict[Path | None, int], words: str) -> None:
     problems = [Corrupt("expected 8 bytes, found 4", path=Path("a"), tensor=f"w{i}") for i in range(16)]
-    (found,) = fold_files(problems, entries)
+    (found,) = merge_file_problems(problems, entries)
     assert found.message.startswith(words)

@@ -125,8 +125,8 @@ def test_copies_stay_with_a_checkpoint_of_several_directories(made: tuple[Path, 
     joined = Checkpoint.open(tmp_path).layout
     assert alone.spares
     assert joined.spares.keys() == {name for own in alone.spares for name in (own, f"optimizer.{own}")}
-    assert {chunk.path for _, chunk in joined.copies} == {
-        f"{place}/{chunk.path}" for place in ("model", "optimizer") for _, chunk in alone.copies
+    assert {chunk.path for _, chunk in joined.replica_chunks} == {
+        f"{place}/{chunk.path}" for place in ("model", "optimizer") for _, chunk in alone.replica_chunks
     }
 
 

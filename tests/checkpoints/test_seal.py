@@ -11,11 +11,11 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.checkpoints.seal import create_files, read_made, seal, write_manifest
+from ckptkit.checkpoints.seal import create_files, finalize_files, read_output_layout, write_manifest
 from ckptkit.errors import Mismatch
-from ckptkit.formats import get_writer, locate
+from ckptkit.formats import get_writer, locate_all_chunks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, WriterOptions
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 
 _FLOAT = DTYPES["float32"]
@@ -24,7 +24,7 @@ _NUMBERS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, n
 
 def wanted_of(root: Path) -> Layout:
     chunks = {
-        name: Chunk(whole(numbers.shape), "memory", 0, numbers.nbytes, _FLOAT) for name, numbers in _NUMBERS.items()
+        name: Chunk(full_box(numbers.shape), "memory", 0, numbers.nbytes, _FLOAT) for name, numbers in _NUMBERS.items()
     }
     return Layout(root, "memory", {n: StoredTensor(Spec(_FLOAT, chunk.size), (chunk,)) for n, chunk in chunks.items()})
 
@@ -33,10 +33,10 @@ def wanted_of(root: Path) -> Layout:
 def test_files_are_created_filled_sealed_and_summed(tmp_path: Path, to: str) -> None:
     root, writer = tmp_path / "new" / "out", get_writer(to)
     wanted = wanted_of(root)
-    files = writer.arrange(wanted, WriterOptions(1 << 30))
+    files = writer.lay_out_files(wanted, WriterOptions(1 << 30))
 
     create_files(root, files, anew=True)
-    made = locate(read_made(writer, root, wanted.tensors))
+    made = locate_all_chunks(read_output_layout(writer, root, wanted.tensors))
     checksums = {}
     for name, tensor in made.tensors.items():
         for chunk in tensor.chunks:
@@ -45,7 +45,7 @@ def test_files_are_created_filled_sealed_and_summed(tmp_path: Path, to: str) -> 
                 stream.write(_NUMBERS[name].tobytes())
             if chunk.length:
                 checksums[chunk.path, chunk.offset] = zlib.crc32(_NUMBERS[name].tobytes())
-    seal(writer, made, checksums)
+    finalize_files(writer, made, checksums)
     write_manifest(made, checksums, [file.name for file in files], anew=True)
 
     (verified,) = ckptkit.verify(root)
@@ -63,9 +63,9 @@ def test_files_and_a_manifest_may_be_there_already(tmp_path: Path) -> None:
     """An interrupted conversion goes on with what it has made, up to the manifest."""
     writer = get_writer("hf")
     wanted = wanted_of(tmp_path)
-    files = writer.arrange(wanted, WriterOptions(1 << 30))
+    files = writer.lay_out_files(wanted, WriterOptions(1 << 30))
     create_files(tmp_path, files, anew=True)
-    made = locate(read_made(writer, tmp_path, wanted.tensors))
+    made = locate_all_chunks(read_output_layout(writer, tmp_path, wanted.tensors))
     place = made.tensors["a"].chunks[0]
     with (tmp_path / place.path).open("r+b") as stream:
         stream.seek(place.offset)
@@ -84,7 +84,7 @@ def test_files_and_a_manifest_may_be_there_already(tmp_path: Path) -> None:
 def test_a_tensor_that_the_format_lost_is_named(tmp_path: Path) -> None:
     writer = get_writer("hf")
     wanted = wanted_of(tmp_path)
-    create_files(tmp_path, writer.arrange(wanted, WriterOptions(1 << 30)), anew=True)
+    create_files(tmp_path, writer.lay_out_files(wanted, WriterOptions(1 << 30)), anew=True)
     with pytest.raises(Mismatch, match="would lose 1 tensor") as caught:
-        read_made(writer, tmp_path, [*wanted.tensors, "c"])
+        read_output_layout(writer, tmp_path, [*wanted.tensors, "c"])
     assert caught.value.tensor == "c"

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.stores.s3_destination import encode_crc
+from ckptkit.io.stores.s3_destination import encode_crc32_base64
 from tests.command import ckptkit as cli
 from tests.io.contract import PART
 from tests.io.stores.test_s3_destination import place, simple, small_parts, source
@@ -79,7 +79,7 @@ def parts_of(content: bytes) -> str:
     parts = []
     for number, start in enumerate(range(0, len(content), PART), 1):
         part = content[start : start + (PART)]
-        crc = encode_crc(crc32(part))
+        crc = encode_crc32_base64(crc32(part))
         parts.append(
             f"<Part><PartNumber>{number}</PartNumber><Size>{len(part)}</Size><ChecksumCRC32>{crc}</ChecksumCRC32></Part>"
         )

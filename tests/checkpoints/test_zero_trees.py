@@ -42,7 +42,7 @@ def test_of_transformers_trainer(kind: str, tmp_path: Path, produce: Produce) ->
     for source in (tmp_path / "run", root, root / "global_step2"):
         found = Checkpoint.open(source)
         assert (found.layout.format, found.step, found.world_size) == ("deepspeed", 2, 2)
-        assert found.trainer == found.named_trainer == "DeepSpeed, by transformers' Trainer"
+        assert found.trainer == found.trainer_by_file_names == "DeepSpeed, by transformers' Trainer"
         assert found.companions.found_in == root
     (listed,) = ckptkit.ls(tmp_path / "run").checkpoints
     assert (listed.path, listed.step, listed.world_size, listed.is_complete) == (root, 2, 2, True)

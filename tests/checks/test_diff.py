@@ -15,7 +15,7 @@ from torch import Tensor
 from ckptkit import Diff, consolidate, convert, diff, reshard
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import Producer, Truth, save_alone
@@ -305,7 +305,7 @@ def test_the_latest_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_damage_is_no_difference(source: Path, tmp_path: Path, is_first: bool, jobs: int) -> None:
     shutil.copytree(source, tmp_path / "damaged")
-    layout = locate(open_layout(tmp_path / "damaged"))
+    layout = locate_all_chunks(open_layout(tmp_path / "damaged"))
     chunk = next(chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.crc32)
     with (tmp_path / "damaged" / chunk.path).open("r+b") as file:
         file.seek(chunk.offset)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.checks.open import html_of
+from ckptkit.checks.open import layout_as_html
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
@@ -209,7 +209,7 @@ def test_a_notebook_shows_names_as_text(produce: Produce) -> None:
     opened = ckptkit.open(produce(producers.fsdp2).root)
     tensor = next(iter(opened.layout.tensors.values()))
     hostile = "<script>alert(1)</script>&\x1b[31m\u202e"
-    page = Page(html_of(Layout(Path("/<b>"), "dcp", {hostile: tensor})))
+    page = Page(layout_as_html(Layout(Path("/<b>"), "dcp", {hostile: tensor})))
     assert page.tags == {"div", "table", "thead", "tbody", "tr", "th", "td"}
     assert r"<script>alert(1)</script>&\x1b[31m\u202e" in page.said
     assert any("/<b>" in text for text in page.said)
@@ -218,7 +218,7 @@ def test_a_notebook_shows_names_as_text(produce: Produce) -> None:
 def test_a_notebook_shows_the_beginning_of_many_names() -> None:
     spec = Spec(DTYPES["float32"], ())
     many = {f"{'abc'[i % 3]}{i}": StoredTensor(spec, ()) for i in range(1000)}
-    page = Page(html_of(Layout(Path("/x"), "dcp", many)))
+    page = Page(layout_as_html(Layout(Path("/x"), "dcp", many)))
     assert "c59" in page.said
     assert "a60" not in page.said
     assert page.said[-1] == "..."

@@ -17,7 +17,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checks.differences import Diff
 from ckptkit.checks.verify import Verified, verify
 from ckptkit.errors import Corrupt
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import Producer
@@ -122,7 +122,7 @@ def test_checkpoints_of_several_parts(produce: Produce, tmp_path: Path) -> None:
 def test_the_other_is_read_as_carefully(source: Path, tmp_path: Path) -> None:
     consolidate(source, tmp_path / "out")
     shutil.copytree(source, tmp_path / "damaged")
-    tensors = locate(open_layout(tmp_path / "damaged")).tensors
+    tensors = locate_all_chunks(open_layout(tmp_path / "damaged")).tensors
     chunk = next(chunk for name, t in tensors.items() if name.startswith("model.") for chunk in t.chunks if chunk.crc32)
     with (tmp_path / "damaged" / chunk.path).open("r+b") as file:
         file.seek(chunk.offset)

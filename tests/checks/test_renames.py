@@ -12,7 +12,7 @@ from torch import Tensor
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checks.renames import find_renames
 from ckptkit.layout import Layout, edits
-from ckptkit.layout.renames import Explained, explain
+from ckptkit.layout.renames import Explained, explain_renames
 
 
 def layout(path: Path, **tensors: Tensor) -> Layout:
@@ -56,12 +56,14 @@ def test_a_rule_whatever_is_in_the_tensors(
     assert {old: a.specs[old] for old in found} == {
         old: open_layout(tmp_path / "b.safetensors").specs[new] for old, new in found.items()
     }
-    assert explain(found) == lines
+    assert explain_renames(found) == lines
 
 
 def apart(a: Layout, b: Layout) -> tuple[Layout, Layout]:
     """What either has that the other has not."""
-    return edits.select(a, lambda name: name not in b.tensors), edits.select(b, lambda name: name not in a.tensors)
+    return edits.select_entries(a, lambda name: name not in b.tensors), edits.select_entries(
+        b, lambda name: name not in a.tensors
+    )
 
 
 def test_a_word_at_the_end_is_not_a_rule_by_itself(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_word_at_the_end_is_not_a_rule_by_itself(tmp_path: Path) -> None:
     b = layout(tmp_path / "b.safetensors", **same)
     found = find_renames(a, b)
     assert found == {"l.0.wq": "l.0.query", "l.1.wq": "l.1.query", "l.0.wk": "l.0.key", "l.1.wk": "l.1.key"}
-    assert explain(found) == [Explained("l.*.wk", "l.*.key", 2), Explained("l.*.wq", "l.*.query", 2)]
+    assert explain_renames(found) == [Explained("l.*.wk", "l.*.key", 2), Explained("l.*.wq", "l.*.query", 2)]
     other = layout(tmp_path / "c.safetensors", **{name: tensor + 1 for name, tensor in same.items()})
     assert find_renames(a, other) == {}
 
@@ -105,5 +107,7 @@ def test_a_tensor_of_another_shape_is_none_of_the_renamed(tmp_path: Path) -> Non
 
 
 def test_a_single_rename_by_its_names() -> None:
-    assert explain({"a.b": "c.b"}) == [Explained("a.b", "c.b", 1)]
-    assert explain({"ln.gamma": "ln.weight", "head.gamma": "head.weight"}) == [Explained("*.gamma", "*.weight", 2)]
+    assert explain_renames({"a.b": "c.b"}) == [Explained("a.b", "c.b", 1)]
+    assert explain_renames({"ln.gamma": "ln.weight", "head.gamma": "head.weight"}) == [
+        Explained("*.gamma", "*.weight", 2)
+    ]

@@ -18,7 +18,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest, read_manifest
 from ckptkit.checks.verify import Verified
 from ckptkit.errors import CkptError, Corrupt, Incomplete, NotACheckpoint, Occupied, Usage
-from ckptkit.formats import find_format, locate
+from ckptkit.formats import locate_all_chunks, require_known_format
 from ckptkit.io.crc32 import crc32
 from tests import producers
 from tests.conftest import Produce
@@ -56,7 +56,7 @@ def one(path: Path, *, fast: bool = False) -> Verified:
 
 def places(root: Path) -> dict[str, tuple[Path, int, int]]:
     """File, offset and length of the first chunk of every tensor that has bytes."""
-    layout = locate(open_layout(root))
+    layout = locate_all_chunks(open_layout(root))
     return {
         name: (root / chunk.path, chunk.offset, chunk.length)
         for name, tensor in layout.tensors.items()
@@ -109,9 +109,9 @@ def test_damage_of_several_kinds(checkpoint: Path) -> None:
 
 def places_in(root: Path, file: str) -> dict[str, tuple[Path, int, int]]:
     """Of a damaged checkpoint, the places in a file that is not."""
-    reader = find_format(root)
+    reader = require_known_format(root)
     ignored: list[CkptError] = []
-    layout = locate(reader.read(root, ignored.append), ignored.append)
+    layout = locate_all_chunks(reader.read(root, ignored.append), ignored.append)
     return {
         name: (root / chunk.path, chunk.offset, chunk.length)
         for name, tensor in layout.tensors.items()
@@ -218,7 +218,9 @@ def reseal(path: Path) -> None:
     data = path.read_bytes()
     root = path.parent
     changed = bytearray(data)
-    for chunk in [c for t in locate(open_layout(root)).tensors.values() for c in t.chunks if c.path == path.name]:
+    for chunk in [
+        c for t in locate_all_chunks(open_layout(root)).tensors.values() for c in t.chunks if c.path == path.name
+    ]:
         if chunk.crc32 is None:
             continue
         end = chunk.offset + chunk.length

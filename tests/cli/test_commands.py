@@ -194,12 +194,12 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("convert a b --to foo", "--to: expected `dcp`, `hf`, "),
+        ("convert a b --to foo", "--to: expected `dcp`, `torch_checkpointing`, `hf`, "),
         ("convert a", "missing argument"),
         ("merge a b", "missing argument: expected BASE ADAPTER... OUT"),
         ("average", "missing argument: expected SRC... OUT"),
         ("apply", "missing argument: expected BASE DELTA... OUT"),
-        ("convert a b", "--to: expected dcp, hf, "),
+        ("convert a b", "--to: expected dcp, torch_checkpointing, hf, "),
         ("convert a b --to hf --jobs x", "--jobs: expected a whole number, found `x`"),
         ("convert a b --to hf --jobs 0", "--jobs: expected 1 or more, found `0`"),
         ("consolidate a b --dtype", "--dtype: expected a value, found none"),

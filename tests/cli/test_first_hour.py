@@ -12,7 +12,7 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Occupied
 from ckptkit.plugins.watch.commands import Final, WatchCommand
-from ckptkit.training.smoke.smoke import MARK, check_free, make_room
+from ckptkit.training.smoke.smoke import MARK, create_smoke_run, require_free_paths
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -55,8 +55,8 @@ def test_a_salvaged_checkpoint_keeps_its_step(tmp_path: Path) -> None:
 
 
 def clear(run: Path, out: Path, *, overwrite: bool) -> None:
-    check_free(run, out, overwrite=overwrite)
-    make_room(run)
+    require_free_paths(run, out, overwrite=overwrite)
+    create_smoke_run(run)
 
 
 def test_smoke_replaces_only_what_it_made(tmp_path: Path) -> None:
@@ -79,5 +79,7 @@ def test_smoke_replaces_only_what_it_made(tmp_path: Path) -> None:
 
 def test_a_watch_knows_what_cannot_change() -> None:
     for line, is_final in (("ckptkit inspect {ckpt} --no-such-option", True), ("ckptkit inspect {ckpt}", False)):
-        failure = WatchCommand.parse(line.removeprefix("ckptkit "), is_ours=True).run({"ckpt": "/no/such/path"}, 2, 60)
+        failure = WatchCommand.parse(line.removeprefix("ckptkit "), is_ours=True).run_command(
+            {"ckpt": "/no/such/path"}, 2, 60
+        )
         assert isinstance(failure, Final) == is_final

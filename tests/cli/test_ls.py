@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.cli.inspect import percentage
-from ckptkit.cli.output import age
-from ckptkit.runs.retention import write_metrics
+from ckptkit.cli.inspect import format_percentage
+from ckptkit.cli.output import format_age
+from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.words import count_parameters
 from tests import producers
@@ -55,7 +55,7 @@ def run(produce: Produce, tmp_path: Path) -> Path:
     for step in (5, 10, 15):
         shutil.copytree(produce(producers.fsdp2).root, root / f"global_step{step}")
         metrics = {"loss": 1 / step, "eval_loss": 2.0, "perplexity": math.nan, "grad_norm": 12345.678, "\x1b[31m": 1}
-        (root / f"global_step{step}" / METRICS).write_bytes(write_metrics(step, metrics))
+        (root / f"global_step{step}" / METRICS).write_bytes(dump_metrics(step, metrics))
     (root / "global_step15" / ".metadata").unlink()
     (root / "latest").write_text("global_step15")
     return root
@@ -136,7 +136,7 @@ def test_one_checkpoint_and_none(run: Path, tmp_path: Path) -> None:
     [(-5, "0 s"), (0, "0 s"), (59.9, "59 s"), (60, "1 min"), (7199, "119 min"), (7200, "2 h"), (172_800, "2 d")],
 )
 def test_ages_are_short(seconds: float, said: str) -> None:
-    assert age(seconds) == said
+    assert format_age(seconds) == said
 
 
 def test_pins_on_the_command_line(run: Path) -> None:
@@ -177,7 +177,7 @@ def test_large_and_small_numbers_read_well() -> None:
         *("1 parameter", "2 parameters", "108,864 parameters", "3.03 million parameters", "8.03 billion parameters"),
         "1.5 trillion parameters",
     ]
-    assert [percentage(part) for part in (1.0, 0.9999, 0.5, 0.001, 0.0)] == ["100%", ">99%", "50%", "<1%", "0%"]
+    assert [format_percentage(part) for part in (1.0, 0.9999, 0.5, 0.001, 0.0)] == ["100%", ">99%", "50%", "<1%", "0%"]
 
 
 PATHS = ("inspect", "ls", "verify", "prune", "pin", "unpin", "consolidate", "convert", "reshard", "diff", "stats")

@@ -15,14 +15,14 @@ from ckptkit.cli.commands import (
     OPTION_SYNONYMS,
     SYNONYMS,
     app,
-    fit_hint,
+    fit_hint_to_command,
     hint_on_command,
     make_command,
 )
 from ckptkit.errors import Usage
 from ckptkit.settings import Setting, settings_of
 from ckptkit.state.options import ConvertOptions
-from ckptkit.training.config import settings as settings_of_training
+from ckptkit.training.config import train_settings as settings_of_training
 
 COMMAND: Any = get_command(app)
 
@@ -157,4 +157,4 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_hint_names_no_option_that_the_command_lacks(words: str, hint: str, fitting: str | None) -> None:
-    assert (fit_hint(hint, words.split()) or "") == (hint if fitting is None else fitting)
+    assert (fit_hint_to_command(hint, words.split()) or "") == (hint if fitting is None else fitting)

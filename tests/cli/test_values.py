@@ -23,7 +23,7 @@ from tests.command import ckptkit
         (["consolidate", "a", "b", "--jobs", "-1"], "--jobs: expected 1 or more, found `-1`"),
         (
             ["convert", "a", "b", "--to", "zip"],
-            "--to: expected `dcp`, `hf`, `universal`, `ranks`, `pt` or `adapter`, found `zip`",
+            "--to: expected `dcp`, `torch_checkpointing`, `hf`, `universal`, `ranks`, `pt` or `adapter`, found `zip`",
         ),
         (["diff", "a", "b", "--rtol", "-0.5"], "--rtol: expected 0 or more, found `-0.5`"),
         (["consolidat"], "hint: run `ckptkit consolidate`"),

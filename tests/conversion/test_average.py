@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckptkit
-from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from tests import producers
@@ -135,7 +135,7 @@ def test_state_of_the_training_is_not_taken_for_another_model(tmp_path: Path) ->
         optimizer = torch.optim.AdamW(model.parameters())
         ckptkit.Run(tmp_path / "run").save(step, model, optimizer, metrics={"loss": 1.0}, more={"a": 1})
     done = ckptkit.average(tmp_path / "run", tmp_path / "out", last=2)
-    assert describe_left(done.left_behind, "not copied") == ["not copied: metrics.json (training state)"]
+    assert describe_not_copied(done.left_behind, "not copied") == ["not copied: metrics.json (training state)"]
 
 
 def test_weights_are_divided_by_their_sum(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ckptkit import consolidate
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, NoRoom, NotACheckpoint, Unsafe
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from tests import producers
 from tests.conftest import Produce
 
@@ -117,7 +117,7 @@ def test_damage_spares_what_was_there(checkpoint: Path, tmp_path: Path) -> None:
 
 def places(checkpoint: Path) -> list[tuple[str, int, int, str]]:
     """File, offset, length and tensor of every chunk of the model."""
-    layout = locate(open_layout(checkpoint))
+    layout = locate_all_chunks(open_layout(checkpoint))
     return [
         (chunk.path, chunk.offset, chunk.length, name)
         for name, tensor in layout.tensors.items()
@@ -170,7 +170,7 @@ def test_random_bit_flips_are_never_wrong_in_silence(checkpoint: Path, tmp_path:
 def test_no_room_is_said_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.io.allocation.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("ckptkit.io.allocation.find_free_bytes", lambda _: 1000)
     with pytest.raises(NoRoom, match="bytes are needed and 1000 are free"):
         consolidate(checkpoint, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"in"}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckptkit import average, consolidate, convert, doctor, finalize
 from ckptkit.errors import Unsafe, Usage
-from ckptkit.models.predictors import with_counts
+from ckptkit.models.predictors import with_present_mtp_layers
 from tests.models.names.tiny_models import make_model
 from tests.producers import save_alone
 
@@ -195,11 +195,11 @@ def test_lists_for_each_layer() -> None:
     kinds = ["a", "b", "c", "d"]
     config = {"text_config": {"num_hidden_layers": 2, "num_nextn_predict_layers": 2, "layer_types": kinds}}
     names = ["model.layers.1.x", "model.language_model.layers.2.x", "model.vision.layers.3.x"]
-    changed, words = with_counts(config, names)
+    changed, words = with_present_mtp_layers(config, names)
     assert changed["text_config"] == {
         "num_hidden_layers": 2,
         "num_nextn_predict_layers": 1,
         "layer_types": kinds[:3],
     }
     assert len(words) == 1
-    assert with_counts(config, ["mtp.x"]) == (config, [])
+    assert with_present_mtp_layers(config, ["mtp.x"]) == (config, [])

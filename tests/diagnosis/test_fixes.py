@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit import Checkpoint, Finding
-from ckptkit.diagnosis.choose_fixes import Trial, choose_fixes, join_all
+from ckptkit.diagnosis.choose_fixes import Trial, choose_fixes, joined_fix_by_fix
 from ckptkit.diagnosis.finding import Fix
 from ckptkit.errors import CkptError, Incomplete, Mismatch, SeveralModels, Unsupported
 from tests.conftest import Produce
@@ -24,32 +24,32 @@ def convert(**options: int | str | tuple[str, ...]) -> Fix:
 
 def test_words_are_what_a_shell_makes_of_the_line() -> None:
     fix = convert(base="org/m", rename=RULES, complete_optimizer=True, world_size=4, to="dcp")
-    assert fix.words[:6] == ["ckptkit", "convert", "my run/ckpt-3", "./-out", "--to", "dcp"]
-    assert fix.words[6:] == [
+    assert fix.process_arguments[:6] == ["ckptkit", "convert", "my run/ckpt-3", "./-out", "--to", "dcp"]
+    assert fix.process_arguments[6:] == [
         *("--world-size", "4", "--rename", RULES[0], "--rename", RULES[1], "--complete-optimizer", "--base", "org/m")
     ]
-    assert shlex.split(str(fix)) == fix.words
+    assert shlex.split(str(fix)) == fix.process_arguments
     assert Finding("renamed", None, "", fix).fix == str(fix)
     assert Finding("shape", None, "").fix is None
 
 
 def test_options_are_joined_unless_they_disagree() -> None:
     one, two, three = convert(to="dcp", rename=RULES[:1]), convert(to="dcp", rename=RULES), convert(to="pt")
-    found = join_all([one, two, convert(to="dcp", names="hub")], is_sharded=True)
+    found = joined_fix_by_fix([one, two, convert(to="dcp", names="hub")], is_sharded=True)
     assert set(found.values()) == {convert(to="dcp", rename=RULES, names="hub")}
-    assert join_all([one, two, three], is_sharded=True) == {one: one, two: two, three: three}
+    assert joined_fix_by_fix([one, two, three], is_sharded=True) == {one: one, two: two, three: three}
 
 
 def test_a_salvage_is_a_command_of_its_own() -> None:
     one, two = convert(to="dcp", salvage=True), convert(to="dcp", names="hub")
-    assert join_all([one, two], is_sharded=True) == {one: one, two: two}
+    assert joined_fix_by_fix([one, two], is_sharded=True) == {one: one, two: two}
 
 
 def test_shards_for_other_ranks_are_converted_with_the_rest() -> None:
     one, two = Fix.of("reshard", SOURCE, OUT, to=4), convert(to="dcp", names="hub")
     whole = convert(to="dcp", world_size=4, names="hub")
-    assert join_all([one, two], is_sharded=True) == {one: whole, two: whole}
-    assert join_all([one, two], is_sharded=False) == {one: one, two: two}
+    assert joined_fix_by_fix([one, two], is_sharded=True) == {one: whole, two: whole}
+    assert joined_fix_by_fix([one, two], is_sharded=False) == {one: one, two: two}
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def test_a_salvage_is_no_fix_for_a_lost_config(tmp_path: Path, name: str) -> Non
     assert finding.fix is None
     (finding,) = ckptkit.doctor(tmp_path / "out", model=base).findings
     assert finding.fixed_by is not None
-    assert run(*finding.fixed_by.words[1:]).returncode == 0
+    assert run(*finding.fixed_by.process_arguments[1:]).returncode == 0
     assert Path(finding.fixed_by.paths[-1], name).read_bytes() == (base / name).read_bytes()
 
 

@@ -45,8 +45,8 @@ def test_rows_in_another_order(block: int, data: st.DataObject) -> None:
         source = Files(Path(home, "src"))
         chunks = tuple(source.put(numbers, box, INT32) for box in data.draw(tilings((rows, columns))))
         stored = StoredTensor(Spec(INT32, (rows, columns)), chunks)
-        moved = axes.permute(axes.split(stored, 0, extents), [*order, len(extents)])
-        src = source.layout(t=axes.merge(moved, 0, len(extents)))
+        moved = axes.permute_axes(axes.split_axis(stored, 0, extents), [*order, len(extents)])
+        src = source.layout(t=axes.merge_axes(moved, 0, len(extents)))
         slabs = rows_of(rows, data.draw(st.lists(st.integers(0, rows), max_size=3)), columns)
         dst = allocated(Path(home, "dst"), Spec(INT32, (rows, columns)), slabs)
 
@@ -70,7 +70,7 @@ def test_a_flipped_bit_shows_in_whatever_is_made_of_a_part(data: st.DataObject) 
         raw[chunk.offset + data.draw(st.integers(0, chunk.length - 1))] ^= 1 << data.draw(st.integers(0, 7))
         (source.root / "f").write_bytes(raw)
         axis = data.draw(st.integers(0, 1))
-        src = source.layout(t=axes.cut(stored, axis, 1, 3))
+        src = source.layout(t=axes.cut_axis(stored, axis, 1, 3))
         spec = src.tensors["t"].spec
         dst = allocated(Path(home, "dst"), spec, [Box((0, 0), spec.shape)])
         with pytest.raises(Corrupt, match="CRC-32"):
@@ -82,7 +82,7 @@ def test_shards_of_columns_that_would_not_lie_together_are_refused(tmp_path: Pat
     numbers = np.arange(24, dtype=np.int32).reshape(4, 6)
     source = Files(tmp_path / "src")
     stored = StoredTensor(Spec(INT32, (4, 6)), (source.put(numbers, Box((0, 0), (4, 6)), INT32),))
-    src = source.layout(t=axes.merge(axes.permute(axes.split(stored, 1, (3, 2)), (0, 2, 1)), 1, 2))
+    src = source.layout(t=axes.merge_axes(axes.permute_axes(axes.split_axis(stored, 1, (3, 2)), (0, 2, 1)), 1, 2))
     shards = [Box((0, 0), (4, 4)), Box((0, 4), (4, 2))]
     dst = allocated(tmp_path / "dst", Spec(INT32, (4, 6)), shards)
     with pytest.raises(Unsupported, match="would not be contiguous"):

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.engine.compare import compare, fingerprints
+from ckptkit.engine.compare import compare_layouts, row_major_checksums
 from ckptkit.errors import Corrupt
 from ckptkit.io.local import LocalFile
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.distance import Tolerance
 from ckptkit.layout.dtypes import DTYPES, DType
 from tests.raw import Files, Numbers
@@ -71,12 +71,12 @@ def test_what_differs_is_found_and_measured(data: st.DataObject) -> None:
         told: list[int] = []
         jobs, everything = data.draw(st.integers(1, 3)), data.draw(st.booleans())
         layouts = a.layout(**ours), b.layout(**theirs)
-        found = compare(*layouts, measure_all=everything, jobs=jobs, progress=told.append)
+        found = compare_layouts(*layouts, measure_all=everything, jobs=jobs, progress=told.append)
     assert sum(told) == sum(layout.nbytes for layout in layouts)
     assert found.checked_bytes >= sum(told)  # chunks that share their bytes count for each
     for name, (before, after) in truth.items():
         is_different = before != after
-        assert (name in found.different) == is_different.any()
+        assert (name in found.differing_names) == is_different.any()
         if name in found.distances:
             distance = found.distances[name]
             assert distance.different == is_different.sum()
@@ -96,7 +96,7 @@ def pair(home: Path, before: Numbers, after: Numbers) -> tuple[Layout, Layout]:
     layouts = []
     for name, numbers in (("a", before), ("b", after)):
         files = Files(home / name)
-        chunk = files.put(numbers, whole(numbers.shape), FLOAT)
+        chunk = files.put(numbers, full_box(numbers.shape), FLOAT)
         layouts.append(files.layout(t=StoredTensor(Spec(FLOAT, numbers.shape), (chunk,))))
     return layouts[0], layouts[1]
 
@@ -104,16 +104,16 @@ def pair(home: Path, before: Numbers, after: Numbers) -> tuple[Layout, Layout]:
 def test_a_tolerance(tmp_path: Path) -> None:
     numbers = np.arange(200, dtype=np.float32)
     layouts = pair(tmp_path, numbers, numbers + np.float32(0.5))
-    assert compare(*layouts).distances["t"].different == 200
-    assert compare(*layouts, tolerance=Tolerance(atol=0.5)).different == []
-    assert compare(*layouts, tolerance=Tolerance(rtol=0.01)).distances["t"].different == 50
+    assert compare_layouts(*layouts).distances["t"].different == 200
+    assert compare_layouts(*layouts, tolerance=Tolerance(atol=0.5)).differing_names == []
+    assert compare_layouts(*layouts, tolerance=Tolerance(rtol=0.01)).distances["t"].different == 50
 
 
 def test_where_only_a_part_differs_the_whole_counts(tmp_path: Path) -> None:
     numbers = np.arange(1, 201, dtype=np.float32)
     after = numbers.copy()
     after[150] = 0
-    distance = compare(*pair(tmp_path, numbers, after)).distances["t"]
+    distance = compare_layouts(*pair(tmp_path, numbers, after)).distances["t"]
     assert distance.elements < 200
     assert distance.rel_l2 == pytest.approx(151 / np.linalg.norm(numbers.astype(float)))
 
@@ -127,7 +127,7 @@ def test_damage_is_no_difference(tmp_path: Path, side: str) -> None:
     raw[-1] ^= 1
     file.write_bytes(raw)
     with pytest.raises(Corrupt) as raised:
-        compare(*layouts, jobs=2)
+        compare_layouts(*layouts, jobs=2)
     assert (raised.value.tensor, raised.value.path) == ("t", file)
 
 
@@ -138,15 +138,15 @@ def test_bytes_that_are_missing_name_the_tensor(tmp_path: Path, side: str) -> No
     file = tmp_path / side / "f"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Corrupt) as raised:
-        compare(*layouts, jobs=2)
+        compare_layouts(*layouts, jobs=2)
     assert raised.value.tensor == "t"
 
 
 def test_equal_layouts_need_no_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = np.arange(200, dtype=np.float32)
     layouts = pair(tmp_path, numbers, numbers)
-    monkeypatch.setattr("ckptkit.layout.measuring.measure", None)
-    assert compare(*layouts).distances == {}
+    monkeypatch.setattr("ckptkit.layout.measuring.measure_distance", None)
+    assert compare_layouts(*layouts).distances == {}
 
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         read_into(file, buffer, offset)
 
     monkeypatch.setattr(LocalFile, "read_into", count_and_read)
-    compare(*layouts)
+    compare_layouts(*layouts)
     assert sum(nbytes) == 2 * numbers.nbytes
 
 
@@ -170,7 +170,7 @@ def test_the_same_bits_are_not_the_same_number(tmp_path: Path) -> None:
     a, b = pair(tmp_path, numbers, numbers)
     integers = b.tensors["t"].chunks[0]._replace(dtype=DTYPES["int32"])
     b = replace(b, tensors={"t": StoredTensor(Spec(DTYPES["int32"], (200,)), (integers,))})
-    assert compare(a, b).distances["t"].different == 199
+    assert compare_layouts(a, b).distances["t"].different == 199
 
 
 @settings(deadline=None)
@@ -180,7 +180,7 @@ def test_fingerprints_are_of_the_elements_in_order(data: st.DataObject) -> None:
         files = Files(Path(home, "a"))
         truth = {name: numbers_of(data.draw(shapes), FLOAT) for name in "xy"}
         layout = files.layout(**{name: data.draw(stored(files, numbers, FLOAT)) for name, numbers in truth.items()})
-        found = fingerprints(layout, jobs=data.draw(st.integers(1, 3)))
+        found = row_major_checksums(layout, jobs=data.draw(st.integers(1, 3)))
     assert found == {name: zlib.crc32(numbers.tobytes()) for name, numbers in truth.items()}
 
 
@@ -189,5 +189,5 @@ def test_a_layout_that_is_converted_when_read(tmp_path: Path) -> None:
     a, b = pair(tmp_path, numbers, numbers.astype(np.float16).astype(np.float32))
     half = Spec(DTYPES["float16"], (3,))
     narrow = (replace(layout, tensors={"t": replace(layout.tensors["t"], spec=half)}) for layout in (a, b))
-    assert compare(a, b).different == ["t"]
-    assert compare(*narrow).different == []
+    assert compare_layouts(a, b).differing_names == ["t"]
+    assert compare_layouts(*narrow).differing_names == []

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.blocks import Block
-from ckptkit.engine.copy import Copied, check_complete, copy
+from ckptkit.engine.copy import Copied, check_all_units_written, copy_by_plan
 from ckptkit.engine.ledger import Journal, Ledger
-from ckptkit.engine.shares import Share, narrow
+from ckptkit.engine.shares import Share, narrow_to_share
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import Corrupt, Unsafe
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.plan import Plan, make_plan, needed
+from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed
 from tests.execute import execute
 from tests.raw import Files, Numbers, allocated, contents
 from tests.strategies import shapes, solid_shapes, tilings
@@ -99,8 +99,8 @@ def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -
         for number in data.draw(st.permutations(range(count))):
             share = Share(number, count)
             part = narrowed(plan, share) if is_narrow else plan
-            ledger.add(copy(part, share, jobs=2, progress=told.append))
-        copied = check_complete(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
+            ledger.add_ledger(copy_by_plan(part, share, jobs=2, progress=told.append))
+        copied = check_all_units_written(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
         assert contents(dst) == numbers.tobytes()
         check_checksums(copied, dst)
         assert (sum(told), copied.checked_bytes) == (src.nbytes, src.nbytes)
@@ -108,8 +108,8 @@ def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -
 
 def narrowed(plan: Plan, share: Share) -> Plan:
     """Return the part of a plan that has a share in it."""
-    dst, before, behind = narrow(plan.dst, plan.src, share)
-    return replace(make_plan(needed(plan.src, dst), dst), before=before, behind=behind)
+    dst, before, behind = narrow_to_share(plan.dst, plan.src, share)
+    return replace(make_plan(restrict_to_needed(plan.src, dst), dst), before=before, behind=behind)
 
 
 def test_a_share_is_planned_with_little_more_than_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,23 +130,23 @@ def a_long_plan(home: Path) -> Plan:
     numbers = np.arange(5 * SMALL, dtype=np.float32)
     source = Files(home / "src")
     spec = Spec(FLOAT, numbers.shape)
-    src = source.layout(t=StoredTensor(spec, (source.put(numbers, whole(spec.shape), FLOAT),)))
-    return make_plan(src, allocated(home / "dst", spec, [whole(spec.shape)]))
+    src = source.layout(t=StoredTensor(spec, (source.put(numbers, full_box(spec.shape), FLOAT),)))
+    return make_plan(src, allocated(home / "dst", spec, [full_box(spec.shape)]))
 
 
 def test_a_share_that_is_missing_is_noticed(tmp_path: Path) -> None:
     plan = a_long_plan(tmp_path)
-    ledger = copy(plan, Share(0, 3))
-    ledger.add(copy(plan, Share(2, 3)))
+    ledger = copy_by_plan(plan, Share(0, 3))
+    ledger.add_ledger(copy_by_plan(plan, Share(2, 3)))
     with pytest.raises(Corrupt, match="not all"):
-        check_complete(plan, ledger)
+        check_all_units_written(plan, ledger)
 
 
 def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
     plan = a_long_plan(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
+        copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
     assert len(Journal(tmp_path / "j").units) == 6
     written: list[int] = []
 
@@ -155,7 +155,7 @@ def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytes
         return 0
 
     monkeypatch.setattr("ckptkit.engine.copy.copy_unchanged", note)
-    copy(plan, journal=Journal(tmp_path / "j"), jobs=1)
+    copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=1)
     assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
 
 
@@ -165,11 +165,11 @@ def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pyte
     plan = a_long_plan(tmp_path)
     whole_file = plan.dst.root / "f0"
     with pytest.raises(KeyboardInterrupt):
-        copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
+        copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
     damaged = bytearray(whole_file.read_bytes())
     damaged[2 * SMALL + 5 : 2 * SMALL + 9] = bytes(4)
     whole_file.write_bytes(damaged)
-    check_complete(plan, copy(plan, journal=Journal(tmp_path / "j"), jobs=2))
+    check_all_units_written(plan, copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=2))
     assert contents(plan.dst) == contents(plan.src)
 
 
@@ -215,14 +215,14 @@ def test_casts_happen_on_the_way(data: st.DataObject) -> None:
 def test_a_flipped_bit_anywhere_is_corrupt(tmp_path: Path, order: list[int] | None, jobs: int) -> None:
     numbers = np.arange(20 * 7, dtype=np.float32).reshape(20, 7)
     source = Files(tmp_path / "src")
-    chunk = source.put(numbers, whole((20, 7)), FLOAT, order=order)
+    chunk = source.put(numbers, full_box((20, 7)), FLOAT, order=order)
     src = source.layout(t=StoredTensor(Spec(FLOAT, (20, 7)), (chunk,)))
     sound = (source.root / "f").read_bytes()
     for at in range(0, chunk.length, 37):
         damaged = bytearray(sound)
         damaged[chunk.offset + at] ^= 1 << (at % 8)
         (source.root / "f").write_bytes(damaged)
-        dst = allocated(tmp_path / f"dst{at}", Spec(FLOAT, (20, 7)), [whole((20, 7))])
+        dst = allocated(tmp_path / f"dst{at}", Spec(FLOAT, (20, 7)), [full_box((20, 7))])
         with pytest.raises(Corrupt) as raised:
             execute(make_plan(src, dst), jobs=jobs)
         assert raised.value.tensor == "t"
@@ -234,7 +234,7 @@ def test_damage_outside_what_is_copied_is_corrupt_too(tmp_path: Path) -> None:
     """A chunk that is copied in part is read whole, since its CRC-32 is of the whole."""
     numbers = np.arange(60, dtype=np.float32)
     source = Files(tmp_path / "src")
-    chunk = source.put(numbers, whole((60,)), FLOAT)
+    chunk = source.put(numbers, full_box((60,)), FLOAT)
     damaged = bytearray((source.root / "f").read_bytes())
     damaged[-1] ^= 1
     (source.root / "f").write_bytes(damaged)
@@ -248,14 +248,14 @@ def test_damage_outside_what_is_copied_is_corrupt_too(tmp_path: Path) -> None:
 def test_two_names_for_the_same_bytes(tmp_path: Path, jobs: int) -> None:
     numbers = np.arange(400, dtype=np.float32)
     source = Files(tmp_path / "src")
-    tied = StoredTensor(Spec(FLOAT, (400,)), (source.put(numbers, whole((400,)), FLOAT),))
+    tied = StoredTensor(Spec(FLOAT, (400,)), (source.put(numbers, full_box((400,)), FLOAT),))
     src = source.layout(t=tied, u=tied)
     for attempt in range(20):
         root = tmp_path / f"dst{attempt}"
         files = Files(root)
         end = files.append("f", bytes(2 * numbers.nbytes))
         spec = Spec(FLOAT, (400,))
-        one = Chunk(whole((400,)), "f", 0, numbers.nbytes, FLOAT)
+        one = Chunk(full_box((400,)), "f", 0, numbers.nbytes, FLOAT)
         other = one._replace(offset=end - numbers.nbytes)
         dst = files.layout(t=StoredTensor(spec, (one,)), u=StoredTensor(spec, (other,)))
         copied = execute(make_plan(src, dst), jobs=jobs)
@@ -268,9 +268,9 @@ def test_two_names_for_the_same_bytes(tmp_path: Path, jobs: int) -> None:
 def test_a_short_or_missing_file_names_the_tensor(tmp_path: Path, jobs: int) -> None:
     numbers = np.arange(90, dtype=np.float32)
     source = Files(tmp_path / "src")
-    chunk = source.put(numbers, whole((90,)), FLOAT)
+    chunk = source.put(numbers, full_box((90,)), FLOAT)
     src = source.layout(t=StoredTensor(Spec(FLOAT, (90,)), (chunk,)))
-    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (90,)), [whole((90,))]))
+    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (90,)), [full_box((90,))]))
     sound = (source.root / "f").read_bytes()
     (source.root / "f").write_bytes(sound[:-1])
     with pytest.raises(Corrupt) as raised:
@@ -286,9 +286,9 @@ def test_a_short_or_missing_file_names_the_tensor(tmp_path: Path, jobs: int) -> 
 
 def test_an_interrupt_of_the_progress_ends_the_work(tmp_path: Path) -> None:
     source = Files(tmp_path / "src")
-    chunk = source.put(np.arange(900, dtype=np.float32), whole((900,)), FLOAT)
+    chunk = source.put(np.arange(900, dtype=np.float32), full_box((900,)), FLOAT)
     src = source.layout(t=StoredTensor(Spec(FLOAT, (900,)), (chunk,)))
-    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (900,)), [whole((900,))]))
+    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (900,)), [full_box((900,))]))
 
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt

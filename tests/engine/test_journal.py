@@ -21,11 +21,11 @@ def entries(journal: Journal) -> dict[int, object]:
 def test_what_is_noted_is_there_for_the_next(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "work" / "j")
     for unit in (3, 4):
-        journal.note(unit, a_ledger(unit))
+        journal.record_unit(unit, a_ledger(unit))
     again = Journal(journal.path)
     assert entries(again) == {3: a_ledger(3).to_json(), 4: a_ledger(4).to_json()}
     assert not again.has_ended
-    journal.end(sync=True)
+    journal.record_end(sync=True)
     assert Journal(journal.path).has_ended
     assert entries(Journal(journal.path)) == entries(again)
 
@@ -33,8 +33,8 @@ def test_what_is_noted_is_there_for_the_next(tmp_path: Path) -> None:
 def test_cut_at_any_byte_it_has_the_whole_lines(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     for unit in (0, 1):
-        journal.note(unit, a_ledger(unit))
-    journal.end(sync=False)
+        journal.record_unit(unit, a_ledger(unit))
+    journal.record_end(sync=False)
     whole = journal.path.read_bytes()
     lines = whole.splitlines(keepends=True)
     for length in range(len(whole)):
@@ -43,7 +43,7 @@ def test_cut_at_any_byte_it_has_the_whole_lines(tmp_path: Path) -> None:
         complete = sum(length >= len(b"".join(lines[: i + 1])) for i in range(2))
         assert list(cut.units)[:complete] == list(range(complete))
         assert not cut.has_ended
-        cut.note(7, a_ledger(7))
+        cut.record_unit(7, a_ledger(7))
         again = Journal(journal.path)
         assert entries(again) == {**{i: a_ledger(i).to_json() for i in range(complete)}, 7: a_ledger(7).to_json()}
 

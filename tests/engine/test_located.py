@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ckptkit.checkpoints.seal import create_files
-from ckptkit.engine.compare import compare, fingerprints
-from ckptkit.engine.read import read
-from ckptkit.engine.survey import survey
+from ckptkit.engine.compare import compare_layouts, row_major_checksums
+from ckptkit.engine.read import read_box
+from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Usage
-from ckptkit.formats import find_format, get_writer, locate
+from ckptkit.formats import get_writer, locate_all_chunks, require_known_format
 from ckptkit.layout import Blob, Layout, Wrapped, WriterOptions
 from ckptkit.layout.plan import make_plan
 from tests.conftest import Produce
@@ -27,11 +27,11 @@ WAYS: dict[str, Way] = {
     "copied from": lambda there, here: execute(make_plan(here, there)),
     "copied to": lambda there, here: execute(make_plan(there, here)),
     "averaged": lambda there, here: execute(make_plan(there, there, [here], means(there.specs, [0.5, 0.5]))),
-    "compared": lambda there, here: compare(here, there),
-    "compared with": compare,
-    "fingerprints": lambda _, here: fingerprints(here),
-    "survey": lambda _, here: survey(here),
-    "read": lambda _, here: [read(here, name, tensor.chunks[0].box) for name, tensor in here.tensors.items()],
+    "compared": lambda there, here: compare_layouts(here, there),
+    "compared with": compare_layouts,
+    "fingerprints": lambda _, here: row_major_checksums(here),
+    "survey": lambda _, here: count_values_by_tensor(here),
+    "read": lambda _, here: [read_box(here, name, tensor.chunks[0].box) for name, tensor in here.tensors.items()],
 }
 
 
@@ -39,8 +39,8 @@ WAYS: dict[str, Way] = {
 def test_envelopes_are_no_elements(way: str, produce: Produce) -> None:
     root = produce(fsdp2).root
     before = {file.name: file.read_bytes() for file in root.iterdir()}
-    here = find_format(root).read(root)
-    there = locate(here)
+    here = require_known_format(root).read(root)
+    there = locate_all_chunks(here)
     with pytest.raises(Usage) as raised:
         WAYS[way](there, here)
     error = raised.value
@@ -53,15 +53,15 @@ def test_envelopes_are_no_elements(way: str, produce: Produce) -> None:
 def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path: Path) -> None:
     """As a conversion would: into files of another format that have been made."""
     root = produce(fsdp2).root
-    here = find_format(root).read(root)
+    here = require_known_format(root).read(root)
     here = replace(here, blobs={})
     writer = get_writer("hf")
-    create_files(tmp_path, writer.arrange(here, WriterOptions(1 << 30)), anew=True)
+    create_files(tmp_path, writer.lay_out_files(here, WriterOptions(1 << 30)), anew=True)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(Usage):
-        execute(make_plan(here, locate(writer.read(tmp_path))))
+        execute(make_plan(here, locate_all_chunks(writer.read(tmp_path))))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    execute(make_plan(locate(here), locate(writer.read(tmp_path))))
+    execute(make_plan(locate_all_chunks(here), locate_all_chunks(writer.read(tmp_path))))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} != before
 
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.check_sources import Sources
-from ckptkit.engine.copy import check_complete, copy
+from ckptkit.engine.copy import check_all_units_written, copy_by_plan
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.recipes import Mean
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import make_plan
 from tests.execute import execute
@@ -49,7 +49,7 @@ def small_blocks() -> Iterator[None]:
 def source(root: Path, numbers: Numbers, dtype: DType, data: st.DataObject | None = None) -> Layout:
     """A tensor `t` in chunks of any shape and order, if there is something to choose by."""
     files = Files(root)
-    boxes = data.draw(tilings(numbers.shape)) if data else [whole(numbers.shape)]
+    boxes = data.draw(tilings(numbers.shape)) if data else [full_box(numbers.shape)]
     chunks = []
     for box in boxes:
         order = data.draw(st.none() | st.permutations(range(numbers.ndim))) if data else None
@@ -107,16 +107,16 @@ def test_the_mean_of_the_same_is_the_same(dtype: str, data: st.DataObject) -> No
 
 def test_what_is_read_in_a_row_need_not_be_read_again(tmp_path: Path) -> None:
     sources = [source(tmp_path / f"src{i}", np.arange(90, dtype=np.float32), FLOAT32) for i in range(2)]
-    dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [whole((90,))])
+    dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [full_box((90,))])
     plan = make_plan(sources[0], dst, sources[1:], means(dst.specs, [0.5, 0.5]))
-    assert Sources(plan, copy(plan)).unfinished().targets == ()
+    assert Sources(plan, copy_by_plan(plan)).plan_unread_ranges().targets == ()
 
 
 def test_integers_are_those_of_the_last(tmp_path: Path) -> None:
     kind = DTYPES["int32"]
     sources = [source(tmp_path / f"src{i}", np.arange(40, dtype=np.int32) + i // 2, kind) for i in range(3)]
-    dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
-    ledger = copy(make_plan(sources[0], dst, sources[1:], means(dst.specs, [1 / 3] * 3)))
+    dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [full_box((40,))])
+    ledger = copy_by_plan(make_plan(sources[0], dst, sources[1:], means(dst.specs, [1 / 3] * 3)))
     assert ledger.noted == {"t"}
     assert contents(dst) == (np.arange(40, dtype=np.int32) + 1).tobytes()
 
@@ -124,7 +124,7 @@ def test_integers_are_those_of_the_last(tmp_path: Path) -> None:
 def test_small_floats_that_differ_have_no_mean(tmp_path: Path) -> None:
     kind = DTYPES["float8_e5m2"]
     sources = [source(tmp_path / f"src{i}", np.full(40, i, np.uint8), kind) for i in range(2)]
-    dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
+    dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [full_box((40,))])
     with pytest.raises(Unsupported) as raised:
         execute(make_plan(sources[0], dst, sources[1:], means(dst.specs, [0.5, 0.5])))
     assert raised.value.tensor == "t"
@@ -135,15 +135,15 @@ def test_shares_of_a_mean_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("ckptkit.engine.shares.BLOCK_BYTES", 96)
     numbers = np.arange(300, dtype=np.int32)
     sources = [source(tmp_path / f"src{i}", numbers + i, DTYPES["int32"]) for i in range(2)]
-    dst = allocated(tmp_path / "dst", Spec(DTYPES["int32"], (300,)), [whole((300,))])
+    dst = allocated(tmp_path / "dst", Spec(DTYPES["int32"], (300,)), [full_box((300,))])
     plan = make_plan(sources[0], dst, sources[1:], means(dst.specs, [0.5, 0.5]))
     for number in (2, 0, 1):
-        copy(plan, Share(number, 3), Journal(tmp_path / f"{number}.jsonl"))
+        copy_by_plan(plan, Share(number, 3), Journal(tmp_path / f"{number}.jsonl"))
     ledger = Ledger()
     for number in range(3):
         for unit in Journal(tmp_path / f"{number}.jsonl").units.values():
-            ledger.add(unit)
-    assert check_complete(plan, ledger).checked_bytes == 2 * dst.nbytes
+            ledger.add_ledger(unit)
+    assert check_all_units_written(plan, ledger).checked_bytes == 2 * dst.nbytes
     assert ledger.noted == {"t"}
     assert contents(dst) == (numbers + 1).tobytes()
 
@@ -151,7 +151,7 @@ def test_shares_of_a_mean_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("damaged", [0, 1, 2])
 def test_damage_to_any_source_is_found(tmp_path: Path, damaged: int) -> None:
     sources = [source(tmp_path / f"src{i}", np.arange(90, dtype=np.float32), FLOAT32) for i in range(3)]
-    dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [whole((90,))])
+    dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [full_box((90,))])
     file = tmp_path / f"src{damaged}" / "f"
     raw = bytearray(file.read_bytes())
     raw[50] ^= 1
@@ -163,7 +163,7 @@ def test_damage_to_any_source_is_found(tmp_path: Path, damaged: int) -> None:
 
 def test_what_does_not_fit_the_dtype_names_the_tensor(tmp_path: Path) -> None:
     sources = [source(tmp_path / f"src{i}", np.full(3, 1e30 * (i + 1), np.float64), FLOAT64) for i in range(2)]
-    dst = allocated(tmp_path / "dst", Spec(DTYPES["float16"], (3,)), [whole((3,))])
+    dst = allocated(tmp_path / "dst", Spec(DTYPES["float16"], (3,)), [full_box((3,))])
     with pytest.raises(Unsupported) as raised:
         one, other = (src_as(src, "float16") for src in sources)
         execute(make_plan(one, dst, [other], means(dst.specs, [0.5, 0.5])))

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.engine.copy import check_complete, copy
+from ckptkit.engine.copy import check_all_units_written, copy_by_plan
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.edits import select
+from ckptkit.layout.edits import select_entries
 from ckptkit.layout.plan import make_plan
 from tests.execute import execute
 from tests.raw import contents
@@ -33,7 +33,7 @@ def stored(root: Path, *, damaged_at: int | None = None) -> Layout:
     (root / "f").write_bytes(b"?" * begin + data + b"?")
     run = (begin, len(data))
     places = [begin + i * EACH for i in range(COUNT)]
-    chunks = (Chunk(whole((EACH,)), "f", at, EACH, BYTE, crc32=crc, run=run) for at in places)
+    chunks = (Chunk(full_box((EACH,)), "f", at, EACH, BYTE, crc32=crc, run=run) for at in places)
     tensors = {f"t{i}": StoredTensor(Spec(BYTE, (EACH,)), (chunk,)) for i, chunk in enumerate(chunks)}
     return Layout(root, "raw", tensors)
 
@@ -43,7 +43,7 @@ def destination(root: Path, layout: Layout) -> Layout:
     tensors = {}
     for name in layout.tensors:
         (root / name).write_bytes(b"\0" * EACH)
-        tensors[name] = StoredTensor(Spec(BYTE, (EACH,)), (Chunk(whole((EACH,)), name, 0, EACH, BYTE),))
+        tensors[name] = StoredTensor(Spec(BYTE, (EACH,)), (Chunk(full_box((EACH,)), name, 0, EACH, BYTE),))
     return Layout(root, "raw", tensors)
 
 
@@ -65,26 +65,26 @@ def test_what_is_sound_is_counted_as_checked(tmp_path: Path) -> None:
 def test_shares_of_several_workers_add_up(tmp_path: Path) -> None:
     src = stored(tmp_path / "src", damaged_at=EACH + 5)
     plan = make_plan(src, destination(tmp_path / "dst", src))
-    ledgers = [copy(plan, Share(number, 3)) for number in range(3)]
+    ledgers = [copy_by_plan(plan, Share(number, 3)) for number in range(3)]
     for other in ledgers[1:]:
-        ledgers[0].add(other)
+        ledgers[0].add_ledger(other)
     with pytest.raises(Corrupt, match="damaged"):
-        check_complete(plan, ledgers[0])
+        check_all_units_written(plan, ledgers[0])
 
 
 def test_a_storage_is_not_read_for_a_small_part_of_it(tmp_path: Path) -> None:
     src = stored(tmp_path / "src", damaged_at=EACH * 3)
-    some = select(src, {"t0", "t1"}.__contains__)
+    some = select_entries(src, {"t0", "t1"}.__contains__)
     copied = execute(make_plan(some, destination(tmp_path / "dst", some)))
     assert (copied.checked_bytes, copied.unchecked_bytes) == (0, 2 * EACH)
 
 
 def test_the_missing_parts_of_a_range() -> None:
     sums: Checksums[str] = Checksums()
-    assert list(sums.missing("k", 10)) == [(0, 10)]
+    assert list(sums.missing_ranges("k", 10)) == [(0, 10)]
     sums.add("k", 2, 3, crc32(b"abc"))
     sums.add("k", 7, 1, crc32(b"d"))
-    assert list(sums.missing("k", 10)) == [(0, 2), (5, 2), (8, 2)]
+    assert list(sums.missing_ranges("k", 10)) == [(0, 2), (5, 2), (8, 2)]
     sums.add("k", 8, 2, crc32(b"ef"))
-    assert list(sums.missing("k", 10)) == [(0, 2), (5, 2)]
-    assert list(sums.missing("other", 0)) == []
+    assert list(sums.missing_ranges("k", 10)) == [(0, 2), (5, 2)]
+    assert list(sums.missing_ranges("other", 0)) == []

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.engine.survey import survey
+from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.counting import Count
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.moments import Moments
@@ -69,18 +69,18 @@ def test_every_element_is_counted_once(data: st.DataObject) -> None:
             expected[name] = counted(numbers)
         layout = source.layout(**tensors)
         told: list[int] = []
-        found = survey(layout, jobs=data.draw(st.integers(1, 3)), progress=told.append)
+        found = count_values_by_tensor(layout, jobs=data.draw(st.integers(1, 3)), progress=told.append)
         assert {name: replace(count, moments=Moments()) for name, count in found.items()} == expected
         assert sum(told) == layout.nbytes
-        assert survey(layout, jobs=data.draw(st.integers(1, 3))) == found
+        assert count_values_by_tensor(layout, jobs=data.draw(st.integers(1, 3))) == found
 
 
 def test_bytes_that_are_missing_name_the_tensor(tmp_path: Path) -> None:
     source = Files(tmp_path / "src")
-    chunk = source.put(np.arange(90, dtype=np.float32), whole((90,)), FLOAT)
+    chunk = source.put(np.arange(90, dtype=np.float32), full_box((90,)), FLOAT)
     layout = source.layout(t=StoredTensor(Spec(FLOAT, (90,)), (chunk,)))
     file = source.root / "f"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Corrupt) as raised:
-        survey(layout)
+        count_values_by_tensor(layout)
     assert (raised.value.tensor, raised.value.path) == ("t", file)

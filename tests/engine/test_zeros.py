@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.compare import compare
-from ckptkit.engine.read import read
-from ckptkit.layout import Chunk, Spec, StoredTensor, axes, check_cover
-from ckptkit.layout.box import Box, whole
+from ckptkit.engine.compare import compare_layouts
+from ckptkit.engine.read import read_box
+from ckptkit.layout import Chunk, Spec, StoredTensor, axes, check_chunks_tile
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
 from tests.execute import execute
@@ -24,7 +24,7 @@ INT32, INT64 = DTYPES["int32"], DTYPES["int64"]
 
 
 def zeros(rows: int, columns: int) -> StoredTensor:
-    return StoredTensor(Spec(INT32, (rows, columns)), (Chunk.of_zeros(whole((rows, columns)), INT32),))
+    return StoredTensor(Spec(INT32, (rows, columns)), (Chunk.of_zeros(full_box((rows, columns)), INT32),))
 
 
 @pytest.mark.parametrize("block", [48, 1 << 22])
@@ -43,9 +43,9 @@ def test_rows_of_zeros(block: int, data: st.DataObject) -> None:
         padded = axes.concatenate([StoredTensor(Spec(INT32, (rows, columns)), chunks), zeros(more, columns)], 0)
         wanted = np.concatenate([numbers, np.zeros((more, columns), np.int32)])
         if is_turned:
-            padded, wanted = axes.permute(padded, (1, 0)), wanted.T
+            padded, wanted = axes.permute_axes(padded, (1, 0)), wanted.T
         src = source.layout(t=padded)
-        check_cover(src)
+        check_chunks_tile(src)
         extent, width = wanted.shape
         at = data.draw(st.integers(0, extent))
         slabs = [Box((a, 0), (b - a, width)) for a, b in ((0, at), (at, extent)) if a < b]
@@ -55,5 +55,5 @@ def test_rows_of_zeros(block: int, data: st.DataObject) -> None:
 
         assert contents(dst) == np.ascontiguousarray(wanted).tobytes()
         assert (copied.checked_bytes, copied.unchecked_bytes) == (numbers.nbytes, 0)
-        assert read(src, "t", whole(wanted.shape)) == np.ascontiguousarray(wanted).tobytes()
-        assert not compare(src, dst).different
+        assert read_box(src, "t", full_box(wanted.shape)) == np.ascontiguousarray(wanted).tobytes()
+        assert not compare_layouts(src, dst).differing_names

@@ -14,9 +14,9 @@ import numpy as np
 from safetensors import safe_open
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.formats import get_writer, locate
+from ckptkit.formats import get_writer, locate_all_chunks
 from ckptkit.layout import Chunk, Layout, NewFile, Spec, StoredTensor, WriterOptions
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 from tests.faults.cases import Case, Seen
 from tests.faults.damage import Damage
@@ -36,10 +36,12 @@ def write_sparse(root: Path, shapes: Mapping[str, tuple[int, ...]], ranks: int, 
     tensors = {}
     for name, shape in shapes.items():
         spec = Spec(DTYPES[dtype], shape)
-        tensors[f"{MODEL}.{name}"] = StoredTensor(spec, (Chunk(whole(shape), "", 0, spec.nbytes, spec.dtype),))
+        tensors[f"{MODEL}.{name}"] = StoredTensor(spec, (Chunk(full_box(shape), "", 0, spec.nbytes, spec.dtype),))
     keys = {f"{MODEL}.{name}": (MODEL, name) for name in shapes}
     root.mkdir()
-    for file in get_writer("dcp").arrange(Layout(Path(), "made", tensors, keys=keys), WriterOptions(1 << 40, ranks)):
+    for file in get_writer("dcp").lay_out_files(
+        Layout(Path(), "made", tensors, keys=keys), WriterOptions(1 << 40, ranks)
+    ):
         write_file(root, file)
 
 
@@ -83,7 +85,7 @@ def past_4_gib(place: Path, whole: bool) -> Iterator[Seen]:
     shapes = {"large": (_MARKS[-1] + 1,), "small": (5,)}
     write_sparse(src, shapes, 1, "uint8")
     for name, marks in (("large", _MARKS), ("small", (4,))):
-        (chunk,) = locate(open_layout(src)).tensors[f"{MODEL}.{name}"].chunks
+        (chunk,) = locate_all_chunks(open_layout(src)).tensors[f"{MODEL}.{name}"].chunks
         with (src / chunk.path).open("r+b") as file:
             for mark in marks:
                 os.pwrite(file.fileno(), b"\x2a", chunk.offset + mark)

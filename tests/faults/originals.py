@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.models.expected import expected
+from ckptkit.models.expected import expected_model
 from tests import producers
 from tests.faults.few_bits import FEW_BITS, config_of
 from tests.faults.run_trees import MAKERS
@@ -187,7 +187,7 @@ def llama() -> Original:
     root = home() / "llama"
     root.mkdir()
     torch.manual_seed(0)
-    state = {name: torch.randn(shape) for name, shape in expected(LLAMA_CONFIG).shapes.items()}
+    state = {name: torch.randn(shape) for name, shape in expected_model(LLAMA_CONFIG).shapes.items()}
     save_file(state, root / "model.safetensors", metadata={"format": "pt"})
     (root / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     truth = dict(state)

@@ -20,7 +20,7 @@ from ckptkit import trainers
 from ckptkit.checkpoints import manifest
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.errors import CkptError
-from ckptkit.formats import find_format
+from ckptkit.formats import require_known_format
 from ckptkit.formats.archives import state_files, zip_entries
 from ckptkit.formats.archives.flatten import flatten, unflatten
 from ckptkit.formats.archives.state_files import StateFile
@@ -29,12 +29,12 @@ from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pt.format import Pt
 from ckptkit.models import companions, known_types
-from ckptkit.plugins.deepspeed.experts import ExpertFiles, read_experts
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
 from ckptkit.plugins.deepspeed.model_states import read_model_states
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.partitions import read_partition
 from ckptkit.plugins.deepspeed.unpartitioned import Gathering, put_unpartitioned
-from ckptkit.plugins.deepspeed.zero import parameters_of
+from ckptkit.plugins.deepspeed.zero import join_zero_parameters
 from ckptkit.runs import retention
 from tests.faults.zips import be_archive
 
@@ -82,7 +82,7 @@ def reading(data: bytes) -> zip_entries.ReadAt:
 def parse_pickle(data: bytes, _: Path) -> object:
     """A pickle in which any name may occur, and all that is in it."""
     value, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
-    return sum(1 for _ in inert_pickle.walk(value))
+    return sum(1 for _ in inert_pickle.walk_members(value))
 
 
 def parse_archive(data: bytes, _: Path) -> object:
@@ -92,7 +92,7 @@ def parse_archive(data: bytes, _: Path) -> object:
 
 def parse_contents(data: bytes, _: Path) -> object:
     """An archive of whatever."""
-    zip_entries.check_contents(data)
+    zip_entries.check_archive_in_memory(data)
     return None
 
 
@@ -127,14 +127,14 @@ def parse_partition(data: bytes, place: Path) -> object:
     above = f"{EXPERTS}0." if is_of_experts else ""
     shapes = [{f"{above}up": (3, 4), f"{above}bias": (4,)}] * len(partition.groups)
     experts = ExpertFiles((), {EXPERTS: 1}, None) if is_of_experts else None
-    return list(parameters_of(shapes, [partition], experts, place))
+    return list(join_zero_parameters(shapes, [partition], experts, place))
 
 
 def parse_model_states(data: bytes, _: Path) -> object:
     """Model states of DeepSpeed, with or without ZeRO."""
     model = read_model_states(as_file(data))
     put_unpartitioned(Gathering(), model)
-    read_experts(Path(), DeepSpeedFiles(), model)
+    find_expert_files(Path(), DeepSpeedFiles(), model)
     return model
 
 
@@ -162,7 +162,7 @@ def pickled_in(name: str) -> Callable[[bytes, Path], object]:
 
 def parse_all(place: Path) -> object:
     """All that the ranks of a trainer have left in a directory."""
-    return find_format(place).read(place)
+    return require_known_format(place).read(place)
 
 
 def root_of(kind: str) -> Path:
@@ -195,11 +195,11 @@ def parse_metadata(place: Path) -> object:
 
 def parse_config(place: Path) -> object:
     """`config.json`, the tensors that it calls for, and what would be written of it."""
-    found = companions.read_companions(place)
+    found = companions.find_companions_in(place)
     if found is None or found.config is None:
         return None
-    known_types.is_tied(found.config)
-    companions.describe_weights(found.config, [])
+    known_types.has_tied_head(found.config)
+    companions.with_weights_dtype(found.config, [])
     table = known_types.find_table(found.config)
     return table and (table.memory, table.disk)
 
@@ -211,7 +211,7 @@ def parse_journal(place: Path) -> object:
 
 def parse_name(data: bytes, _: Path) -> object:
     """The name of a checkpoint's directory."""
-    return trainers.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
+    return trainers.find_step_of_path(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
 
 
 # -- sound input -------------------------------------------------------------------------------------------------------

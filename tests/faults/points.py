@@ -20,7 +20,7 @@ CLEARING = ("unlink", "rmdir", "lock", *LOOKING)  # after an error of these some
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A kind of fault at some of the `calls`: `crashes` the process, or `is_harmless`, so that all must be right."""
+    """A kind of fault at some of the `calls`: `crashes` the process, or `has_no_effect`, so that all must be right."""
 
     name: str
     kind: str

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.seal import create_files, seal
+from ckptkit.checkpoints.seal import create_files, finalize_files
 from ckptkit.errors import CkptError
-from ckptkit.formats import detect_format, get_writer, locate
+from ckptkit.formats import detect_format, get_writer, locate_all_chunks
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES as OURS
 from ckptkit.layout.plan import make_plan
 from tests.execute import execute
@@ -42,7 +42,7 @@ def spec_of(tensor: Tensor) -> Spec:
 
 def assert_holds(layout: Layout, tensors: dict[str, Tensor]) -> None:
     """The layout has these tensors, and their bytes are where it says."""
-    found = locate(layout)
+    found = locate_all_chunks(layout)
     assert found.specs == {name: spec_of(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         assert contents(found, name) == raw_bytes(tensor), name
@@ -137,13 +137,13 @@ class WriterContract(ReaderContract):
         for name, tensor in tensors.items():
             spec = spec_of(tensor)
             numbers = np.frombuffer(raw_bytes(tensor), f"V{spec.dtype.itemsize}").reshape(spec.shape)
-            stored[name] = StoredTensor(spec, (files.put(numbers, whole(spec.shape), spec.dtype),))
+            stored[name] = StoredTensor(spec, (files.put(numbers, full_box(spec.shape), spec.dtype),))
         source = files.layout(**stored)
         writer = get_writer(self.format)
-        create_files(root, writer.arrange(source, WriterOptions(max_shard_size, self.world_size)), anew=True)
-        made = locate(writer.read(root))
+        create_files(root, writer.lay_out_files(source, WriterOptions(max_shard_size, self.world_size)), anew=True)
+        made = locate_all_chunks(writer.read(root))
         copied = execute(make_plan(source, made), jobs=2)
-        seal(writer, made, copied.checksums)
+        finalize_files(writer, made, copied.checksums)
         return writer.read(root)
 
     def check_writing(self, root: Path, tensors: dict[str, Tensor], *, max_shard_size: int = 1 << 40) -> None:
@@ -178,5 +178,5 @@ class WriterContract(ReaderContract):
         for dtype in self.cannot_hold:
             stored = StoredTensor(spec_of(torch.empty(2, dtype=dtype)), ())
             with pytest.raises(CkptError) as raised:
-                get_writer(self.format).arrange(Layout(tmp_path, "raw", {"w": stored}), WriterOptions(1 << 40))
+                get_writer(self.format).lay_out_files(Layout(tmp_path, "raw", {"w": stored}), WriterOptions(1 << 40))
             assert raised.value.tensor == "w"

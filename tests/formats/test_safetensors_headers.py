@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.safetensors_headers import read_header
+from ckptkit.formats.safetensors_headers import read_header_chunks
 from tests.formats.contract import assert_holds
 from tests.producers import counted
 
@@ -147,9 +147,9 @@ def test_more_axes_than_anything_could_read_are_unsupported(tmp_path: Path) -> N
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of({"a": entry(0, 1, shape=[1] * 65)}, b"a"))
     with pytest.raises(Unsupported, match="at most 64 axes, found 65"):
-        read_header(path)
+        read_header_chunks(path)
     path.write_bytes(file_of({"a": entry(0, 1, shape=[1] * 64)}, b"a"))
-    assert read_header(path)["a"].size == (1,) * 64
+    assert read_header_chunks(path)["a"].size == (1,) * 64
 
 
 def test_no_value_in_any_place_makes_a_traceback(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_no_value_in_any_place_makes_a_traceback(tmp_path: Path) -> None:
         for place in ("dtype", "shape", "data_offsets"):
             path.write_bytes(file_of({"a": entry(0, 2) | {place: value}}, b"ab"))
             with pytest.raises(CkptError):
-                read_header(path)
+                read_header_chunks(path)
         for header in (value, {"a": value}, {"__metadata__": value, "a": entry(0, 2)}, {"__metadata__": {"x": value}}):
             path.write_bytes(file_of(header, b"ab"))
             with suppress(CkptError):
-                read_header(path)
+                read_header_chunks(path)

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ckptkit.errors import Unsafe
-from ckptkit.hub.pull import check_path
+from ckptkit.hub.pull import require_safe_file_name
 from tests.hub_server import Hub, ckptkit, start
 
 BIG = 24_000_000  # bytes; the client writes 10 MiB at a time
@@ -166,7 +166,7 @@ def test_what_is_not_what_the_hub_says(hub: Hub, out: Path, lies: dict[str, obje
 )
 def test_names_that_lead_elsewhere(name: str) -> None:
     with pytest.raises(Unsafe):
-        check_path(name, "org/tiny")
+        require_safe_file_name(name, "org/tiny")
 
 
 @pytest.mark.slow

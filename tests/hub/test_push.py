@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from ckptkit import consolidate, push
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.io.stores.hub_errors import redact
+from ckptkit.io.stores.hub_errors import as_line_without_token
 from tests import producers
 from tests.conftest import Produce
 from tests.hub_server import Hub, ckptkit, start, sum_file
@@ -329,7 +329,7 @@ def test_where_we_may_not_write(hub: Hub, model: Path) -> None:
 
 
 def test_what_others_say_is_repeated_without_tokens() -> None:
-    assert redact(f"bad header\n 'Bearer {SECRET}'") == "bad header 'Bearer hf_...'"
+    assert as_line_without_token(f"bad header\n 'Bearer {SECRET}'") == "bad header 'Bearer hf_...'"
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ def test_the_loop_of_the_docs_runs_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(loop.replace("step < 2000", "step < 1000"))
     (tmp_path / "second.py").write_text(loop + "print(step)\n")
     subprocess.run([sys.executable, "first.py"], cwd=tmp_path, check=True)
-    assert [found.own_step for found in RunFolder(tmp_path / "run").checkpoints()] == [500, 1000]
+    assert [found.step_in_name for found in RunFolder(tmp_path / "run").checkpoints()] == [500, 1000]
     done = subprocess.run([sys.executable, "second.py"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert done.stdout == "2000\n"
-    assert [found.own_step for found in RunFolder(tmp_path / "run").checkpoints()] == [1000, 1500, 2000]
+    assert [found.step_in_name for found in RunFolder(tmp_path / "run").checkpoints()] == [1000, 1500, 2000]
     assert all(part.is_ok for part in verify(tmp_path / "run"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure
-from ckptkit.io.disk import close, early_sync, retry_interrupted
+from ckptkit.io.disk import close_descriptor, early_sync, retry_interrupted
 
 
 def interrupted(times: int) -> list[OSError | None]:
@@ -36,9 +36,9 @@ def test_any_other_error_is_raised_at_once(tmp_path: Path) -> None:
 
 def test_a_descriptor_is_closed_once(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
-    close(fd)
+    close_descriptor(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        close(fd)
+        close_descriptor(fd)
 
 
 @pytest.fixture(autouse=True)

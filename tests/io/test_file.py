@@ -12,25 +12,25 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe
 from ckptkit.io.file import (
     OpenFiles,
     ReadAhead,
-    check_name,
     file_size,
-    is_there,
+    find_wrong_kind_error,
+    is_existing_path,
     read_at,
     read_small,
-    wrong_kind_error,
+    require_plain_file_name,
 )
 from ckptkit.io.local import open_regular
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "a b", "..a", "ü", "x" * 255, "-rf", "a:b"])
 def test_a_plain_name_is_accepted(name: str) -> None:
-    check_name(name, Path())
+    require_plain_file_name(name, Path())
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\\b", "a\0b", "a/"])
 def test_a_name_that_leaves_its_directory_is_unsafe(name: str) -> None:
     with pytest.raises(Unsafe):
-        check_name(name, Path())
+        require_plain_file_name(name, Path())
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ def test_an_impossible_name_is_an_error_of_ours(tmp_path: Path, name: str) -> No
 def test_absence_is_told_from_trouble(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nothing")
-    assert is_there(tmp_path / "file")
-    assert is_there(tmp_path / "link")
+    assert is_existing_path(tmp_path / "file")
+    assert is_existing_path(tmp_path / "link")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("nothing", "file/below", "nul\0", "long" * 100):
-        assert not is_there(tmp_path / name)
+        assert not is_existing_path(tmp_path / name)
     with pytest.raises(IOFailure) as raised:
-        is_there(tmp_path / "loop" / "below")
+        is_existing_path(tmp_path / "loop" / "below")
     assert raised.value.path == tmp_path / "loop" / "below"
 
 
@@ -142,5 +142,5 @@ def test_writing_fills_what_is_there(tmp_path: Path) -> None:
 def test_known_impostors_are_recognized() -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     for head, words in ((pointer, "found a Git LFS pointer"), (bytes(64), "starts with zeros"), (b"", "is empty")):
-        assert words in str(wrong_kind_error(head))
-    assert wrong_kind_error(b"PK\x03\x04") is None
+        assert words in str(find_wrong_kind_error(head))
+    assert find_wrong_kind_error(b"PK\x03\x04") is None

@@ -10,10 +10,20 @@ import fsspec
 import pytest
 
 from ckptkit.errors import Corrupt, IOFailure, Unsupported
-from ckptkit.io.file import children, file_size, folders, is_there, names_in, open_file, opening, read_at, read_small
-from ckptkit.io.joined import JoinedPath, joined, roots_of
+from ckptkit.io.file import (
+    file_size,
+    is_existing_path,
+    list_children,
+    list_directories,
+    names_in,
+    open_file,
+    opening,
+    read_at,
+    read_small,
+)
+from ckptkit.io.joined import JoinedPath, join_paths, local_paths_of
 from ckptkit.io.origin import Origin
-from ckptkit.io.path import refresh, to_path
+from ckptkit.io.path import drop_cached_listing, to_path
 
 
 @pytest.fixture
@@ -25,13 +35,13 @@ def both(tmp_path: Path) -> Path:
         (tmp_path / root / "c").write_text("the same")
         (tmp_path / root / "both" / inner).write_text(inner)
     (tmp_path / "two" / "apart").mkdir()
-    return joined([tmp_path / "one", tmp_path / "two"])
+    return join_paths([tmp_path / "one", tmp_path / "two"])
 
 
 def test_all_is_listed_once(both: Path) -> None:
     assert sorted(names_in(both)) == ["a", "apart", "b", "both", "c"]
-    assert [path.name for path in children(both / "both")] == ["x", "y"]
-    assert [path.name for path in folders(both)] == ["apart", "both"]
+    assert [path.name for path in list_children(both / "both")] == ["x", "y"]
+    assert [path.name for path in list_directories(both)] == ["apart", "both"]
     assert sorted(path.name for path in both.iterdir()) == ["a", "apart", "b", "both", "c"]
 
 
@@ -41,11 +51,11 @@ def test_a_path_in_them_is_a_path(both: Path, tmp_path: Path) -> None:
     assert both / "both" / "y" == both.joinpath("both", "y") == (both / "both") / "y"
     assert ((both / "b").parent, (both / "b").name, (both / "b.pt").suffix) == (both, "b", ".pt")
     assert str((both / "both" / "y").relative_to(both)) == "both/y"
-    assert joined([tmp_path / "one", tmp_path / "two"]) == both
-    assert joined([tmp_path / "two", tmp_path / "one"]) != both
-    assert joined([tmp_path]) == tmp_path
-    assert roots_of(both) == (tmp_path / "one", tmp_path / "two")
-    assert roots_of(both / "b") == (tmp_path / "two" / "b",)
+    assert join_paths([tmp_path / "one", tmp_path / "two"]) == both
+    assert join_paths([tmp_path / "two", tmp_path / "one"]) != both
+    assert join_paths([tmp_path]) == tmp_path
+    assert local_paths_of(both) == (tmp_path / "one", tmp_path / "two")
+    assert local_paths_of(both / "b") == (tmp_path / "two" / "b",)
 
 
 def test_a_file_is_said_to_lie_where_it_lies(both: Path, tmp_path: Path) -> None:
@@ -63,15 +73,15 @@ def test_what_there_is_is_known(both: Path) -> None:
     assert both.is_dir()
     assert (both / "apart").is_dir()
     assert (both / "b").is_file()
-    assert is_there(both / "b")
-    assert not is_there(both / "none")
+    assert is_existing_path(both / "b")
+    assert not is_existing_path(both / "none")
     assert not (both / "none").exists()
     assert file_size(both / "c") == 8
     assert read_small(both / "both" / "y", 10) == b"y"
     with pytest.raises(Corrupt, match="the file is missing"):
         open_file(both / "none")
     with pytest.raises(IOFailure):
-        children(both / "none")
+        list_children(both / "none")
 
 
 def test_what_is_in_both_must_be_the_same(both: Path, tmp_path: Path) -> None:
@@ -93,7 +103,7 @@ def test_what_is_in_both_must_be_the_same(both: Path, tmp_path: Path) -> None:
 
 def test_paths_are_relative_until_asked(both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    near = joined([Path("one"), Path("two")])
+    near = join_paths([Path("one"), Path("two")])
     assert str(near / "b") == "two/b"
     assert near.absolute() == both
     assert str((near / "b").absolute()) == str(tmp_path / "two" / "b")
@@ -101,18 +111,18 @@ def test_paths_are_relative_until_asked(both: Path, tmp_path: Path, monkeypatch:
 
 def test_a_directory_that_is_exchanged_is_noticed(both: Path, tmp_path: Path) -> None:
     origin = Origin.of(both)
-    origin.check()
+    origin.require_unchanged()
     (tmp_path / "two").rename(tmp_path / "old")
     (tmp_path / "two").mkdir()
     with pytest.raises(IOFailure, match="was replaced"):
-        origin.check()
+        origin.require_unchanged()
 
 
 def test_one_of_them_may_be_remote(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/joined-test/b", b"far")
     (tmp_path / "a").write_text("near")
-    both = joined([tmp_path, refresh(to_path("memory://joined-test"))])
+    both = join_paths([tmp_path, drop_cached_listing(to_path("memory://joined-test"))])
     assert sorted(names_in(both)) == ["a", "b"]
     assert read_small(both / "b", 10) == b"far"
     assert file_size(both / "b") == 3

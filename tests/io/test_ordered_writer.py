@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.visit import Step, work
+from ckptkit.engine.visit import Step, process_units
 from ckptkit.errors import Corrupt, IOFailure
 from ckptkit.io import pieces
 from ckptkit.io.assembly import Assembly, PendingBytes
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.pieces import FilePiece, OrderedWriter, cut_file
+from ckptkit.io.pieces import FilePiece, OrderedWriter, cut_into_pieces
 
 _ENOUGH = 60  # seconds, after which a thread that waits is taken for one that waits forever
 
@@ -64,7 +64,7 @@ def in_time(task: threading.Thread) -> None:
 
 
 def cut_pieces(sizes: list[int]) -> list[FilePiece]:
-    return [piece for number, size in enumerate(sizes) for piece in cut_file(f"{number}", size)]
+    return [piece for number, size in enumerate(sizes) for piece in cut_into_pieces(f"{number}", size)]
 
 
 def content_of(piece: FilePiece) -> memoryview:
@@ -97,10 +97,10 @@ def test_pieces_leave_in_order(sizes: list[int], jobs: int, room: int, seed: int
 
         yield step
 
-    in_time(threading.Thread(target=work, args=(cut_pieces(sizes), worker, jobs)))
+    in_time(threading.Thread(target=process_units, args=(cut_pieces(sizes), worker, jobs)))
     assert len(streams.files) == len(sizes)
     assert streams.files == {
-        f"{number}": b"".join(content_of(piece) for piece in cut_file(f"{number}", size))
+        f"{number}": b"".join(content_of(piece) for piece in cut_into_pieces(f"{number}", size))
         for number, size in enumerate(sizes)
     }
     assert streams.most <= room
@@ -128,7 +128,7 @@ def test_an_error_of_one_thread_or_of_the_stream_ends_all(jobs: int, room: int, 
 
     def run() -> None:
         try:
-            work(cut_pieces([300]), worker, jobs)
+            process_units(cut_pieces([300]), worker, jobs)
         except (Corrupt, IOFailure) as error:
             raised.append(error)
 
@@ -177,18 +177,18 @@ def test_files_with_known_bytes_are_put_together_in_order(
         def step(place: tuple[int, int, int]) -> None:
             offset, at, nbytes = place
             data = memoryview(whole)[offset + at : offset + at + nbytes]
-            output = assembly.at("")
+            output = assembly.files_in_directory("")
             output["x"].write_at(data, offset + at)
-            output.note("x", offset, at, nbytes, crc32(data))
+            output.record_written("x", offset, at, nbytes, crc32(data))
 
         yield step
 
-    in_time(threading.Thread(target=work, args=(steps, worker, jobs)))
+    in_time(threading.Thread(target=process_units, args=(steps, worker, jobs)))
     if gaps:
         last = max(offset + gap.nbytes + (4 if gap.crc_at else 0) for (_, offset), gap in gaps.items())
         assert len(streams.files["x"]) >= last, "a stream starves until the end"
-    assembly.send_rest()
-    assembly.require_all()
+    assembly.send_remaining()
+    assembly.require_all_sent()
     assert streams.files["x"] == whole
 
 
@@ -208,17 +208,17 @@ def test_all_threads_send_at_the_same_time(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(size))
     whole, taker = memoryview(bytes(range(size))), Meeting(0)
     assembly = Assembly(tmp_path, {"x": size}, {("x", 0): PendingBytes(size)}, taker)
-    output = assembly.at("")
+    output = assembly.files_in_directory("")
 
     @contextmanager
     def worker() -> Iterator[Step[int]]:
         def copy_in_two_steps(start: int) -> None:
             for at in (start, start + step // 2):
                 output["x"].write_at(whole[at : at + step // 2], at)
-            output.note("x", 0, start, step, crc32(whole[start : start + step]))
+            output.record_written("x", 0, start, step, crc32(whole[start : start + step]))
 
         yield copy_in_two_steps
 
-    in_time(threading.Thread(target=work, args=(range(0, size, step), worker, jobs)))
+    in_time(threading.Thread(target=process_units, args=(range(0, size, step), worker, jobs)))
     assert not together.broken
-    assembly.require_all()
+    assembly.require_all_sent()

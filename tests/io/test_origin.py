@@ -13,7 +13,7 @@ from ckptkit.io.origin import Origin
 def test_what_stays_or_changes_inside_is_the_same(tmp_path: Path) -> None:
     origin = Origin.of(tmp_path)
     (tmp_path / "file").write_bytes(b"")
-    origin.check()
+    origin.require_unchanged()
 
 
 def test_what_is_replaced_or_gone_is_not(tmp_path: Path) -> None:
@@ -22,11 +22,11 @@ def test_what_is_replaced_or_gone_is_not(tmp_path: Path) -> None:
     origin = Origin.of(source)
     source.rename(tmp_path / "old")
     with pytest.raises(IOFailure, match="was replaced"):
-        origin.check()
+        origin.require_unchanged()
     source.mkdir()
     with pytest.raises(IOFailure, match="was replaced"):
-        origin.check()
+        origin.require_unchanged()
 
 
 def test_what_was_absent_may_stay_so(tmp_path: Path) -> None:
-    Origin.of(tmp_path / "absent").check()
+    Origin.of(tmp_path / "absent").require_unchanged()

@@ -12,8 +12,8 @@ import fsspec
 import pytest
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage, translate_os_errors
-from ckptkit.io.file import children, folders, is_there, names_in
-from ckptkit.io.path import RemotePath, list_ahead, to_local, to_model_path, to_path
+from ckptkit.io.file import is_existing_path, list_children, list_directories, names_in
+from ckptkit.io.path import RemotePath, prefetch_listings, to_local_path, to_model_path, to_path
 from ckptkit.io.stores import open_store
 from ckptkit.storage import RoomWriter
 from ckptkit.training.saving.run import Run
@@ -148,7 +148,7 @@ def test_it_answers_as_a_local_one_does(files: fsspec.AbstractFileSystem, tmp_pa
         here, there = tmp_path / name, remote / name
         for ask in map(methodcaller, ("exists", "is_dir", "is_file", "is_symlink")):
             assert ask(there) == ask(here), (name, ask)
-        assert is_there(there) == is_there(here)
+        assert is_existing_path(there) == is_existing_path(here)
         if here.is_file():
             assert there.stat().st_size == there.lstat().st_size == here.stat().st_size
         if not here.exists():
@@ -156,11 +156,11 @@ def test_it_answers_as_a_local_one_does(files: fsspec.AbstractFileSystem, tmp_pa
                 there.stat()
         if here.is_dir():
             assert sorted(names_in(there)) == sorted(names_in(here))
-            assert [path.name for path in children(there)] == [path.name for path in children(here)]
-            assert [path.name for path in folders(there)] == [path.name for path in folders(here)]
+            assert [path.name for path in list_children(there)] == [path.name for path in list_children(here)]
+            assert [path.name for path in list_directories(there)] == [path.name for path in list_directories(here)]
         else:
             with pytest.raises(CkptError) as raised:
-                children(there)
+                list_children(there)
             assert str(raised.value.path) == str(there)
 
 
@@ -176,7 +176,7 @@ def test_a_listing_is_asked_for_once(files: fsspec.AbstractFileSystem, monkeypat
 
     monkeypatch.setattr(type(files), "ls", note)
     run = to_path("memory://run")
-    list_ahead(folders(run))
+    prefetch_listings(list_directories(run))
     listed = len(asked)
     for step in (1, 2):
         assert (run / f"ckpt-{step}/a").is_file()
@@ -189,13 +189,13 @@ def test_a_change_is_found_by_asking_anew(files: fsspec.AbstractFileSystem) -> N
     for name in ("a", "b/c"):
         files.pipe_file(f"/run/{name}", b"1")
     run = to_path("memory://run")
-    list_ahead([run])
+    prefetch_listings([run])
     assert isinstance(run, RemotePath)
     assert run.find_change() is None
     files.pipe_file("/run/b/c", b"22")
     assert str(run.find_change()) == "memory://run/b/c"
     open_store.cache_clear()
-    list_ahead([run])
+    prefetch_listings([run])
     files.rm("/run/a")
     assert str(run.find_change()) == "memory://run/a"
 
@@ -211,14 +211,14 @@ def test_errors_keep_the_url() -> None:
 @pytest.mark.parametrize("place", ["s3://bucket/a", "memory://", RemotePath("hf://org/name")])
 def test_a_destination_is_local(place: str | Path) -> None:
     with pytest.raises(Usage, match="expected a local path"):
-        to_local(place)
+        to_local_path(place)
 
 
 def test_a_file_url_is_a_local_destination() -> None:
-    assert to_local("file:///tmp/a%20b") == to_path("file://localhost/tmp/a%20b") == Path("/tmp/a b")
+    assert to_local_path("file:///tmp/a%20b") == to_path("file://localhost/tmp/a%20b") == Path("/tmp/a b")
     assert RoomWriter("file:///tmp/out").room == Run("file:///tmp/out").root == Path("/tmp/out")
     assert RoomWriter.validate_checkpoint_id("file:///tmp/out")
 
 
 def test_a_local_destination_is_taken_as_it_is() -> None:
-    assert to_local("org/name") == to_local(Path("org/name")) == Path("org/name")
+    assert to_local_path("org/name") == to_local_path(Path("org/name")) == Path("org/name")

@@ -19,7 +19,7 @@ from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.io import ranges
 from ckptkit.io.file import OpenFiles, opening, read_at, read_small
 from ckptkit.io.path import RemotePath
-from ckptkit.io.ranges import Pages, Range, RemoteFile, coalesce, prefetch, read_ahead
+from ckptkit.io.ranges import Pages, Range, RemoteFile, group_close_pages, iterate_with_prefetch, prefetch
 from ckptkit.io.stores import STORES, KnownStore, Read, StoreEntry, open_store
 
 SIZE = 5_000_001
@@ -139,7 +139,7 @@ def test_ranges_past_the_end_are_cut(shelf: Shelf) -> None:
 
 def test_things_are_given_in_order_and_read_ahead(shelf: Shelf) -> None:
     things = list(range(1200))
-    found = list(read_ahead(ROOT, things, lambda n: [("file", n * 4000, n * 4000 + 100)]))
+    found = list(iterate_with_prefetch(ROOT, things, lambda n: [("file", n * 4000, n * 4000 + 100)]))
     assert found == things
     assert len(shelf.reads) < 12
     read(1199 * 4000, 100)
@@ -150,7 +150,7 @@ def test_of_local_files_nothing_is_read_ahead(tmp_path: Path) -> None:
     def refuse(_thing: int) -> list[Range]:
         raise AssertionError
 
-    assert list(read_ahead(tmp_path, [1, 2], refuse)) == [1, 2]
+    assert list(iterate_with_prefetch(tmp_path, [1, 2], refuse)) == [1, 2]
 
 
 def test_the_end_of_a_file_is_known(shelf: Shelf) -> None:
@@ -196,7 +196,7 @@ def test_pages_are_dropped_beyond_the_limit() -> None:
 
 @given(st.sets(st.integers(0, 2000)))
 def test_runs_hold_every_page_once_and_are_bounded(numbers: set[int]) -> None:
-    runs = list(coalesce(sorted(numbers)))
+    runs = list(group_close_pages(sorted(numbers)))
     assert [number for run in runs for number in run] == sorted(numbers)
     assert all((run[-1] - run[0] + 1) << 14 <= 1 << 22 for run in runs)
     assert all(later - earlier <= 32 for run in runs for earlier, later in pairwise(run))

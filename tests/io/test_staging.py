@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
-from ckptkit.io.allocation import check_room, create_file, write_file
+from ckptkit.io.allocation import create_file, require_free_space, write_new_file
 from ckptkit.io.disk import aside_path, lock_path, staging_path
-from ckptkit.io.staging import Stage, clear_dead
+from ckptkit.io.staging import Stage, remove_dead_leftovers
 
 
 @contextmanager
@@ -39,15 +39,15 @@ def listing(path: Path) -> dict[str, bytes]:
 def make(dst: Path, content: bytes, *, overwrite: bool = False, count: int = 1) -> None:
     with staging(dst, overwrite=overwrite) as room:
         for i in range(count):
-            write_file(room / f"file{i}", content)
+            write_new_file(room / f"file{i}", content)
 
 
 def test_a_directory_appears_when_it_is_whole(tmp_path: Path) -> None:
     dst = tmp_path / "new" / "out"
     with staging(dst) as room:
-        write_file(room / "a", b"1")
+        write_new_file(room / "a", b"1")
         (room / "sub").mkdir()
-        write_file(room / "sub" / "b", b"2")
+        write_new_file(room / "sub" / "b", b"2")
         assert not dst.exists()
         assert room.name.startswith(".")
         assert room.parent == dst.parent
@@ -57,7 +57,7 @@ def test_a_directory_appears_when_it_is_whole(tmp_path: Path) -> None:
 
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out") as room:
-        write_file(room / "a", b"1")
+        write_new_file(room / "a", b"1")
         raise KeyboardInterrupt
     assert not os.listdir(tmp_path)
 
@@ -78,7 +78,7 @@ def test_what_exists_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_an_error_leaves_the_old(tmp_path: Path) -> None:
     make(tmp_path / "out", b"old")
     with pytest.raises(ValueError, match="stop"), staging(tmp_path / "out", overwrite=True) as room:
-        write_file(room / "file0", b"new")
+        write_new_file(room / "file0", b"new")
         raise ValueError("stop")
     assert listing(tmp_path) == {"out/file0": b"old"}
 
@@ -102,7 +102,7 @@ def test_a_file_or_a_link_is_never_replaced(tmp_path: Path) -> None:
 
 def test_a_second_run_on_the_same_destination_is_refused(tmp_path: Path) -> None:
     with staging(tmp_path / "out") as room:
-        write_file(room / "a", b"1")
+        write_new_file(room / "a", b"1")
         with pytest.raises(Occupied):
             make(tmp_path / "out", b"2")
         assert listing(room).keys() >= {"a"}
@@ -113,7 +113,7 @@ def test_a_stage_whose_directory_was_deleted_leaves_the_next_one_alone(tmp_path:
     deleted = Stage(tmp_path / "run" / "out").open()
     shutil.rmtree(tmp_path / "run")
     with staging(tmp_path / "run" / "out") as room:
-        write_file(room / "a", b"1")
+        write_new_file(room / "a", b"1")
         deleted.discard()
         with pytest.raises(Occupied):
             make(tmp_path / "run" / "out", b"2")
@@ -132,7 +132,7 @@ def test_what_a_dead_run_left_is_taken_away(tmp_path: Path) -> None:
 
 def die_in_staging(dst: Path) -> None:
     with staging(dst) as room:
-        write_file(room / "half", b"1")
+        write_new_file(room / "half", b"1")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -142,7 +142,7 @@ def test_nobody_takes_over_while_a_run_commits(tmp_path: Path) -> None:
         dst = tmp_path / f"out{attempt}"
         stage = Stage(dst).open()
         for i in range(100):
-            write_file(stage.path / f"file{i}", b"x")
+            write_new_file(stage.path / f"file{i}", b"x")
         failures: list[BaseException] = []
         committing = threading.Thread(target=commit, args=(stage, failures))
         committing.start()
@@ -240,21 +240,21 @@ def test_files_are_created_at_their_size(tmp_path: Path) -> None:
 def test_a_file_that_is_there_is_made_whole(tmp_path: Path, there: bytes) -> None:
     """Another process may be filling it just now."""
     (tmp_path / "a").write_bytes(there)
-    create_file(tmp_path / "a", 20, [(0, b"Head")], anew=False)
+    create_file(tmp_path / "a", 20, [(0, b"Head")], must_be_new=False)
     assert (tmp_path / "a").read_bytes() == b"Head" + there[4:20].ljust(16, b"\0")
 
 
 def test_room_is_checked_before_it_is_needed(tmp_path: Path) -> None:
-    check_room(tmp_path / "not" / "yet" / "there", 1)
+    require_free_space(tmp_path / "not" / "yet" / "there", 1)
     with pytest.raises(NoRoom) as raised:
-        check_room(tmp_path / "not" / "yet", 1 << 60)
+        require_free_space(tmp_path / "not" / "yet", 1 << 60)
     assert raised.value.exit_code == 4
 
 
 def make_file(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
     stage = Stage(dst, overwrite=overwrite, is_file=True)
     try:
-        write_file(stage.open().path / "any name", content)
+        write_new_file(stage.open().path / "any name", content)
         stage.commit()
     except BaseException:
         stage.discard()
@@ -276,8 +276,8 @@ def test_a_single_file_appears_when_it_is_whole(tmp_path: Path) -> None:
 
 def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "out.pt", is_file=True).open()
-    write_file(stage.path / "made", b"ours")
-    write_file(tmp_path / "out.pt", b"theirs")
+    write_new_file(stage.path / "made", b"ours")
+    write_new_file(tmp_path / "out.pt", b"theirs")
     with pytest.raises(Occupied):
         stage.commit()
     stage.discard()
@@ -296,7 +296,7 @@ def test_an_old_one_that_was_put_aside_goes_once_the_new_one_is_there(tmp_path: 
     make(tmp_path / "out", b"old")
     (tmp_path / "out").rename(aside_path(tmp_path / "out"))
     (tmp_path / "new").mkdir()
-    write_file(tmp_path / "new" / "file0", b"new")
+    write_new_file(tmp_path / "new" / "file0", b"new")
     (tmp_path / "new").rename(tmp_path / "out")
     make(tmp_path / "out", b"newer", overwrite=True)
     assert listing(tmp_path) == {"out/file0": b"newer"}
@@ -305,13 +305,13 @@ def test_an_old_one_that_was_put_aside_goes_once_the_new_one_is_there(tmp_path: 
 def test_what_dead_runs_have_left_is_cleared_away(tmp_path: Path) -> None:
     alive = Stage(tmp_path / "alive").open()
     waiting = Stage(tmp_path / "waiting", key=b"key").open()
-    waiting.leave()
+    waiting.unlock_for_resume()
     lock_path(tmp_path / "waiting").touch()
     staging_path(tmp_path / "dead").mkdir()
-    write_file(staging_path(tmp_path / "dead") / "file", b"1")
+    write_new_file(staging_path(tmp_path / "dead") / "file", b"1")
     lock_path(tmp_path / "dead").touch()
     lock_path(tmp_path / "shown").touch()
-    clear_dead(tmp_path)
+    remove_dead_leftovers(tmp_path)
     assert set(os.listdir(tmp_path)) == {alive.path.name, lock_path(alive.dst).name, waiting.path.name}
     alive.discard()
 
@@ -321,14 +321,14 @@ def test_what_dead_runs_have_left_without_a_lock_is_cleared_away_and_what_was_as
     make(tmp_path / "out", b"old")
     (tmp_path / "out").rename(aside_path(tmp_path / "out"))
     staging_path(tmp_path / "out").mkdir()
-    clear_dead(tmp_path)
+    remove_dead_leftovers(tmp_path)
     assert listing(tmp_path) == {"out/file0": b"old"}
     assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_directory_that_cannot_be_listed_is_not_taken_for_empty(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "out").open()
-    write_file(stage.path / "file", b"1")
+    write_new_file(stage.path / "file", b"1")
     stage.path.rename(tmp_path / "away")
     with pytest.raises(CkptError):
         stage.commit()

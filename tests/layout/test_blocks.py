@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckptkit.layout.box import cut_box, halve, row_major, span_of, whole
+from ckptkit.layout.box import cut_box, full_box, halve_box, row_major_strides, span_of
 from tests.strategies import boxes_in, cells, shapes, solid_shapes
 
 
@@ -25,8 +25,8 @@ def test_cut_gives_runs_in_order(data: st.DataObject) -> None:
 
 @given(solid_shapes, st.integers(1, 40))
 def test_cut_fills_its_blocks_as_far_as_rows_go(shape: tuple[int, ...], limit: int) -> None:
-    blocks = list(cut_box(whole(shape), limit))
-    assert len(blocks) <= 2 * -(-whole(shape).numel // limit) * max(shape, default=1)
+    blocks = list(cut_box(full_box(shape), limit))
+    assert len(blocks) <= 2 * -(-full_box(shape).numel // limit) * max(shape, default=1)
 
 
 @given(st.data())
@@ -36,10 +36,10 @@ def test_a_span_goes_from_the_first_to_the_last_element(data: st.DataObject) -> 
     inner = data.draw(boxes_in(chunk.size, solid=True))
     box = type(inner)(tuple(a + b for a, b in zip(inner.start, chunk.start, strict=True)), inner.size)
     order = data.draw(st.permutations(range(len(shape))))
-    permuted = row_major(tuple(chunk.size[axis] for axis in order))
+    permuted = row_major_strides(tuple(chunk.size[axis] for axis in order))
     strides = tuple(permuted[order.index(axis)] for axis in range(len(shape)))
     plain = data.draw(st.booleans())
-    steps = row_major(chunk.size) if plain else strides
+    steps = row_major_strides(chunk.size) if plain else strides
     memory = np.arange(chunk.numel)
     view = as_strided(memory, chunk.size, [step * memory.itemsize for step in steps])
     inside = view[cells(inner)].ravel()
@@ -58,7 +58,7 @@ def test_a_span_goes_from_the_first_to_the_last_element(data: st.DataObject) -> 
 def test_halves_are_two_parts_of_one(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes.filter(lambda shape: max(shape, default=0) > 1))
     box = data.draw(boxes_in(shape, solid=True).filter(lambda box: box.numel > 1))
-    low, high = halve(box, row_major(shape))
+    low, high = halve_box(box, row_major_strides(shape))
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     parts = np.concatenate([numbers[cells(low)].ravel(), numbers[cells(high)].ravel()])
     assert low.numel
@@ -67,5 +67,5 @@ def test_halves_are_two_parts_of_one(data: st.DataObject) -> None:
 
 
 def test_row_major_strides() -> None:
-    assert row_major((2, 3, 4)) == (12, 4, 1)
-    assert row_major(()) == ()
+    assert row_major_strides((2, 3, 4)) == (12, 4, 1)
+    assert row_major_strides(()) == ()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.layout.box import Box, BoxIndex, find_gap, find_outside, find_overlap, intersect, whole
+from ckptkit.layout.box import Box, BoxIndex, find_gap, find_outside, find_overlap, full_box, intersect
 from tests.strategies import boxes_in, cells, owners, shapes, solid_shapes, tilings
 
 
@@ -28,7 +28,7 @@ def test_an_index_finds_all_and_only_what_meets(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     boxes = data.draw(st.lists(boxes_in(shape), max_size=8))
     wanted = data.draw(boxes_in(shape))
-    found = dict(BoxIndex(boxes).meeting(wanted))
+    found = dict(BoxIndex(boxes).intersections_with(wanted))
     expected = {i: shared for i, box in enumerate(boxes) if (shared := intersect(box, wanted))}
     assert found == expected
 
@@ -89,7 +89,7 @@ def test_outside_is_where_an_index_would_not_fit(data: st.DataObject) -> None:
     numbers = st.lists(st.integers(-1, 6), min_size=len(shape), max_size=len(shape)).map(tuple)
     box = Box(data.draw(numbers), data.draw(numbers))
     fits = all(a >= 0 and n >= 0 and a + n <= end for a, n, end in zip(box.start, box.size, shape, strict=True))
-    assert find_outside(shape, [whole(shape), box]) == (None if fits else 1)
+    assert find_outside(shape, [full_box(shape), box]) == (None if fits else 1)
 
 
 def test_a_box_of_another_rank_is_outside() -> None:
@@ -99,10 +99,10 @@ def test_a_box_of_another_rank_is_outside() -> None:
 
 
 def test_a_tensor_without_axes_is_one_element() -> None:
-    assert whole(()).numel == 1
-    assert intersect(whole(()), whole(())) == whole(())
+    assert full_box(()).numel == 1
+    assert intersect(full_box(()), full_box(())) == full_box(())
     assert find_gap((), []) is not None
-    assert find_overlap([whole(()), whole(())]) is not None
+    assert find_overlap([full_box(()), full_box(())]) is not None
 
 
 @given(st.data())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.layout.casting import cast
+from ckptkit.layout.casting import cast_into
 from ckptkit.layout.dtypes import DTYPES, parse_dtype
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -23,7 +23,7 @@ def ours(tensor: torch.Tensor, dst: str) -> torch.Tensor:
     target = DTYPES[dst]
     values = tensor.view(torch.uint8).numpy().view(f"u{src.itemsize}")
     out = np.zeros(len(values), f"u{target.itemsize}")
-    cast(values, src, target, out)
+    cast_into(values, src, target, out)
     return torch.from_numpy(out.view(np.uint8)).view(getattr(torch, dst))
 
 
@@ -134,10 +134,10 @@ def test_a_block_of_several_parts_is_converted_to_its_end() -> None:
 
 @pytest.mark.parametrize("name", ["int64", "bool", "uint8", "float8_e4m3fn", "float4_e2m1fn_x2", "complex64"])
 def test_only_numbers_of_16_bits_and_more_are_converted(name: str) -> None:
-    assert not DTYPES[name].can_become(DTYPES["float32"])
-    assert not DTYPES["float32"].can_become(DTYPES[name])
+    assert not DTYPES[name].is_castable_to(DTYPES["float32"])
+    assert not DTYPES["float32"].is_castable_to(DTYPES[name])
     with pytest.raises(Unsupported):
-        cast(np.zeros(2, np.uint8), DTYPES[name], DTYPES["float32"], np.zeros(2, np.uint32))
+        cast_into(np.zeros(2, np.uint8), DTYPES[name], DTYPES["float32"], np.zeros(2, np.uint32))
 
 
 def test_dtypes_are_torchs() -> None:

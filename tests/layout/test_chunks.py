@@ -8,15 +8,15 @@ import pytest
 
 from ckptkit.errors import Usage
 from ckptkit.layout import Blob, Chunk, Fault, Layout, Spec, StoredTensor, Unreadable, Wrapped, axes
-from ckptkit.layout.box import Box, whole
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.edits import without_lost
+from ckptkit.layout.edits import split_off_lost_tensors
 from ckptkit.layout.plan import make_plan
 
 FLOAT = DTYPES["float32"]
 SPEC = Spec(FLOAT, (4, 2))
 FAULT = Fault("the disk is gone", Path("/run/f"))
-PLAIN = Chunk(whole((4, 2)), "f", 0, 32, FLOAT)
+PLAIN = Chunk(full_box((4, 2)), "f", 0, 32, FLOAT)
 
 
 def layout_of(*chunks: Chunk, **blobs: Blob) -> Layout:
@@ -45,10 +45,10 @@ def test_each_is_one_of_them() -> None:
 def test_parts_of_a_lost_chunk_are_lost_by_the_same_fault() -> None:
     half = Chunk.lost(Box((0, 0), (2, 2)), FLOAT, FAULT)
     tensor = StoredTensor(SPEC, (half, PLAIN._replace(box=Box((2, 0), (2, 2)), length=16)))
-    edited = axes.permute(axes.cut(tensor, 0, 1, 4), (1, 0))
+    edited = axes.permute_axes(axes.cut_axis(tensor, 0, 1, 4), (1, 0))
     assert [chunk.where for chunk in edited.chunks] == [FAULT, None]
     assert edited.is_lost
-    assert not axes.cut(tensor, 0, 2, 4).is_lost
+    assert not axes.cut_axis(tensor, 0, 2, 4).is_lost
 
 
 def test_only_files_that_are_named_are_read() -> None:
@@ -57,7 +57,7 @@ def test_only_files_that_are_named_are_read() -> None:
         PLAIN, missing, zeros, Chunk.lost(PLAIN.box, FLOAT, lost), step=Blob("h", 0, 1, where=Unreadable())
     )
     assert layout.paths == {"f", "g", "h"}
-    whole_ones, left = without_lost(layout)
+    whole_ones, left = split_off_lost_tensors(layout)
     assert (list(whole_ones.tensors), list(left)) == (["0", "1", "2"], ["3"])
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.layout.counting import Count, count
+from ckptkit.layout.counting import Count, count_values
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.moments import Moments
 
@@ -40,12 +40,12 @@ def torchs(dtype: DType) -> torch.dtype:
 
 def counted(data: memoryview, dtype: DType) -> Count:
     """What kinds of numbers there are, without their moments."""
-    return replace(count(data, dtype), moments=Moments())
+    return replace(count_values(data, dtype), moments=Moments())
 
 
 def ours(tensor: Tensor, dtype: DType) -> Count:
     """What is counted, of which the moments are those that torch finds in double precision."""
-    found = count(memoryview(tensor.contiguous().view(torch.uint8).numpy().data), dtype)
+    found = count_values(memoryview(tensor.contiguous().view(torch.uint8).numpy().data), dtype)
     assert_moments(found.moments, numbers_of(tensor))
     return replace(found, moments=Moments())
 
@@ -161,11 +161,11 @@ def test_quantized_numbers_are_the_integers_that_are_stored() -> None:
 
 
 def test_a_byte_may_hold_two_numbers() -> None:
-    found = count(memoryview(bytes([0x00, 0x71, 0xF8])), DTYPES["float4_e2m1fn_x2"])
+    found = count_values(memoryview(bytes([0x00, 0x71, 0xF8])), DTYPES["float4_e2m1fn_x2"])
     assert replace(found, moments=Moments()) == Count(6, zero=3, denormal=1, low=-6.0, high=6.0)
     assert_moments(found.moments, torch.tensor([0, 0, 0.5, 6, 0, -6]).double())
 
 
 def test_nothing_at_all() -> None:
     for dtype in DTYPES.values():
-        assert count(memoryview(b""), dtype) == Count()
+        assert count_values(memoryview(b""), dtype) == Count()

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor, edits
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 
 FLOAT = DTYPES["float32"]
@@ -14,7 +14,7 @@ NAMED = ("tensors", "blobs", "keys", "twins", "spares", "absent")  # the fields 
 
 
 def chunk_in(file: str) -> Chunk:
-    return Chunk(whole((2,)), file, 0, 8, FLOAT)
+    return Chunk(full_box((2,)), file, 0, 8, FLOAT)
 
 
 def full(prefix: str) -> Layout:
@@ -48,7 +48,7 @@ def files_of(layout: Layout) -> set[str]:
     return {
         *(chunk.path for tensor in tensors for chunk in tensor.chunks),
         *(blob.path for blob in layout.blobs.values()),
-        *(chunk.path for _, chunk in layout.copies),
+        *(chunk.path for _, chunk in layout.replica_chunks),
         *layout.descriptions,
         *layout.file_sums,
         *layout.absent.values(),
@@ -65,7 +65,7 @@ def test_the_sample_has_every_field() -> None:
 
 
 def test_files_are_named_from_the_parent_in_every_field() -> None:
-    moved = edits.in_folder(full("model"), "model")
+    moved = edits.with_paths_below(full("model"), "model")
     assert not empty_fields(moved)
     assert moved.root == Path("step")
     assert files_of(moved) == {f"model/{name}" for name in files_of(full("model"))}
@@ -73,7 +73,7 @@ def test_files_are_named_from_the_parent_in_every_field() -> None:
 
 def test_joined_layouts_have_what_each_has_in_every_field() -> None:
     parts = [full("model"), full("optimizer")]
-    joined = edits.join(Path("step"), parts)
+    joined = edits.merge_layouts(Path("step"), parts)
     assert empty_fields(joined) == ["file"], "it is a directory"
     assert joined.keeper == (parts[0].keeper, parts[1].keeper)
     assert joined.descriptions == ("index", "index")
@@ -82,14 +82,14 @@ def test_joined_layouts_have_what_each_has_in_every_field() -> None:
 
 
 def test_entries_under_another_key_have_it_in_every_field() -> None:
-    nested = edits.nest(full("model"), ("state",))
+    nested = edits.nest_below_key(full("model"), ("state",))
     assert not empty_fields(nested)
     for field, names in names_of(full("model")).items():
         assert names_of(nested)[field] == {f"state.{name}" for name in names}
 
 
 def test_what_is_left_out_is_left_out_of_every_field() -> None:
-    both = edits.join(Path("step"), [full("model"), full("optimizer")])
-    one = edits.select(both, lambda name: name.startswith("model"))
+    both = edits.merge_layouts(Path("step"), [full("model"), full("optimizer")])
+    one = edits.select_entries(both, lambda name: name.startswith("model"))
     for field in set(NAMED) - {"keys"}:
         assert set(getattr(one, field)) == set(getattr(full("model"), field))

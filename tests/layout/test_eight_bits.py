@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ckptkit.layout.small_floats import to_e4m3
+from ckptkit.layout.small_floats import round_to_e4m3
 
 HALVES = np.arange(1 << 16, dtype=np.uint32) << 16
 RANDOM = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
@@ -28,9 +28,9 @@ NORMAL = np.random.default_rng(1).normal(size=1 << 20).astype(np.float32)
 def test_every_number_is_torch_s(bits: NDArray[np.uint32]) -> None:
     numbers = bits.view(np.float32)
     theirs = torch.from_numpy(numbers.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    assert np.array_equal(to_e4m3(numbers), theirs)
+    assert np.array_equal(round_to_e4m3(numbers), theirs)
 
 
 def test_elements_that_do_not_lie_together() -> None:
     numbers = NORMAL[: 1 << 10].reshape(32, 32)
-    assert np.array_equal(to_e4m3(numbers.T), to_e4m3(np.ascontiguousarray(numbers.T)))
+    assert np.array_equal(round_to_e4m3(numbers.T), round_to_e4m3(np.ascontiguousarray(numbers.T)))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout.matching import (
-    is_counted_through,
-    match,
+    find_match_by_size,
+    find_match_in_order,
+    is_counted_from_zero,
     match_by_size,
-    match_by_size_if_certain,
-    match_if_certain,
+    match_in_order,
     match_trained,
 )
 
@@ -129,7 +129,7 @@ def by_brute_force(
 def test_finds_what_brute_force_finds(question: Any) -> None:
     groups, sizes, parameters, forbidden = question
     ways = by_brute_force(groups, sizes, parameters, forbidden)
-    found = match_if_certain(groups, sizes, parameters, lambda index, name: (index, name) not in forbidden)
+    found = find_match_in_order(groups, sizes, parameters, lambda index, name: (index, name) not in forbidden)
     assert found == (ways[0] if len(ways) == 1 else None)
 
 
@@ -138,10 +138,10 @@ def test_says_whether_no_way_fits_or_several(question: Any) -> None:
     groups, sizes, parameters, _ = question
     ways = by_brute_force(groups, sizes, parameters, ())
     if len(ways) == 1:
-        assert match(groups, sizes, parameters) == ways[0]
+        assert match_in_order(groups, sizes, parameters) == ways[0]
         return
     with pytest.raises(Unsupported, match="fits several optimizer groups" if ways else "in this position"):
-        match(groups, sizes, parameters)
+        match_in_order(groups, sizes, parameters)
 
 
 @given(questions(), st.integers(0, 2))
@@ -161,22 +161,22 @@ def test_sizes_without_an_order_find_what_brute_force_finds(question: Any, froze
         )
     ]
     is_certain = len(ways) == 1 and len(numbers) == len(parameters)
-    assert match_by_size_if_certain(groups, sizes, parameters) == (ways[0] if is_certain else None)
+    assert find_match_by_size(groups, sizes, parameters) == (ways[0] if is_certain else None)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
 def test_one_group_has_the_models_order_whatever_the_sizes() -> None:
-    assert match([[5, 3, 4]], {}, {"a": (2,), "b": (2,), "c": (2,)}) == {5: "a", 3: "b", 4: "c"}
+    assert match_in_order([[5, 3, 4]], {}, {"a": (2,), "b": (2,), "c": (2,)}) == {5: "a", 3: "b", 4: "c"}
 
 
 def test_a_size_that_another_parameter_has_is_no_match() -> None:
     with pytest.raises(Unsupported, match="no optimizer state in this position has the shape \\[2\\]") as raised:
-        match([[0, 1]], {0: (3,)}, {"a": (2,), "b": (3,)})
+        match_in_order([[0, 1]], {0: (3,)}, {"a": (2,), "b": (3,)})
     assert raised.value.tensor == "a"
     with pytest.raises(Unsupported, match="the shape \\[6\\]"):
-        match([[0, 1]], {0: 5}, {"a": 6, "b": 5})
+        match_in_order([[0, 1]], {0: 5}, {"a": 6, "b": 5})
 
 
 def test_sizes_of_their_own_need_no_order() -> None:
@@ -208,33 +208,33 @@ def test_sizes_prove_nothing_for_a_part_of_a_model() -> None:
 
 
 def test_sizes_of_flattened_states_tell_as_shapes_do() -> None:
-    assert match_if_certain([[0], [1, 2]], {0: 6, 1: 4, 2: 6}, {"a": 4, "b": 6, "c": 6}) is None
-    assert match([[0, 1], [2]], {0: 4, 1: 4, 2: 9}, {"a": 4, "b": 9, "c": 4}) == {0: "a", 1: "c", 2: "b"}
+    assert find_match_in_order([[0], [1, 2]], {0: 6, 1: 4, 2: 6}, {"a": 4, "b": 6, "c": 6}) is None
+    assert match_in_order([[0, 1], [2]], {0: 4, 1: 4, 2: 9}, {"a": 4, "b": 9, "c": 4}) == {0: "a", 1: "c", 2: "b"}
 
 
 def test_the_parameter_in_doubt_is_named() -> None:
     with pytest.raises(Unsupported, match="fits several optimizer groups") as raised:
-        match([[0, 1], [2]], {0: (3,)}, {"first": (3,), "b": (2,), "c": (2,)})
+        match_in_order([[0, 1], [2]], {0: (3,)}, {"first": (3,), "b": (2,), "c": (2,)})
     assert raised.value.tensor == "c"
 
 
 def test_a_group_may_say_what_it_can_hold() -> None:
     parameters = {"a.weight": (2,), "a.bias": (2,), "b.bias": (2,)}
     groups = [[0], [1, 2]]
-    assert match_if_certain(groups, {}, parameters) is None
-    found = match(groups, {}, parameters, lambda index, name: (index == 1) == name.endswith("bias"))
+    assert find_match_in_order(groups, {}, parameters) is None
+    found = match_in_order(groups, {}, parameters, lambda index, name: (index == 1) == name.endswith("bias"))
     assert found == {0: "a.weight", 1: "a.bias", 2: "b.bias"}
 
 
 def test_many_groups_of_different_sizes_are_certain() -> None:
     groups = [[i] for i in range(200)]
-    found = match(groups, {i: 199 - i for i in range(200)}, {f"p{i}": i for i in range(200)})
+    found = match_in_order(groups, {i: 199 - i for i in range(200)}, {f"p{i}": i for i in range(200)})
     assert found == {199 - i: f"p{i}" for i in range(200)}
 
 
 def test_what_contradicts_itself_is_not_certain() -> None:
-    assert match_if_certain([[0, 0]], {}, {"a": 2, "b": 2}) is None
-    assert match_if_certain([[0, 1]], {2: 2}, {"a": 2, "b": 2}) is None
+    assert find_match_in_order([[0, 0]], {}, {"a": 2, "b": 2}) is None
+    assert find_match_in_order([[0, 1]], {2: 2}, {"a": 2, "b": 2}) is None
 
 
 def test_frozen_parameters_are_left_out_by_size_only_if_all_sizes_are_known() -> None:
@@ -245,7 +245,7 @@ def test_frozen_parameters_are_left_out_by_size_only_if_all_sizes_are_known() ->
 
 
 def test_torch_counts_through_all_groups() -> None:
-    assert is_counted_through([[0, 1], [], [2]])
-    assert is_counted_through([])
-    assert not is_counted_through([[1, 0]])
-    assert not is_counted_through([[0], [2]])
+    assert is_counted_from_zero([[0, 1], [], [2]])
+    assert is_counted_from_zero([])
+    assert not is_counted_from_zero([[1, 0]])
+    assert not is_counted_from_zero([[0], [2]])

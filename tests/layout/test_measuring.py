@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.layout.box import Box, whole
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.measuring import measure, size_of
+from ckptkit.layout.measuring import measure_distance, sum_of_finite_squares
 from tests.strategies import solid_shapes
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.kind in ("float", "small_float") and "x2" not in dtype.name]
@@ -43,7 +43,7 @@ def stored(tensor: Tensor) -> tuple[memoryview, DType]:
 
 
 def ours(a: Tensor, b: Tensor, tolerance: Tolerance | None = None, box: Box | None = None) -> Distance:
-    return measure(stored(a), stored(b), box or whole(tuple(a.shape)), tolerance)
+    return measure_distance(stored(a), stored(b), box or full_box(tuple(a.shape)), tolerance)
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -186,9 +186,9 @@ def test_numbers_too_large_to_be_squared() -> None:
 def test_two_numbers_in_a_byte() -> None:
     dtype = DTYPES["float4_e2m1fn_x2"]
     a, b = (memoryview(bytes([0x21, 0x7F, 0x00])), dtype), (memoryview(bytes([0x21, 0x7F, 0x50])), dtype)
-    found = measure(a, b, whole((3,)))
+    found = measure_distance(a, b, full_box((3,)))
     assert (found.elements, found.different, found.first, found.max_abs) == (3, 1, (2,), 3.0)
-    assert measure(a, b, whole((3,)), Tolerance(atol=3)).different == 0
+    assert measure_distance(a, b, full_box((3,)), Tolerance(atol=3)).different == 0
 
 
 def test_ratios() -> None:
@@ -224,4 +224,4 @@ def test_parts_merge_in_any_order(places: list[int], random: object) -> None:
 def test_the_size_of_one_side() -> None:
     numbers = torch.randn(100, generator=torch.Generator().manual_seed(5))
     numbers[3] = nan
-    assert isclose(size_of(stored(numbers)), numbers.double().square().nansum().item())
+    assert isclose(sum_of_finite_squares(stored(numbers)), numbers.double().square().nansum().item())

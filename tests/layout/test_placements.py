@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptkit.layout.placements import Placement, Shard, place, unfold
+from ckptkit.layout.placements import Placement, Shard, local_shape_and_boxes, mesh_axis_order_and_shards
 
 MESHES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 SHAPES = st.lists(st.integers(0, 11), min_size=1, max_size=3).map(tuple)
@@ -41,7 +41,7 @@ def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
 def test_pieces_hold_what_torch_splits_off(layout: tuple[tuple[int, ...], tuple[int, ...], list[Placement]]) -> None:
     shape, mesh, placements = layout
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    order, plain = unfold(mesh, placements)
+    order, plain = mesh_axis_order_and_shards(mesh, placements)
     for coordinate in coordinates(mesh):
         held = whole
         for axis in order:
@@ -49,7 +49,7 @@ def test_pieces_hold_what_torch_splits_off(layout: tuple[tuple[int, ...], tuple[
             if not isinstance(placement, Replicate):
                 held = placement._split_tensor(held, mesh[axis], with_padding=False)[0][coordinate[axis]]
         mine = torch.full(tuple(held.shape), -1)
-        size, pieces = place(shape, mesh, coordinate, placements)
+        size, pieces = local_shape_and_boxes(shape, mesh, coordinate, placements)
         assert size == tuple(held.shape)
         for (start, extent), at in pieces:
             here = tuple(slice(a, a + n) for a, n in zip(at, extent, strict=True))
@@ -63,7 +63,7 @@ def test_places_shards_where_torch_does(layout: tuple[tuple[int, ...], tuple[int
     shape, mesh, placements = layout
     shape = tuple(n * math.prod(mesh) * math.prod(p.stride for p in placements if p) for n in shape)
     for coordinate in coordinates(mesh):
-        held, pieces = place(shape, mesh, coordinate, placements)
+        held, pieces = local_shape_and_boxes(shape, mesh, coordinate, placements)
         in_theirs = list(map(in_torch, placements))
         theirs, start = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), in_theirs)
         assert held == tuple(theirs)
@@ -78,7 +78,7 @@ def test_places_plain_shards_of_any_size_where_torch_does(
 ) -> None:
     placements = [data.draw(st.none() | st.builds(Shard, st.integers(0, len(shape) - 1), st.just(1))) for _ in mesh]
     for coordinate in coordinates(mesh):
-        held, pieces = place(shape, mesh, coordinate, placements)
+        held, pieces = local_shape_and_boxes(shape, mesh, coordinate, placements)
         in_theirs = list(map(in_torch, placements))
         theirs, start = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), in_theirs)
         assert held == tuple(theirs)
@@ -97,7 +97,7 @@ def test_a_strided_cut_before_another_makes_one_piece(rows: int, data: int, tens
     """Tensor parallelism cuts first, then FSDP each piece: what each rank holds is one box."""
     whole = torch.arange(rows)
     for i, j in product(range(data), range(tensor)):
-        held, pieces = place((rows,), (data, tensor), (i, j), [Shard(0, tensor), Shard(0)])
+        held, pieces = local_shape_and_boxes((rows,), (data, tensor), (i, j), [Shard(0, tensor), Shard(0)])
         expected = cut(cut(whole, tensor)[j], data)[i]
         assert len(pieces) == 1
         assert held == tuple(expected.shape)
@@ -108,5 +108,5 @@ def test_a_strided_cut_before_another_makes_one_piece(rows: int, data: int, tens
 @given(st.integers(0, 23), st.integers(1, 4), st.integers(1, 4))
 def test_an_order_says_the_same_as_a_strided_cut(rows: int, data: int, tensor: int) -> None:
     for coordinate in product(range(data), range(tensor)):
-        strided = place((rows,), (data, tensor), coordinate, [Shard(0, tensor), Shard(0)])
-        assert place((rows,), (data, tensor), coordinate, [Shard(0), Shard(0)], order=(1, 0)) == strided
+        strided = local_shape_and_boxes((rows,), (data, tensor), coordinate, [Shard(0, tensor), Shard(0)])
+        assert local_shape_and_boxes((rows,), (data, tensor), coordinate, [Shard(0), Shard(0)], order=(1, 0)) == strided

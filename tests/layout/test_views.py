@@ -34,7 +34,7 @@ def test_a_view_is_what_numpy_gives(data: st.DataObject) -> None:
     view = View.of(shape)
     for _ in range(data.draw(st.integers(1, 3))):
         index = data.draw(indices(view.shape))
-        view, expected = view.take(index), expected[index]
+        view, expected = view.indexed_by(index), expected[index]
         assert view.shape == expected.shape
         np.testing.assert_array_equal(numbers[cells(view.box)].reshape(view.shape), expected)
 
@@ -57,4 +57,4 @@ def test_a_view_is_what_numpy_gives(data: st.DataObject) -> None:
 )
 def test_what_cannot_be_taken(index: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        View.of((5, 3)).take(index)
+        View.of((5, 3)).indexed_by(index)

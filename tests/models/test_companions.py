@@ -11,7 +11,7 @@ import torch
 
 from ckptkit import consolidate, verify
 from ckptkit.errors import Unsafe
-from ckptkit.models.companions import code_files
+from ckptkit.models.companions import own_code_files
 from tests.producers import save_alone
 
 CONTENT = b"of a tokenizer"
@@ -125,4 +125,4 @@ def test_code_stays_where_no_config_asks_for_it(checkpoint: Path, tmp_path: Path
     ],
 )
 def test_which_files_have_the_code(auto_map: Any, files: set[str]) -> None:
-    assert code_files({"auto_map": auto_map}) == files
+    assert own_code_files({"auto_map": auto_map}) == files

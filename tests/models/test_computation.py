@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.models.computation import find_contradictions, find_differences
+from ckptkit.models.computation import find_config_differences, find_contradictions
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 ODD = {"model_type": "odd", "architectures": ["OddForCausalLM"], **SIZES}  # which transformers does not know
@@ -39,7 +39,7 @@ LLAMA = {"model_type": "llama", **SIZES}
     ],
 )
 def test_what_changes_the_computation_differs(key: str, one: object, two: object) -> None:
-    first, *_ = find_differences({**ODD, key: one}, {**ODD, key: two})
+    first, *_ = find_config_differences({**ODD, key: one}, {**ODD, key: two})
     assert first.is_certain
     assert first.key.split(".")[-1] in (
         key,
@@ -67,20 +67,20 @@ def test_what_changes_the_computation_differs(key: str, one: object, two: object
     ],
 )
 def test_harmless_keys_do_not_differ(change: dict[str, Any]) -> None:
-    assert find_differences(ODD, {**ODD, **change}) == []
+    assert find_config_differences(ODD, {**ODD, **change}) == []
 
 
 def test_custom_code_of_a_known_type_counts() -> None:
     one = {**LLAMA, "auto_map": {"AutoModelForCausalLM": "org/model--modeling_a.A"}}
-    assert find_differences(one, {**one, "auto_map": {"AutoModelForCausalLM": "modeling_a.A"}}) == []
-    (found,) = find_differences(one, {**one, "auto_map": {"AutoModelForCausalLM": "modeling_a.B"}})
+    assert find_config_differences(one, {**one, "auto_map": {"AutoModelForCausalLM": "modeling_a.A"}}) == []
+    (found,) = find_config_differences(one, {**one, "auto_map": {"AutoModelForCausalLM": "modeling_a.B"}})
     assert found == ("auto_map.AutoModelForCausalLM", "modeling_a.A", "modeling_a.B", True)
-    (found,) = find_differences(one, LLAMA)
+    (found,) = find_config_differences(one, LLAMA)
     assert not found.is_certain
 
 
 def test_a_key_of_one_config_is_open() -> None:
-    (found,) = find_differences(ODD, {**ODD, "my_scale": 4})
+    (found,) = find_config_differences(ODD, {**ODD, "my_scale": 4})
     assert not found.is_certain
     assert (found.key, found.here, found.there) == ("my_scale", None, 4)
 
@@ -95,10 +95,10 @@ def test_a_key_of_one_config_is_open() -> None:
     ],
 )
 def test_a_key_that_is_false_or_absent_is_open(key: str, value: object) -> None:
-    (found,) = find_differences(ODD, {**ODD, key: value})
+    (found,) = find_config_differences(ODD, {**ODD, key: value})
     assert not found.is_certain
     assert found.key.split(".")[0] == key
-    assert find_differences({**ODD, key: value}, {**ODD, key: value}) == []
+    assert find_config_differences({**ODD, key: value}, {**ODD, key: value}) == []
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_a_default_that_is_not_false_counts(model_type: str, key: str, value: ob
     pytest.importorskip("transformers")
     one = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4}
     for config, other in ((one, {**one, key: value}), ({**one, key: value}, one)):
-        (found,) = find_differences(config, other)
+        (found,) = find_config_differences(config, other)
         assert (found.key, found.is_certain) == (key, True)
         assert default in (found.here, found.there)
-    assert find_differences(one, {**one, key: default}) == []
+    assert find_config_differences(one, {**one, key: default}) == []
 
 
 def test_lengths_count_where_the_rope_depends_on_them() -> None:
     for kind, differs in (("linear", False), ("dynamic", True), ("yarn", True), ("longrope", True)):
         one = {**ODD, "rope_scaling": {"rope_type": kind, "factor": 2.0}}
-        found = find_differences({**one, "max_position_embeddings": 64}, {**one, "max_position_embeddings": 128})
+        found = find_config_differences({**one, "max_position_embeddings": 64}, {**one, "max_position_embeddings": 128})
         assert bool(found) is differs
 
 
@@ -173,12 +173,12 @@ def test_the_length_before_scaling_is_where_transformers_finds_it(one: dict[str,
         model = transformers.LlamaForCausalLM(config).eval()
         logits.append(model(torch.arange(24)[None] % 16).logits)
     are_equal = torch.equal(*logits)
-    assert (find_differences({**LLAMA, **one}, {**LLAMA, **two}) == []) is are_equal
+    assert (find_config_differences({**LLAMA, **one}, {**LLAMA, **two}) == []) is are_equal
 
 
 def test_the_padding_token_of_a_classifier_counts() -> None:
     classifier = {**ODD, "architectures": ["OddForSequenceClassification"]}
-    assert find_differences({**classifier, "pad_token_id": 1}, {**classifier, "pad_token_id": 2})
+    assert find_config_differences({**classifier, "pad_token_id": 1}, {**classifier, "pad_token_id": 2})
 
 
 def test_what_a_trainers_files_say() -> None:
@@ -193,12 +193,14 @@ def test_what_a_trainers_files_say() -> None:
 
 def test_defaults_of_transformers() -> None:
     pytest.importorskip("transformers")
-    assert find_differences(LLAMA, {**LLAMA, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu"}) == []
-    (found,) = find_differences(LLAMA, {**LLAMA, "rope_theta": 5e5})
+    assert (
+        find_config_differences(LLAMA, {**LLAMA, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu"}) == []
+    )
+    (found,) = find_config_differences(LLAMA, {**LLAMA, "rope_theta": 5e5})
     assert found == ("rope_theta", 10000.0, 5e5, True)
     windows = {"model_type": "qwen2", **SIZES}
-    assert find_differences(windows, {**windows, "sliding_window": 4096, "use_sliding_window": False}) == []
+    assert find_config_differences(windows, {**windows, "sliding_window": 4096, "use_sliding_window": False}) == []
     gemma = {"model_type": "gemma3_text", **SIZES}
-    assert find_differences(gemma, {**gemma, "rope_local_base_freq": 1e4}) == []
-    assert find_differences(gemma, {**gemma, "rope_local_base_freq": 1e5})
-    assert find_differences({"model_type": "gemma3", "text_config": gemma, "vision_config": {}}, gemma) == []
+    assert find_config_differences(gemma, {**gemma, "rope_local_base_freq": 1e4}) == []
+    assert find_config_differences(gemma, {**gemma, "rope_local_base_freq": 1e5})
+    assert find_config_differences({"model_type": "gemma3", "text_config": gemma, "vision_config": {}}, gemma) == []

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
-from ckptkit.models.expected import Expected, ExpectedByTable, by_transformers, expected
-from ckptkit.models.known_types import find_table, letter_sizes
+from ckptkit.models.expected import Expected, ExpectedByTable, expected_by_transformers, expected_model
+from ckptkit.models.known_types import find_table, sizes_by_letter
 from tests.models.names.tiny_models import CONFIGS, TEXT, make_model
 
 WEIGHTS = "model.safetensors"
@@ -41,7 +41,7 @@ def assert_same(own: Expected, theirs: Expected) -> None:
     assert list(own.shapes.items()) == list(theirs.shapes.items())
     assert list(own.parameters.items()) == list(theirs.parameters.items())
     assert own.tied == theirs.tied
-    assert letter_sizes(own.sizes) == letter_sizes(theirs.sizes)
+    assert sizes_by_letter(own.sizes) == sizes_by_letter(theirs.sizes)
     for form, wanted in ((own.forms[0], theirs.forms[0]), (own.forms[-1], theirs.forms[-1])):
         assert form.shapes == wanted.shapes
         assert form.tied == wanted.tied
@@ -57,20 +57,20 @@ def assert_same(own: Expected, theirs: Expected) -> None:
 @pytest.mark.parametrize("model_type", DENSE)
 def test_dense_models_are_what_transformers_says(model_type: str) -> None:
     config = config_of(model_type)
-    own = expected(config)
+    own = expected_model(config)
     assert isinstance(own, ExpectedByTable)
-    assert_same(own, by_transformers(config, None))
+    assert_same(own, expected_by_transformers(config, None))
 
 
 @pytest.mark.parametrize(("model_type", "options"), MIXTURES, ids=str)
 def test_mixtures_of_experts_are_what_transformers_says(model_type: str, options: dict[str, Any]) -> None:
     config = config_of(model_type, **options)
-    own = expected(config)
+    own = expected_model(config)
     assert isinstance(own, ExpectedByTable)
-    assert_same(own, by_transformers(config, None))
+    assert_same(own, expected_by_transformers(config, None))
     for base in own.forms:
-        names = frozenset(base.needed | {"more.weight_scale"})
-        assert_same(expected(config, lambda names=names: names), by_transformers(config, names))  # type: ignore[misc]
+        names = frozenset(base.needed_names | {"more.weight_scale"})
+        assert_same(expected_model(config, lambda names=names: names), expected_by_transformers(config, names))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_the_table_says_nothing_of_what_it_does_not_know(change: dict[str, Any])
 def test_a_base_of_another_form_is_asked_of_transformers() -> None:
     """A Mixtral whose modules have the names of other types' on disk, which transformers' table can read and write."""
     config = config_of("mixtral")
-    names = frozenset(name.replace("block_sparse_moe", "mlp") for name in expected(config).forms[0].needed)
-    found = expected(config, lambda: names)
+    names = frozenset(name.replace("block_sparse_moe", "mlp") for name in expected_model(config).forms[0].needed_names)
+    found = expected_model(config, lambda: names)
     assert not isinstance(found, ExpectedByTable)
-    assert found.forms[0].needed == names
+    assert found.forms[0].needed_names == names
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ckptkit import consolidate
 from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.layout.renames import find_prefix_rule
-from ckptkit.models.expected import expected
-from ckptkit.models.known_types import find_table, is_tied
+from ckptkit.models.expected import expected_model
+from ckptkit.models.known_types import find_table, has_tied_head
 from tests.producers import save_alone
 from tests.tiers import pairs
 
@@ -66,16 +66,16 @@ def test_expected_shapes_are_transformers(model_type: str, options: dict[str, An
         pytest.skip("no such option")
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
-    assert list(expected(config.to_dict()).shapes.items()) == [
+    assert list(expected_model(config.to_dict()).shapes.items()) == [
         (name, tuple(tensor.shape)) for name, tensor in state.items()
     ]
-    assert is_tied(config.to_dict()) == config.tie_word_embeddings
+    assert has_tied_head(config.to_dict()) == config.tie_word_embeddings
 
 
 def test_other_models_are_unknown_and_said(tmp_path: Path) -> None:
     assert find_table({"model_type": "t5"}) is None
     with pytest.raises(Unsupported, match="lacks a size"):
-        expected({"model_type": "llama", "hidden_size": "wide"})
+        expected_model({"model_type": "llama", "hidden_size": "wide"})
     source = save_run(make_model(), tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(json.dumps(config | {"model_type": "llama_of_my_own"}))

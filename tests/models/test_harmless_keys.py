@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.models.computation import find_differences, is_harmless
+from ckptkit.models.computation import find_config_differences, has_no_effect
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 OF_BART = {
@@ -74,7 +74,7 @@ def test_a_key_is_harmless_if_transformers_computes_the_same(
         pooled = found.get("pooler_output")
         outputs.append(found.logits if "logits" in found else found[0] if pooled is None else pooled)
     one, two = ({**model.config.to_dict(), "architectures": [name]} for model in models)
-    assert (find_differences(one, two) == []) is torch.equal(*outputs)
+    assert (find_config_differences(one, two) == []) is torch.equal(*outputs)
 
 
 # models whose code reads such a token only in `generate`, or to make inputs of the decoder from labels
@@ -102,5 +102,5 @@ def test_each_model_whose_code_reads_a_token_is_known() -> None:
         read = set(re.findall(rf"(?<!generation_)config\.({'|'.join(_TOKENS)})\b", code))
         types_here = [kind for kind, module in types.items() if module == file.parent.name]
         readers = [*types_here, *re.findall(r"^class (\w+)", code, re.MULTILINE)] if read else []
-        unknown += [(file.name, key) for key in read if is_harmless(key, readers)]
+        unknown += [(file.name, key) for key in read if has_no_effect(key, readers)]
     assert {name for name, _ in unknown} <= {f"modeling_{name}.py" for name in _NOT_IN_FORWARD}

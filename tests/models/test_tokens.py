@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.errors import Mismatch
 from ckptkit.models.companions import Companions
-from ckptkit.models.tokens import check_tokens, count_pieces, largest_token
+from ckptkit.models.tokens import count_sentencepiece_tokens, find_largest_token_id, notes_on_tokens
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -26,9 +26,9 @@ def field(number: int, content: bytes) -> bytes:
 def test_a_fast_tokenizer() -> None:
     made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     made.add_special_tokens(["<s>", "</s>"])
-    assert largest_token({"tokenizer.json": made.to_str().encode()}, {}) == (4, "tokenizer.json")
+    assert find_largest_token_id({"tokenizer.json": made.to_str().encode()}, {}) == (4, "tokenizer.json")
     unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0), ("b", -2.0)], unk_id=0))
-    assert largest_token({"tokenizer.json": unigram.to_str().encode()}, {}) == (1, "tokenizer.json")
+    assert find_largest_token_id({"tokenizer.json": unigram.to_str().encode()}, {}) == (1, "tokenizer.json")
 
 
 def test_older_files() -> None:
@@ -38,33 +38,33 @@ def test_older_files() -> None:
         "tokenizer_config.json": json.dumps({"added_tokens_decoder": {"8": {"content": "x"}}}).encode(),
         "merges.txt": b"a b\n",
     }
-    assert largest_token(files, {}) == (9, "added_tokens.json")
-    assert largest_token({"vocab.txt": b"a\nb\nc\n"}, {}) == (2, "vocab.txt")
-    assert largest_token(files, {"pad_token_id": 11, "eos_token_id": [2, 3]}) == (11, "config.json")
+    assert find_largest_token_id(files, {}) == (9, "added_tokens.json")
+    assert find_largest_token_id({"vocab.txt": b"a\nb\nc\n"}, {}) == (2, "vocab.txt")
+    assert find_largest_token_id(files, {"pad_token_id": 11, "eos_token_id": [2, 3]}) == (11, "config.json")
 
 
 def test_sentencepiece_and_tiktoken() -> None:
     piece = field(1, b"a") + b"\x15\x00\x00\x80\xbf"
     model = field(1, piece) * 5 + field(2, b"settings") + field(3, b"more")
-    assert count_pieces(model) == 5
-    assert largest_token({"tokenizer.model": model}, {}) == (4, "tokenizer.model")
+    assert count_sentencepiece_tokens(model) == 5
+    assert find_largest_token_id({"tokenizer.model": model}, {}) == (4, "tokenizer.model")
     lines = b"\n".join(base64.b64encode(bytes([i])) + b" %d" % i for i in range(6))
-    assert largest_token({"tokenizer.model": lines + b"\n"}, {}) == (5, "tokenizer.model")
+    assert find_largest_token_id({"tokenizer.model": lines + b"\n"}, {}) == (5, "tokenizer.model")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\x0a\xff\xff\xff", b"{", b"[" * 100000, b"\xff" * 50])
 def test_files_that_are_none(content: bytes) -> None:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "added_tokens.json", "tokenizer_config.json")
-    assert largest_token(dict.fromkeys(names, content), {}) is None
+    assert find_largest_token_id(dict.fromkeys(names, content), {}) is None
 
 
 def test_a_token_without_a_row() -> None:
     companions = Companions(files={"vocab.json": json.dumps({"a": 0, "b": 40}).encode()}, config={})
-    assert check_tokens(companions, 41) == []
+    assert notes_on_tokens(companions, 41) == []
     with pytest.raises(Mismatch, match="the tokenizer has token 40, but vocab_size keeps only 40 rows") as caught:
-        check_tokens(companions, 40)
+        notes_on_tokens(companions, 40)
     assert "--vocab-size 41" in str(caught.value.hint)
-    assert "no tokenizer" in check_tokens(Companions(), 4)[0]
+    assert "no tokenizer" in notes_on_tokens(Companions(), 4)[0]
 
 
 @pytest.mark.parametrize("rows", [4, 5])

@@ -15,7 +15,7 @@ import ckptkit
 from ckptkit.conversion.average import average
 from ckptkit.conversion.finalize import finalize
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.models.vocabulary import with_vocabulary
+from ckptkit.models.vocabulary import with_vocabulary_size
 from tests.models.names.hub_models import HIDDEN, VOCABULARY, config_of, saved
 from tests.tiers import slow_but
 
@@ -136,8 +136,11 @@ def test_a_mean_keeps_its_rows(model: dict[str, Tensor], tmp_path: Path) -> None
 
 def test_configs_of_several_models() -> None:
     nested = {"model_type": "llava", "text_config": {"vocab_size": 5, "hidden_size": 2}}
-    assert with_vocabulary(nested, 7) == {"model_type": "llava", "text_config": {"vocab_size": 7, "hidden_size": 2}}
-    assert with_vocabulary({"vocab_size": 5}, 7) == {"vocab_size": 7}
+    assert with_vocabulary_size(nested, 7) == {
+        "model_type": "llava",
+        "text_config": {"vocab_size": 7, "hidden_size": 2},
+    }
+    assert with_vocabulary_size({"vocab_size": 5}, 7) == {"vocab_size": 7}
 
 
 TEXT = {

@@ -10,8 +10,8 @@ import pytest
 
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.disk import lock_path
-from ckptkit.io.locks import acquire, release
-from ckptkit.runs.deletion import delete, deleting, is_being_written
+from ckptkit.io.locks import acquire_lock, release_lock
+from ckptkit.runs.deletion import delete_checkpoint, deleting, is_being_written
 
 NAMES = ("ckpt-1", "checkpoint-1", "step-1", "global_step1", "iter_0000001")
 
@@ -26,7 +26,7 @@ def make(path: Path) -> None:
 def test_nothing_is_left(tmp_path: Path, name: str) -> None:
     make(tmp_path / name)
     with deleting(tmp_path):
-        delete(tmp_path / name)
+        delete_checkpoint(tmp_path / name)
         assert [path.name for path in tmp_path.iterdir()] == [".prune.ckptkit.lock"]
     assert list(tmp_path.iterdir()) == []
 
@@ -39,12 +39,12 @@ def test_a_checkpoint_goes_out_of_sight_first_and_whoever_comes_next_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("ckptkit.runs.deletion.remove", interrupt)
         with pytest.raises(KeyboardInterrupt), deleting(tmp_path):
-            delete(tmp_path / name)
+            delete_checkpoint(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == [f".{name}.leaving"]
     make(tmp_path / name)  # saved again meanwhile
     with deleting(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {name, ".prune.ckptkit.lock"}
-        delete(tmp_path / name)
+        delete_checkpoint(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_removed_is_named_and_the_checkpoint_stays_hidden(
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
         with pytest.raises(IOFailure, match="permission denied") as raised:
-            delete(tmp_path / "ckpt-1")
+            delete_checkpoint(tmp_path / "ckpt-1")
     assert raised.value.path is not None
     assert raised.value.path.name == "data"
     assert raised.value.path.is_relative_to(tmp_path / ".ckpt-1.leaving")
@@ -93,7 +93,7 @@ def refuse(path: Path, **_: object) -> None:
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(IOFailure) as raised:
-        delete(tmp_path / "ckpt-1")
+        delete_checkpoint(tmp_path / "ckpt-1")
     assert raised.value.path == tmp_path / "ckpt-1"
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(IOFailure), deleting(tmp_path / "absent"):
@@ -102,9 +102,9 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
 
 def test_who_replaces_a_checkpoint_is_noticed(tmp_path: Path) -> None:
     assert not is_being_written(tmp_path / "ckpt-1")
-    lock = acquire(lock_path(tmp_path / "ckpt-1"))
+    lock = acquire_lock(lock_path(tmp_path / "ckpt-1"))
     assert is_being_written(tmp_path / "ckpt-1")
     assert not is_being_written(tmp_path / "ckpt-2")
-    release(lock, lock_path(tmp_path / "ckpt-1"))
+    release_lock(lock, lock_path(tmp_path / "ckpt-1"))
     lock_path(tmp_path / "ckpt-1").touch()  # of a process that was ended
     assert not is_being_written(tmp_path / "ckpt-1")

@@ -21,7 +21,7 @@ from ckptkit import consolidate, list_run, prune, verify
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.runs.prune import Pruned
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.resume import find_resume
+from ckptkit.training.resume import find_resume_candidates
 from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
@@ -184,7 +184,7 @@ def test_what_does_not_read_as_it_was_written_is_not_shown(tmp_path: Path, monke
         data[-1] ^= 1
         (model / "model.safetensors").write_bytes(data)
 
-    monkeypatch.setattr("ckptkit.runs.demote.keep_metrics", damage)
+    monkeypatch.setattr("ckptkit.runs.demote.copy_metrics", damage)
     with pytest.raises(Corrupt, match="CRC-32"):
         demote(tmp_path)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
@@ -204,7 +204,7 @@ def test_no_training_goes_on_from_weights_alone_and_none_deletes_them(tmp_path: 
             run.load(model, path=path)
         shutil.rmtree(tmp_path / "ckpt-4", ignore_errors=True)
     with pytest.raises(NotACheckpoint, match="contains only weights"):
-        find_resume(TrainConfig(run=tmp_path, resume="auto"))
+        find_resume_candidates(TrainConfig(run=tmp_path, resume="auto"))
 
 
 def test_the_newest_to_go_on_from_stays_where_a_newer_one_is_weights(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import ckptkit
 from ckptkit.errors import NotACheckpoint
 from ckptkit.runs.ls import Listed, Listing, list_run
 from ckptkit.runs.pins import set_pin
-from ckptkit.runs.retention import write_metrics
+from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
 from tests.conftest import Produce
@@ -52,7 +52,7 @@ def by_name(run: Path) -> dict[str, Listed]:
 
 def test_all_that_can_be_told_of_one(run: Path, place: Place) -> None:
     root = place("ckpt-7", producers.fsdp2)
-    (root / METRICS).write_bytes(write_metrics(7, {"loss": 0.5, "lr": 1e-3}))
+    (root / METRICS).write_bytes(dump_metrics(7, {"loss": 0.5, "lr": 1e-3}))
     for file in root.iterdir():
         os.utime(file, (1e9, 1e9))
     os.utime(root / METRICS, (1e9 + 5, 1e9 + 5))

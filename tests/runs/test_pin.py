@@ -14,7 +14,7 @@ from ckptkit import pin, prune, unpin
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.runs.deletion import deleting
-from ckptkit.runs.pins import FOLDER, pinned_in
+from ckptkit.runs.pins import FOLDER, pinned_names_in
 from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
@@ -47,7 +47,7 @@ def test_a_run_means_its_latest_and_a_link_what_it_leads_to(run: Path) -> None:
     assert pin(run) == [run / "ckpt-3"]
     (run / "best").symlink_to("ckpt-1")
     assert pin(run / "best", run / "ckpt-1") == [run / "ckpt-1"]
-    assert pinned_in(run) == {"ckpt-1", "ckpt-3"}
+    assert pinned_names_in(run) == {"ckpt-1", "ckpt-3"}
 
 
 def test_what_is_no_complete_checkpoint_cannot_be_pinned(produce: Produce, run: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_pin_outlives_its_checkpoint_and_can_be_taken_back(run: Path) -> None:
     pin(run / "ckpt-1")
     shutil.rmtree(run / "ckpt-1")
     assert unpin(run / "ckpt-1") == [run / "ckpt-1"]
-    assert pinned_in(run) == frozenset()
+    assert pinned_names_in(run) == frozenset()
 
 
 def test_a_pin_waits_for_whoever_deletes_just_now(run: Path) -> None:
@@ -97,6 +97,6 @@ def test_a_pin_waits_for_whoever_deletes_just_now(run: Path) -> None:
         pinning = threading.Thread(target=pin, args=(run / "ckpt-1",))
         pinning.start()
         pinning.join(0.3)
-        assert pinned_in(run) == frozenset()
+        assert pinned_names_in(run) == frozenset()
     pinning.join()
-    assert pinned_in(run) == {"ckpt-1"}
+    assert pinned_names_in(run) == {"ckpt-1"}

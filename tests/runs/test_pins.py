@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import Unsafe
-from ckptkit.runs.pins import FOLDER, clear_pin, is_pinned, pinned_in, set_pin
+from ckptkit.runs.pins import FOLDER, clear_pin, is_pinned, pinned_names_in, set_pin
 
 
 def test_a_pin_is_an_empty_file_in_the_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "ckpt-1").mkdir(parents=True)
-    assert pinned_in(tmp_path / "run") == frozenset()
+    assert pinned_names_in(tmp_path / "run") == frozenset()
     clear_pin(tmp_path / "run" / "ckpt-1")
     for _ in range(2):
         set_pin(tmp_path / "run" / "ckpt-1")
@@ -27,7 +27,7 @@ def test_a_pin_is_an_empty_file_in_the_run(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "moved" / "ckpt-1")
     for _ in range(2):
         clear_pin(tmp_path / "moved" / "ckpt-1")
-        assert pinned_in(tmp_path / "moved") == frozenset()
+        assert pinned_names_in(tmp_path / "moved") == frozenset()
 
 
 def test_no_link_is_followed_to_set_one(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from torch import nn
 
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
 from ckptkit.io.disk import lock_path, staging_path
-from ckptkit.io.locks import acquire, release
+from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.io.staging import Stage
-from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.deletion import delete_checkpoint, deleting
 from ckptkit.runs.pins import set_pin
 from ckptkit.runs.prune import Pruned, prune
-from ckptkit.runs.retention import write_metrics
+from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.run import Run
 from tests import producers
@@ -45,7 +45,7 @@ def run(produce: Produce, tmp_path: Path) -> Path:
 def place(produce: Produce, path: Path, metrics: Mapping[str, float] | None = None) -> None:
     shutil.copytree(produce(producers.under_model).root, path)
     if metrics is not None:
-        (path / METRICS).write_bytes(write_metrics(0, metrics))
+        (path / METRICS).write_bytes(dump_metrics(0, metrics))
 
 
 def steps(entries: tuple[object, ...]) -> list[object]:
@@ -152,10 +152,10 @@ def test_a_shard_of_another_step_is_noticed(tmp_path: Path, form: str) -> None:
 
 
 def test_what_is_being_replaced_stays(run: Path) -> None:
-    lock = acquire(lock_path(run / "step-15"))
+    lock = acquire_lock(lock_path(run / "step-15"))
     done = prune(run, keep_last=1, yes=True)
     assert {entry.step: entry.reason for entry in done.keep} == {25: "one of the last 1", 15: "being written"}
-    release(lock, lock_path(run / "step-15"))
+    release_lock(lock, lock_path(run / "step-15"))
     assert names(run) == {"iter_0000025", "step-15"}
 
 
@@ -177,7 +177,7 @@ def test_what_is_pinned_or_meant_by_a_tracker_stays(run: Path) -> None:
 
 def test_what_is_pinned_while_others_are_deleted_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def delete_and_pin(path: Path) -> None:
-        delete(path)
+        delete_checkpoint(path)
         set_pin(run / "step-15")
         (run / "latest").write_text("checkpoint-10")
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptkit import consolidate, delta
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.io.joined import joined
+from ckptkit.io.joined import join_paths
 from ckptkit.runs.prune import Pruned, prune
 from ckptkit.training.saving.run import Run
 from tests import producers
@@ -142,7 +142,7 @@ def test_links_within_a_checkpoint_and_out_of_the_run_keep_nothing(run: Path, tm
 
 def test_a_link_on_another_disk_counts(run: Path, tmp_path: Path) -> None:
     link(tmp_path / "other" / "best" / "x", str(run / "step-1" / "config.json"))
-    done = prune(joined([run, tmp_path / "other"]), keep_last=1)
+    done = prune(join_paths([run, tmp_path / "other"]), keep_last=1)
     assert reasons(done)["step-1"] == "`best/x` links into it"
 
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, decide, find_saved, read_metrics, write_metrics
+from ckptkit.runs.retention import (
+    Best,
+    Policy,
+    SavedCheckpoint,
+    decide_retention,
+    dump_metrics,
+    read_metrics,
+    saved_checkpoints_of,
+)
 from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
 from tests.conftest import Produce
@@ -26,7 +34,7 @@ def saved(step: int, **metrics: float) -> SavedCheckpoint:
 
 
 def kept(checkpoints: list[SavedCheckpoint], policy: Policy) -> list[int]:
-    return [verdict.saved.step for verdict in decide(checkpoints, policy) if verdict.is_kept]
+    return [verdict.saved.step for verdict in decide_retention(checkpoints, policy) if verdict.is_kept]
 
 
 LOSSES = [saved(1, loss=3.0), saved(2, loss=1.0), saved(10, loss=2.0), saved(9, loss=NAN), saved(4), saved(5, loss=2.0)]
@@ -57,7 +65,10 @@ def test_what_is_kept(policy: Policy, steps: list[int]) -> None:
 
 
 def test_each_that_stays_has_its_reasons() -> None:
-    reasons = {verdict.saved.step: verdict.reasons for verdict in decide(LOSSES, Policy(2, best=Best("loss", count=2)))}
+    reasons = {
+        verdict.saved.step: verdict.reasons
+        for verdict in decide_retention(LOSSES, Policy(2, best=Best("loss", count=2)))
+    }
     assert reasons == {
         10: ("one of the last 2", "loss 2 is among the best"),
         9: ("one of the last 2",),
@@ -66,8 +77,8 @@ def test_each_that_stays_has_its_reasons() -> None:
         2: ("loss 1 is among the best",),
         1: (),
     }
-    assert {verdict.reasons for verdict in decide(LOSSES, Policy())} == {("all are kept",)}
-    verdicts = decide(LOSSES, Policy(every=2))
+    assert {verdict.reasons for verdict in decide_retention(LOSSES, Policy())} == {("all are kept",)}
+    verdicts = decide_retention(LOSSES, Policy(every=2))
     assert [verdict.reasons for verdict in verdicts if verdict.saved.step == 10] == [("the newest", "a multiple of 2")]
 
 
@@ -77,7 +88,7 @@ def test_what_is_held_stays_and_says_why_first() -> None:
         saved(2),
         SavedCheckpoint(Path("ckpt-3"), 3, {}, ("`latest` names it",)),
     ]
-    assert [verdict.reasons for verdict in decide(held, Policy(1))] == [
+    assert [verdict.reasons for verdict in decide_retention(held, Policy(1))] == [
         ("`latest` names it", "one of the last 1"),
         (),
         ("pinned",),
@@ -91,7 +102,7 @@ def test_the_newest_to_go_on_from_stays_beside_newer_weights() -> None:
         *(SavedCheckpoint(Path(f"ckpt-{step}"), step, {}, is_weights_only=True) for step in (3, 4)),
     ]
     assert kept(found, Policy(1)) == kept(found, Policy(every=99)) == [4, 2]
-    reasons = {verdict.saved.step: verdict.reasons for verdict in decide(found, Policy(every=99))}
+    reasons = {verdict.saved.step: verdict.reasons for verdict in decide_retention(found, Policy(every=99))}
     assert (reasons[4], reasons[2]) == (("the newest",), ("the newest to go on from",))
     assert kept(found[2:], Policy(1)) == [4]
 
@@ -144,7 +155,7 @@ def test_policies_that_make_no_sense() -> None:
 def place(produce: Produce, path: Path, metrics: Mapping[str, float] | None = None) -> None:
     shutil.copytree(produce(producers.under_model).root, path)
     if metrics is not None:
-        (path / METRICS).write_bytes(write_metrics(0, metrics))
+        (path / METRICS).write_bytes(dump_metrics(0, metrics))
 
 
 def test_only_complete_checkpoints_that_the_run_made_are_looked_at(produce: Produce, tmp_path: Path) -> None:
@@ -154,14 +165,14 @@ def test_only_complete_checkpoints_that_the_run_made_are_looked_at(produce: Prod
         place(produce, tmp_path / name)
     (tmp_path / "ckpt-3" / ".metadata").unlink()
     (tmp_path / "ckpt-6").symlink_to(tmp_path / "elsewhere")
-    found = find_saved(RunFolder(tmp_path))
+    found = saved_checkpoints_of(RunFolder(tmp_path))
     assert [one.step for one in found] == [1, 2]
     assert found[0].metrics["loss"] == 2.0
     assert found[1].metrics == {}
 
 
 def test_metrics_are_read_as_written_or_refused(tmp_path: Path) -> None:
-    (tmp_path / METRICS).write_bytes(write_metrics(5, {"loss": 0.25, "step": 99}))
+    (tmp_path / METRICS).write_bytes(dump_metrics(5, {"loss": 0.25, "step": 99}))
     assert read_metrics(tmp_path) == {"loss": 0.25, "step": 5}
     for text in ("[1]", "{", json.dumps({"loss": "low"}), json.dumps({"loss": None})):
         (tmp_path / METRICS).write_text(text)

@@ -21,7 +21,7 @@ import torch
 from ckptkit import average, consolidate, convert, finalize, reshard
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
 from ckptkit.io.disk import staging_path
-from ckptkit.io.staging import Stage, read_key
+from ckptkit.io.staging import Stage, find_staging_key
 from tests import command, producers
 from tests.conftest import Produce
 from tests.directories import files_in
@@ -337,17 +337,17 @@ def test_one_part_at_a_time_makes_the_files(large: Path, tmp_path: Path) -> None
     """What others have written is not cut off, nor a file planned with that another is just making."""
     out, hidden = tmp_path / "out", staging_path(tmp_path / "out")
     consolidate(large, out, part=nth(0, 2))
-    first = Stage(out, key=read_key(hidden), is_part=True).open()
+    first = Stage(out, key=find_staging_key(hidden), is_part=True).open()
     (hidden / "model.safetensors").unlink()
     with ThreadPoolExecutor() as pool:
         second = pool.submit(consolidate, large, out, part=nth(1, 2))
         with pytest.raises(TimeoutError):
             second.result(timeout=0.5)
         assert not (hidden / "model.safetensors").exists()
-        first.let_others_in()
+        first.unlock_for_other_parts()
         assert not second.result().is_finished
     assert (hidden / "model.safetensors").exists()
-    first.leave()
+    first.unlock_for_resume()
 
 
 def test_a_command_that_a_rank_starts_is_alone(large: Path, tmp_path: Path) -> None:

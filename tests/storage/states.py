@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.storage import find_cause
 from tests.formats.contract import SHAPES, raw_bytes
 from tests.producers import DTYPES, Truth, bits
@@ -105,6 +105,6 @@ def flip(path: Path, at: int) -> None:
 
 def damage(path: Path, name: str) -> None:
     """Flip a bit in the last chunk of a tensor."""
-    layout = locate(open_layout(path))
+    layout = locate_all_chunks(open_layout(path))
     chunk = [chunk for chunk in layout.tensors[name].chunks if chunk.length][-1]
     flip(layout.root / chunk.path, chunk.offset + chunk.length - 1)

@@ -26,7 +26,7 @@ from torch.optim import AdamW
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checks.verify import verify_part
+from ckptkit.checks.verify import verify_component
 from ckptkit.errors import Usage
 from ckptkit.storage import Reader, Writer
 from ckptkit.training.launch import Report, launch
@@ -85,7 +85,7 @@ def test_plain_objects_are_saved_and_loaded(tmp_path: Path, writer: str, reader:
     assert plain(found) == plain(a_state())
     made = _load_state_dict_from_keys(storage_reader=READERS[reader](tmp_path / "out"))
     assert plain(made) == plain(a_state())
-    assert list(verify_part(tmp_path / "out").problems) == []
+    assert list(verify_component(tmp_path / "out").problems) == []
 
 
 def test_torch_makes_one_file_of_what_we_wrote(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_one_file_holds_plain_objects_too(tmp_path: Path) -> None:
     found = an_empty_state()
     dcp.load(found, storage_reader=Reader(tmp_path / "out"))
     assert plain(found) == plain(a_state())
-    assert list(verify_part(tmp_path / "out").problems) == []
+    assert list(verify_component(tmp_path / "out").problems) == []
 
 
 def test_a_model_holds_plain_objects_beside_it(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_model_holds_plain_objects_beside_it(tmp_path: Path) -> None:
     dcp.load(weights, storage_reader=Reader(tmp_path / "out"))
     assert plain(weights) == plain(a_state()["model"])
     for part in (tmp_path / "out", tmp_path / "out/training"):
-        assert list(verify_part(part).problems) == []
+        assert list(verify_component(part).problems) == []
 
 
 @pytest.mark.parametrize("to", ["dcp", "pt", "hf"])

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.io.crc32 import part_sum, whole_crc32
+from ckptkit.io.crc32 import crc32_from_contributions, xor_contribution
 from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, Spec
-from ckptkit.layout.box import Box, whole
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.storage.room_writer import PieceWriter, runs_of
 from tests.raw import allocated, contents
@@ -40,16 +40,16 @@ def test_parts_in_any_order_give_the_checksum_of_the_whole(data: bytes, cuts: li
     order.shuffle(parts)
     total = 0
     for start, stop in parts:
-        total ^= part_sum(memoryview(data)[start:stop], len(data) - stop)
-    assert whole_crc32(total, len(data)) == zlib.crc32(data)
+        total ^= xor_contribution(memoryview(data)[start:stop], len(data) - stop)
+    assert crc32_from_contributions(total, len(data)) == zlib.crc32(data)
 
 
 @given(st.data())
 def test_runs_are_the_elements_of_a_box_in_order_and_as_few_as_they_can_be(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes)
     box = data.draw(boxes_in(shape, solid=True))
-    starts, length = runs_of(box, whole(shape))
-    numbers = torch.arange(whole(shape).numel).reshape(shape)[cells(box)].flatten().tolist()
+    starts, length = runs_of(box, full_box(shape))
+    numbers = torch.arange(full_box(shape).numel).reshape(shape)[cells(box)].flatten().tolist()
     assert [start + i for start in starts for i in range(length)] == numbers
     breaks = sum(b != a + 1 for a, b in pairwise(numbers))
     assert len(starts) == breaks + 1
@@ -61,7 +61,7 @@ def write_all(layout: Layout, parts: list[tuple[Box, Tensor]]) -> dict[FileOffse
     with OpenFiles(layout.root, writable=True) as files:
         pieces = PieceWriter(files)
         for box, tensor in parts:
-            for place, part in pieces.write(tensor, box, layout.tensors["t"]).items():
+            for place, part in pieces.write_tensor(tensor, box, layout.tensors["t"]).items():
                 sums[place] = sums.get(place, 0) ^ part
     return sums
 
@@ -72,7 +72,7 @@ def require_written(layout: Layout, values: Tensor, sums: dict[FileOffset, int])
     for chunk in layout.tensors["t"].chunks:
         if chunk.length:
             data = (layout.root / chunk.path).read_bytes()[chunk.offset : chunk.offset + chunk.length]
-            assert whole_crc32(sums[chunk.path, chunk.offset], chunk.length) == zlib.crc32(data)
+            assert crc32_from_contributions(sums[chunk.path, chunk.offset], chunk.length) == zlib.crc32(data)
 
 
 def scattered(values: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def test_any_parts_make_up_any_chunks(data: st.DataObject, dtype: str, is_scatte
     shape = data.draw(shapes)
     theirs, ours = data.draw(tilings(shape)), data.draw(tilings(shape))
     itemsize = DTYPES[dtype].itemsize
-    count = whole(shape).numel
+    count = full_box(shape).numel
     values = torch.arange(count * itemsize).remainder(2 if dtype == "bool" else 251).to(torch.uint8)
     values = values.view(getattr(torch, dtype)).reshape(shape)
     parts = [(box, values[cells(box)] if is_scattered else values[cells(box)].contiguous()) for box in theirs]

@@ -23,7 +23,7 @@ from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout.box import Box
 from ckptkit.models.names.weights import find_weights
 from ckptkit.storage import LayoutReader, Reader
-from ckptkit.storage.reader import share_of
+from ckptkit.storage.reader import needed_in_dtypes_of
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers
@@ -169,7 +169,9 @@ def test_no_chunk_is_looked_for_that_is_not_needed(produce: Produce) -> None:
     assert [chunk.size for chunk in stored.chunks] == [(3, 6), (3, 6), (1, 6)]
     rows = stored.chunks[0]._replace(box=Box((4, 0), (3, 6)))
     wanted = replace(layout, tensors={"up.weight": replace(stored, chunks=(rows,))})
-    assert {name: t.chunks for name, t in share_of(layout, wanted).tensors.items()} == {"up.weight": stored.chunks[1:]}
+    assert {name: t.chunks for name, t in needed_in_dtypes_of(layout, wanted).tensors.items()} == {
+        "up.weight": stored.chunks[1:]
+    }
 
 
 # -- together ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ckptkit.errors import IOFailure, Mismatch, Occupied, Unsafe, Unsupported, U
 from ckptkit.io import pieces
 from ckptkit.io.destination import SENDERS, FileStream
 from ckptkit.io.path import to_path
-from ckptkit.io.pieces import PART_BYTES, cut_file
+from ckptkit.io.pieces import PART_BYTES, cut_into_pieces
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
@@ -212,7 +212,7 @@ def test_a_stream_holds_a_few_pieces(tmp_path: Path) -> None:
     size = 7 * PART_BYTES + 5
     there: Any = There()
     with FileStream(there, "x", size) as stream:
-        for piece in cut_file("x", size):
+        for piece in cut_into_pieces("x", size):
             stream.write(bytes(piece.length))
     assert most == SENDERS
     with pytest.raises(ValueError, match="fewer bytes"), FileStream(there, "x", 5) as stream:

@@ -207,7 +207,7 @@ def break_writing(patch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise IOFailure("no space left on device")
 
-    patch.setattr(PieceWriter, "write", fail)
+    patch.setattr(PieceWriter, "write_tensor", fail)
 
 
 def test_a_save_that_failed_alone_leaves_nothing_and_another_writer_goes_on(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_the_model_comes_out_and_the_rest_is_named(produce: Produce, tmp_path: P
         "trainer/dataloader/rank_0.pt",
         "trainer/dataloader/rank_1.pt",
     }
-    assert all(left.is_known for left in done.left_behind)
+    assert all(left.is_expected for left in done.left_behind)
 
 
 def test_it_goes_on_with_other_ranks(produce: Produce, tmp_path: Path) -> None:

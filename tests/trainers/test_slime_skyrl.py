@@ -41,7 +41,7 @@ def test_miles_has_a_directory_for_each_part(produce: Produce, tmp_path: Path) -
     under = "model_state.model."
     model = {name.removeprefix(under): each for name, each in expect(made.truth, "miles").items() if under in name}
     assert read(tmp_path / "hf") == model
-    assert all(left.is_known for left in done.left_behind)
+    assert all(left.is_expected for left in done.left_behind)
 
 
 def test_states_of_other_shapes_than_their_parameters_are_kept(produce: Produce, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_adapters_of_miles(tmp_path: Path) -> None:
     assert ckptkit.inspect(tmp_path).adapters[0].rows == (4,)
     done = ckptkit.consolidate(tmp_path, tmp_path / "out")
     assert read(tmp_path / "out") == {name: raw(each) for name, each in adapter.items()}
-    assert all(left.is_known for left in done.left_behind)
+    assert all(left.is_expected for left in done.left_behind)
 
 
 def test_skyrl_is_known_beside_its_states(produce: Produce, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_skyrl_is_known_beside_its_states(produce: Produce, tmp_path: Path) -> N
     assert read(tmp_path / "hf") == {
         name: whole[name] for name in whole if name.startswith(("embed", "head", "layers"))
     }
-    assert all(left.is_known for left in done.left_behind)
+    assert all(left.is_expected for left in done.left_behind)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -39,7 +39,7 @@ def test_files_that_hold_anything_else_mean_nothing_and_are_said(tmp_path: Path,
     (tmp_path / "latest").write_bytes(content)
     assert found(tmp_path) == [("latest", "")]
     (tmp_path / "ckpt-7").mkdir()
-    assert not any(tracker.means(tmp_path / name) for tracker in trackers_in(tmp_path) for name in ("", "ckpt-7"))
+    assert not any(tracker.is_naming(tmp_path / name) for tracker in trackers_in(tmp_path) for name in ("", "ckpt-7"))
     assert "`latest` names no checkpoint" in find_latest(tmp_path).remarks
 
 
@@ -74,6 +74,6 @@ def test_links_mean_what_they_lead_to_in_the_run(tmp_path: Path, target: str, na
 
 def test_a_step_is_meant_by_any_name(tmp_path: Path) -> None:
     tracker = Tracker("latest_checkpointed_iteration.txt", "100")
-    assert all(tracker.means(Path(name)) for name in ("iter_0000100", "global_step_100", "100"))
-    assert not tracker.means(Path("iter_0001000"))
-    assert not Tracker("latest", "release").means(Path("iter_0000100"))
+    assert all(tracker.is_naming(Path(name)) for name in ("iter_0000100", "global_step_100", "100"))
+    assert not tracker.is_naming(Path("iter_0001000"))
+    assert not Tracker("latest", "release").is_naming(Path("iter_0000100"))

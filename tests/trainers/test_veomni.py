@@ -30,6 +30,6 @@ def test_the_states_of_ranks_are_known_and_kept(tmp_path: Path) -> None:
     save(root)
     found = ckptkit.inspect(root)
     assert (found.trainer, found.step) == ("VeOmni", 4)
-    assert {left.name for left in found.left_behind if left.is_known} == {"extra_state"}
+    assert {left.name for left in found.left_behind if left.is_expected} == {"extra_state"}
     done = ckptkit.reshard(root, tmp_path / "global_step_5", to=1)
     assert {"extra_state/extra_state_rank_0.pt", "extra_state/extra_state_rank_1.pt"} <= done.files.keys()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError, Occupied
-from ckptkit.training.config import SETTINGS, settings
+from ckptkit.training.config import SETTINGS, train_settings
 from ckptkit.training.saving.run import Run
 from ckptkit.training.smoke.checks import CHECKS
 
@@ -117,7 +117,7 @@ def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> 
 
 def test_every_setting_is_an_option_of_train(tmp_path: Path) -> None:
     shown = ckptkit(tmp_path, "train", "--help").stdout
-    for name in settings():
+    for name in train_settings():
         assert f"--{name.replace('_', '-')}" in shown
 
 

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.training.config import SETTINGS, TrainConfig, find_settings, read_settings, settings, settings_in
+from ckptkit.training.config import (
+    SETTINGS,
+    TrainConfig,
+    read_settings,
+    settings_from_file,
+    settings_of_resumed_run,
+    train_settings,
+)
 
 RUN = TrainConfig(run=Path("run"))
 UNUSUAL = replace(
@@ -22,13 +29,13 @@ def test_settings_survive_toml(tmp_path: Path, config: TrainConfig) -> None:
 
 def test_toml_holds_every_setting_that_has_a_value_and_nothing_of_one_run_alone() -> None:
     kept = tomllib.loads(replace(UNUSUAL, resume="auto", weights=None).to_toml())
-    assert kept.keys() == settings().keys() - {"weights", "data", "keep_best", "lora_rank"}
-    assert "run" not in settings()
-    assert "resume" not in settings()
+    assert kept.keys() == train_settings().keys() - {"weights", "data", "keep_best", "lora_rank"}
+    assert "run" not in train_settings()
+    assert "resume" not in train_settings()
 
 
 def test_every_setting_says_what_it_means() -> None:
-    for name, setting in settings().items():
+    for name, setting in train_settings().items():
         assert setting.text.endswith("."), name
         assert getattr(RUN, name) == setting.default
 
@@ -108,16 +115,16 @@ def test_the_best_checkpoints_are_kept_by_a_metric_that_they_contain(rule: str) 
 
 def test_a_run_without_checkpoints_that_resumes_starts_from_its_weights(tmp_path: Path) -> None:
     (tmp_path / SETTINGS).write_text("weights = 'base'\nsteps = 3\n")
-    assert find_settings(tmp_path, "auto") == {"weights": Path("base"), "steps": 3}
+    assert settings_of_resumed_run(tmp_path, "auto") == {"weights": Path("base"), "steps": 3}
     assert TrainConfig(run=tmp_path, resume="auto", weights=Path("base")).weights == Path("base")
-    assert find_settings(tmp_path, "run/ckpt-1") == {"steps": 3}
-    assert find_settings(tmp_path, None) == {}
+    assert settings_of_resumed_run(tmp_path, "run/ckpt-1") == {"steps": 3}
+    assert settings_of_resumed_run(tmp_path, None) == {}
 
 
 def test_settings_of_a_run_with_starting_weights_go_on_from_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text("weights = 'base'\nsteps = 3\n")
-    assert settings_in(path, "run/ckpt-1") == {"steps": 3}
-    assert settings_in(path, None) == settings_in(path, "auto") == {"weights": Path("base"), "steps": 3}
+    assert settings_from_file(path, "run/ckpt-1") == {"steps": 3}
+    assert settings_from_file(path, None) == settings_from_file(path, "auto") == {"weights": Path("base"), "steps": 3}
     path.write_text("weights = 'base'\nlora_rank = 2\n")
-    assert settings_in(path, "run/ckpt-1") == {"weights": Path("base"), "lora_rank": 2}
+    assert settings_from_file(path, "run/ckpt-1") == {"weights": Path("base"), "lora_rank": 2}

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.loop import train
+from ckptkit.training.loop import train_rank
 from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.save import ADAPTER, FORMATS, copy_to_cpu
 from ckptkit.training.smoke.smoke import smoke
-from ckptkit.training.start import start
+from ckptkit.training.start import start_training
 from ckptkit.training.trainer import Trainer
 from tests.training.saving.networks import Tensors, differing, whole
 from tests.training.saving.test_background import hold_back
@@ -62,13 +62,13 @@ def save_behind(root: Path, fsdp: Any, kinds: list[Any], device: Any, place: Ran
     """Save in the background, change everything before a byte is written, load, and report the tensors that differ."""
     with process_group(place, device) as mesh:
         base = TrainConfig(run=root / "base", steps=9, device=device, sequence_length=64, fsdp=fsdp)
-        trainer, run = start(base, mesh)
+        trainer, run = start_training(base, mesh)
         trainer.step()
         weights = trainer.save(run)
         for kind in kinds:
             lora: dict[str, Any] = {"lora_rank": 2, "weights": weights} if kind == ADAPTER else {}
             config = replace(base, run=root / kind, state_dict=kind, background=True, **lora)
-            trainer, run = start(config, mesh)
+            trainer, run = start_training(config, mesh)
             with run:
                 for _ in range(2):  # the second copy finds the pinned memory of the first
                     trainer.step()
@@ -107,7 +107,7 @@ def test_a_copy_is_pinned_and_the_next_one_pins_no_more() -> None:
 
 def losses(config: TrainConfig) -> list[float]:
     heard: list[Any] = []
-    launch(partial(train, config), torch.cuda.device_count(), heard.append)
+    launch(partial(train_rank, config), torch.cuda.device_count(), heard.append)
     steps = [step for step in heard if isinstance(step, StepMetrics)]
     assert all(step.memory_allocated and step.memory_reserved for step in steps)
     assert all(step.mfu is None or math.isfinite(step.mfu) for step in steps)

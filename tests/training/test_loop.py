@@ -24,13 +24,13 @@ from ckptkit.training.data.corpus import Corpus, open_corpus
 from ckptkit.training.data.tokenizer import Bytes
 from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.loop import train
+from ckptkit.training.loop import train_rank
 from ckptkit.training.metrics import METRICS, StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
-from ckptkit.training.parallel.initial import initialize
+from ckptkit.training.parallel.initial import initialize_model
 from ckptkit.training.parallel.ranks import RankPlace
-from ckptkit.training.smoke.runs import read_tensors
+from ckptkit.training.smoke.runs import read_tensors_by_torch
 from ckptkit.training.trainer import make_scheduler
 from tests.tiers import nightly_but
 
@@ -75,7 +75,7 @@ def tell(report: Report, number: int, message: object) -> None:
 
 def train_each(configs: Sequence[TrainConfig], place: RankPlace, report: Report) -> None:
     for i, config in enumerate(configs):
-        train(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), partial(tell, report, i))
+        train_rank(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), partial(tell, report, i))
 
 
 def corpus_of(config: TrainConfig, room: Path) -> Corpus:
@@ -90,7 +90,7 @@ def test_a_run_leaves_settings_config_metrics_and_complete_checkpoints(
     assert [checkpoint.step for checkpoint in RunFolder(config.run).checkpoints()] == [SAVED, STEPS]
     assert [step.checkpoint for step in steps if step.checkpoint] == [str(config.run / f"ckpt-{n}") for n in (3, 6)]
     for root in (config.run, config.run / "ckpt-3", config.run / "ckpt-6"):
-        assert ModelConfig.read(root / "config.json") == ModelConfig.sized("tiny")
+        assert ModelConfig.from_config_json(root / "config.json") == ModelConfig.of_size("tiny")
     lines = [json.loads(line) for line in (config.run / METRICS).read_text().splitlines()]
     assert [StepMetrics(**line) for line in lines] == steps
     assert TrainConfig(run=config.run, **read_settings(config.run / "train.toml")) == config
@@ -101,9 +101,9 @@ def test_losses_are_those_of_a_plain_loop_over_whole_batches(
     config: TrainConfig, steps: list[StepMetrics], tmp_path: Path
 ) -> None:
     corpus = corpus_of(config, tmp_path)
-    blueprint = LlamaBlueprint(ModelConfig.sized("tiny"))
+    blueprint = LlamaBlueprint(ModelConfig.of_size("tiny"))
     model = Llama(blueprint.config)
-    initialize(blueprint, model, config.seed)
+    initialize_model(blueprint, model, config.seed)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     norms = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -111,9 +111,9 @@ def test_losses_are_those_of_a_plain_loop_over_whole_batches(
     scheduler = make_scheduler(config, optimizer)
     total = 0
     for step in steps:
-        batch = corpus.batch(range((step.step - 1) * config.batch_size, step.step * config.batch_size))
+        batch = corpus.batch_at(range((step.step - 1) * config.batch_size, step.step * config.batch_size))
         assert batch.positions is not None
-        total += batch.tokens
+        total += batch.loss_token_count
         logits = model(batch.inputs, batch.positions)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
@@ -164,8 +164,8 @@ def require_equal_tensors(one: Path, other: Path) -> None:
 
 def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
     if not (checkpoint / "training").exists():
-        return read_tensors(checkpoint)
-    return load_file(checkpoint / "model.safetensors") | read_tensors(checkpoint / "training")
+        return read_tensors_by_torch(checkpoint)
+    return load_file(checkpoint / "model.safetensors") | read_tensors_by_torch(checkpoint / "training")
 
 
 @pytest.mark.nightly
@@ -263,7 +263,7 @@ def terminate_after_two(config: TrainConfig, place: RankPlace, report: Report) -
         if isinstance(message, StepMetrics) and message.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    train(config, place, hear)
+    train_rank(config, place, hear)
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_a_damaged_newest_checkpoint_is_skipped(
     run = Path(shutil.copytree(config.run, tmp_path / "run"))
     flip(run / f"ckpt-{STEPS}" / file)
     heard: list[Any] = []
-    launch(partial(train, replace(config, run=run, resume="auto")), 2, heard.append)
+    launch(partial(train_rank, replace(config, run=run, resume="auto")), 2, heard.append)
     assert [numbers(one) for one in heard if isinstance(one, StepMetrics)] == list(map(numbers, steps[SAVED:]))
     assert heard[0].text.startswith(f"warning: {run}/ckpt-6 cannot be loaded: ")
     assert heard[0].text.endswith(f"; resuming from {run}/ckpt-3, ckpt-6 is now damaged-ckpt-6")
@@ -294,7 +294,7 @@ def test_a_damaged_newest_checkpoint_is_skipped(
     for step in (SAVED, STEPS):
         flip(run / f"ckpt-{step}" / file)
     with pytest.raises(CkptError) as caught:
-        launch(partial(train, replace(config, run=run, resume="auto", steps=STEPS + 1)), 1, heard.append)
+        launch(partial(train_rank, replace(config, run=run, resume="auto", steps=STEPS + 1)), 1, heard.append)
     assert caught.value.exit_code == 3
     assert (run / f"ckpt-{STEPS}").exists()
 
@@ -323,7 +323,7 @@ def test_metrics_of_steps_taken_again_are_forgotten(config: TrainConfig, tmp_pat
 def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: RankPlace, report: Report) -> None:
     for i, (config, kind, said) in enumerate(cases):
         with pytest.raises(CkptError) as raised:
-            train(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), report)
+            train_rank(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), report)
         report((type(raised.value) is kind or kind is CkptError, said in str(raised.value), str(raised.value)))
 
 
@@ -340,7 +340,7 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig,
         (replace(resumed, seed=1), Mismatch, "expected seed 0 as in the checkpoint, found 1"),
         (replace(resumed, sequence_length=40), Mismatch, "expected sequence_length 48 as in the checkpoint, found 40"),
         (replace(resumed, data=tmp_path / "other"), Mismatch, "expected data "),
-        (replace(resumed, untied=True), Mismatch, "another model: expected `tie_word_embeddings` False, found True"),
+        (replace(resumed, untied=True), Mismatch, "another model: expected False as `tie_word_embeddings`, found True"),
         (replace(resumed, model="3m"), Mismatch, "the checkpoint has another model"),
         (replace(resumed, resume=str(tmp_path / "absent")), NotACheckpoint, "no such file or directory"),
         (replace(resumed, sequence_length=4096), Usage, "at most 2048"),

@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit.adapters.names import read_entry
+from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.merge import merge
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
-from ckptkit.training.config import TrainConfig, find_settings
+from ckptkit.training.config import TrainConfig, settings_of_resumed_run
 from ckptkit.training.launch import launch
 from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.smoke.runs import read_tensors
+from ckptkit.training.smoke.runs import read_tensors_by_torch
 from tests.training.test_loop import go, go_each, numbers, refuse, require_close, require_equal_tensors
 
 pytestmark = pytest.mark.slow
@@ -94,10 +94,10 @@ def test_nothing_else_is_saved_and_nothing_else_has_changed(lora: TrainConfig, t
     assert lora.weights is not None
     before = load_file(lora.weights / WEIGHTS)
     for run in trained:
-        stored = read_tensors(run.run / "ckpt-4")
+        stored = read_tensors_by_torch(run.run / "ckpt-4")
         model = {name.removeprefix("model."): t for name, t in stored.items() if name.startswith("model.")}
         moments = {name for name in stored if name.startswith("optim.state.")}
-        adapters = {name for name in model if read_entry(name) is not None}
+        adapters = {name for name in model if parse_tensor_name(name) is not None}
         assert {name.removeprefix("optim.state.").rpartition(".")[0] for name in moments} == adapters
         assert all(model[name].any() and model[name].dtype == torch.float32 for name in adapters)
         if run.state_dict == "adapter":
@@ -108,7 +108,7 @@ def test_nothing_else_is_saved_and_nothing_else_has_changed(lora: TrainConfig, t
 
 
 def merged_logits(directory: Path, tokens: Tensor) -> Tensor:
-    model = Llama(ModelConfig.read(directory / "config.json"))
+    model = Llama(ModelConfig.from_config_json(directory / "config.json"))
     model.load_state_dict(load_file(directory / WEIGHTS), strict=False)
     with torch.no_grad():
         return model(tokens)
@@ -156,7 +156,7 @@ def test_on_a_fresh_model_the_base_is_saved_too(
 
 
 def test_a_run_goes_on_by_its_own_settings(lora: TrainConfig, trained: list[TrainConfig]) -> None:
-    settings = find_settings(trained[0].run, "auto")
+    settings = settings_of_resumed_run(trained[0].run, "auto")
     assert (settings["weights"], settings["lora_rank"]) == (lora.weights, 3)
     assert go(TrainConfig(run=trained[0].run, resume="auto", **settings), 1) == []
 
@@ -168,7 +168,7 @@ def test_a_run_that_died_before_its_first_save_starts_from_its_weights_again(bas
         if name == "died":
             (tmp_path / name).mkdir()
             (tmp_path / name / "train.toml").write_text(run.to_toml())
-            run = TrainConfig(run=run.run, resume="auto", **find_settings(run.run, "auto"))
+            run = TrainConfig(run=run.run, resume="auto", **settings_of_resumed_run(run.run, "auto"))
         losses.append([step.loss for step in go(run, 1)])
     assert losses[0] == losses[1]
 
@@ -176,7 +176,7 @@ def test_a_run_that_died_before_its_first_save_starts_from_its_weights_again(bas
 def test_weights_are_forgotten_where_the_checkpoints_have_them(base: TrainConfig, tmp_path: Path) -> None:
     run = replace(base, run=tmp_path / "run", weights=base.run, steps=1)
     go(run, 1)
-    settings = find_settings(run.run, "auto")
+    settings = settings_of_resumed_run(run.run, "auto")
     assert [step.step for step in go(TrainConfig(run=run.run, resume="auto", **settings | {"steps": 2}), 1)] == [2]
 
 

@@ -186,7 +186,7 @@ def files_in(root: Path) -> dict[str, bytes]:
 def require_same_model(user: User, out: Path) -> None:
     """Require the weights and logits of the last checkpoint, as torch itself reads it, of what transformers opens."""
     transformers = pytest.importorskip("transformers")
-    ours = Llama(ModelConfig.read(out / "config.json"))
+    ours = Llama(ModelConfig.from_config_json(out / "config.json"))
     state = {"model": dict.fromkeys(ours.state_dict(), torch.empty(0)) | ours.state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch speaks of a single process
@@ -281,18 +281,18 @@ def test_lines_of_two_writers_are_not_mixed(user: User) -> None:
     path = to_destination(user.run) / METRICS
     ours, theirs = open_lines(path), open_lines(path)
     user.place.server.fail("PUT .*metrics", after=0)  # the answer is lost, and the library asks again
-    ours.add(b"1\n")
-    ours.send()
-    ours.add(b"2\n")
-    ours.send()
-    theirs.add(b"x\n")
+    ours.add_line(b"1\n")
+    ours.send_lines()
+    ours.add_line(b"2\n")
+    ours.send_lines()
+    theirs.add_line(b"x\n")
     with pytest.raises(Occupied, match="another process has written") as raised:
-        theirs.send()
+        theirs.send_lines()
     assert raised.value.path == path
     assert user.read(METRICS) == b"1\n2\n"
     again = open_lines(path)
-    again.add(b"3\n")
-    again.send()
+    again.add_line(b"3\n")
+    again.send_lines()
     assert user.read(METRICS) == b"1\n2\n3\n"
 
 

@@ -12,23 +12,23 @@ from contextlib import suppress
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination.facts import Facts
-from ckptkit.checkpoints.examination.inconsistency import Inconsistency, fold_layers
+from ckptkit.checkpoints.examination.inconsistency import Inconsistency, merge_same_in_layers
 from ckptkit.checkpoints.examination.optimizers import (
     find_empty_groups,
-    find_lists,
-    find_state_kinds,
-    find_state_shapes,
-    find_training_point,
+    find_group_list_errors,
+    find_missing_state_kinds,
+    find_train_mode_schedule_free,
     find_unknown_names,
-    find_wrapped_states,
+    find_wrapper_prefix_mismatch,
+    find_wrong_state_shapes,
 )
 from ckptkit.checkpoints.examination.weights import (
-    find_bias_rows,
     find_empty_weights,
-    find_head_rows,
     find_layer_gaps,
+    find_misfit_biases,
+    find_misfit_heads,
+    find_misfit_routers,
     find_odd_layers,
-    find_router_rows,
 )
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats import detect_format, is_main_file
@@ -38,12 +38,17 @@ from ckptkit.layout.box import Shape
 Rule = Callable[[Facts], Iterator[Inconsistency]]
 
 OF_WEIGHTS: tuple[Rule, ...] = (
-    *(find_empty_weights, find_layer_gaps, find_router_rows),
-    *(find_odd_layers, find_bias_rows, find_head_rows),
+    *(find_empty_weights, find_layer_gaps, find_misfit_routers),
+    *(find_odd_layers, find_misfit_biases, find_misfit_heads),
 )
-OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_training_point)
-OF_STATES: tuple[Rule, ...] = (find_state_shapes, find_state_kinds, find_wrapped_states, find_unknown_names)
-RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, find_lists)
+OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_train_mode_schedule_free)
+OF_STATES: tuple[Rule, ...] = (
+    find_wrong_state_shapes,
+    find_missing_state_kinds,
+    find_wrapper_prefix_mismatch,
+    find_unknown_names,
+)
+RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, find_group_list_errors)
 
 
 _UNREADABLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
@@ -55,26 +60,26 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
     An optimizer may also train weights in a file beside the model, such as a `2_Dense` of sentence-transformers.
     """
     try:
-        found = examine(checkpoint.layout, rules)
+        found = examine_layout(checkpoint.layout, rules)
     except _UNREADABLE:  # the reader reports these errors in more detail
         return ()
     if not any(one.code == "state_size" for one in found):
         return found
-    beside = shapes_beside(checkpoint)
+    beside = shapes_of_other_parameters(checkpoint)
     return tuple(one for one in found if one.code != "state_size" or tuple(one.data["found"]) not in beside)
 
 
-def shapes_beside(checkpoint: Checkpoint) -> set[Shape]:
+def shapes_of_other_parameters(checkpoint: Checkpoint) -> set[Shape]:
     """Return the shapes of the tensors in files beside the components of a checkpoint."""
     shapes: set[Shape] = set()
-    for path in {left.path for left in checkpoint.files_beside}:
+    for path in {left.path for left in checkpoint.unread_files}:
         with suppress(*_UNREADABLE):
             if is_main_file(path.name) and (reader := detect_format(path)):
                 shapes.update(Component("", path, reader).layout.shapes.values())
     return shapes
 
 
-def examine(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
+def examine_layout(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
     """Return the inconsistencies of a layout; the same inconsistency in every layer counts once."""
     facts = Facts.of(layout)
-    return fold_layers(found for rule in rules for found in rule(facts))
+    return merge_same_in_layers(found for rule in rules for found in rule(facts))

@@ -10,14 +10,19 @@ from functools import cached_property
 from typing import Self
 
 from ckptkit.checkpoints.account import read_account
-from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, recorded_names, split_groups
+from ckptkit.checkpoints.optimizers.keys import (
+    Optimizer,
+    find_optimizers,
+    recorded_names_by_index,
+    with_separate_group_settings,
+)
 from ckptkit.errors import Corrupt, Unsafe, Unsupported
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import unwrapped, without_ddp
-from ckptkit.models.names.parameters import FLATTENED, split_flattened
-from ckptkit.models.names.weights import names_of_training
+from ckptkit.layout.wrappers import without_ddp, without_inner_prefixes
+from ckptkit.models.names.parameters import FLATTENED, split_flattened_key
+from ckptkit.models.names.weights import training_state_names
 
 _STATE, _GROUPS = "state", "param_groups"
 _UNREADABLE = (Corrupt, Unsafe, Unsupported)  # `verify` reports such entries in more detail
@@ -35,14 +40,14 @@ class Facts:
     @classmethod
     def of(cls, layout: Layout) -> Self:
         try:
-            return cls(split_groups(layout))
+            return cls(with_separate_group_settings(layout))
         except _UNREADABLE:
             return cls(layout)
 
     @cached_property
     def weights(self) -> Mapping[str, str]:
         """Return the tensors outside the training state: name in the checkpoint -> dotted key path."""
-        training = names_of_training(self.layout)
+        training = training_state_names(self.layout)
         keys = {name: self.layout.key(name) for name in self.layout.tensors if name not in training}
         return {name: ".".join(map(str, key)) for name, key in keys.items() if _STATE not in key[:-1]}
 
@@ -65,12 +70,12 @@ class Facts:
         return {without_wrappers(name): name for name in self.shapes_by_name}
 
     @cached_property
-    def states(self) -> Mapping[KeyPath, States]:
+    def states_by_optimizer(self) -> Mapping[KeyPath, States]:
         """Return the state tensors of all optimizers, by the optimizer's key path."""
         return self.states_among(self.layout.tensors)
 
     @cached_property
-    def kinds(self) -> Mapping[KeyPath, Mapping[str, frozenset[str]]]:
+    def state_kinds_by_parameter(self) -> Mapping[KeyPath, Mapping[str, frozenset[str]]]:
         """Return the kinds of state that each parameter has in each optimizer, including non-tensor states."""
 
         def kinds_of(entries: Iterable[str]) -> frozenset[str]:
@@ -82,7 +87,7 @@ class Facts:
         }
 
     @cached_property
-    def lost(self) -> frozenset[str]:
+    def lost_entries(self) -> frozenset[str]:
         """Return the entries that a salvage lost: the checkpoint was written without them."""
         account = read_account(self.layout.root) or {}
         entries = account.get("lost")
@@ -92,12 +97,12 @@ class Facts:
         """Return the entries with these names that are optimizer states, by the optimizer's key path."""
         by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
         for name in names:
-            if state := self.place_of(self.layout.key(name)):
+            if state := self.parse_state_key(self.layout.key(name)):
                 above, parameter, kind = state
                 by_optimizer.setdefault(above, {}).setdefault(parameter, {})[kind] = name
         return by_optimizer
 
-    def is_known(self, name: str) -> bool:
+    def is_weight_name(self, name: str) -> bool:
         """Return whether a weight has this name, ignoring wrapper prefixes."""
         return name in self.shapes_by_name or without_wrappers(name) in self.plain_names
 
@@ -114,9 +119,9 @@ class Facts:
     @cached_property
     def named_optimizers(self) -> frozenset[KeyPath]:
         """Return the key paths of the optimizers whose groups list parameters by name."""
-        return frozenset(optimizer.above for optimizer in self.optimizers if not optimizer.is_numbered)
+        return frozenset(optimizer.above for optimizer in self.optimizers if not optimizer.has_parameter_indices)
 
-    def place_of(self, key: KeyPath) -> tuple[KeyPath, str, str] | None:
+    def parse_state_key(self, key: KeyPath) -> tuple[KeyPath, str, str] | None:
         """Return the optimizer, parameter (or its index as text) and kind of a state's key path; None for other paths.
 
         Keys deeper below a parameter are joined by dots: `GG.0`.
@@ -147,11 +152,11 @@ class Facts:
         names: dict[KeyPath, Mapping[str, str]] = {}
         for optimizer in self.optimizers:
             with suppress(*_UNREADABLE):
-                recorded = recorded_names(self.layout, optimizer) if optimizer.is_numbered else {}
+                recorded = recorded_names_by_index(self.layout, optimizer) if optimizer.has_parameter_indices else {}
                 names[optimizer.above] = {str(index): name for index, name in recorded.items()}
         return names
 
-    def settings(self, above: KeyPath, name: str) -> Iterator[object]:
+    def setting_values(self, above: KeyPath, name: str) -> Iterator[object]:
         """Yield the values of a setting in the parameter groups of the optimizer at a key path."""
         at = len(above)
         for entry, blob in self.layout.blobs.items():
@@ -166,7 +171,7 @@ class Facts:
                 except _UNREADABLE:
                     return
 
-    def settings_of(self, above: KeyPath) -> Mapping[str, frozenset[str]]:
+    def setting_names_by_parameter(self, above: KeyPath) -> Mapping[str, frozenset[str]]:
         """Return the names of the settings that apply to each parameter of the optimizer at a key path."""
         settings_by_parameter: dict[str, set[str]] = defaultdict(set)
         members = {
@@ -180,7 +185,7 @@ class Facts:
             for parameter in members.get(key[:-1], ()):
                 settings_by_parameter[str(parameter)].add(str(key[-1]))
             if key[:-1] == above and str(key[-1]).startswith(FLATTENED[1]):
-                _, parameter, setting = split_flattened(str(key[-1]))
+                _, parameter, setting = split_flattened_key(str(key[-1]))
                 settings_by_parameter[parameter].add(setting)
         return {parameter: frozenset(settings) for parameter, settings in settings_by_parameter.items()}
 
@@ -193,4 +198,4 @@ class Facts:
 
 def without_wrappers(name: str) -> str:
     """Return a name without wrapper prefixes, including a leading prefix of DDP."""
-    return without_ddp({"": unwrapped(name)})[""]
+    return without_ddp({"": without_inner_prefixes(name)})[""]

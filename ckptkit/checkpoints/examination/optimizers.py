@@ -36,7 +36,7 @@ _COMMON_STATES = ELEMENTWISE.union(["step"]).difference(
 _AMSGRAD, _ADAM, _BESIDE_ADAM = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
 
 
-def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
+def find_wrong_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the elementwise states that do not have the shape of their parameter.
 
     If a parameter is known only by its index, a state shape that no parameter has is wrong if most other states fit. If
@@ -44,7 +44,7 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
     they alone prove nothing.
     """
     every = {facts.layout.tensors[name].spec.shape for name in facts.weights}
-    for above, states in facts.states.items():
+    for above, states in facts.states_by_optimizer.items():
         if facts.has_setting(above, _LOW_RANK):
             continue
         fitting, odd = 0, []
@@ -80,22 +80,24 @@ def misshaped_states(
     for kind in _JUDGED & specs.keys():
         spec = specs[kind]
         is_reduced = kind in SECOND_MOMENTS and spec.shape not in main_shapes
-        fits = any(fits_shape(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
+        fits = any(is_fitting_state_shape(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
             kinds_by_shape[spec.shape] = (*kinds_by_shape.get(spec.shape, ()), entries[kind])
     return {shape: tuple(sorted(kinds)) for shape, kinds in kinds_by_shape.items()}
 
 
-def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
+def find_missing_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the parameters that lack a state that similar parameters have: a load, or the next step, fails.
 
     Similar parameters have the same settings and the same number of axes, because some optimizers treat vectors or
     groups differently. A parameter without any state never received a gradient, which is fine.
     """
-    for above, kinds in facts.kinds.items():
-        settings = facts.settings_of(above)
+    for above, kinds in facts.state_kinds_by_parameter.items():
+        settings = facts.setting_names_by_parameter(above)
         kinds_of_similar: dict[object, set[frozenset[str]]] = defaultdict(set)
-        similarity = {parameter: (settings.get(parameter), axes_of(facts, above, parameter)) for parameter in kinds}
+        similarity = {
+            parameter: (settings.get(parameter), axis_count_of(facts, above, parameter)) for parameter in kinds
+        }
         for parameter, own in kinds.items():
             kinds_of_similar[similarity[parameter]].add(own)
         lacking: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -105,36 +107,42 @@ def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
             } & _COMMON_STATES
             if _AMSGRAD in settings.get(parameter, ()) and own <= _ADAM | _BESIDE_ADAM:
                 more |= _ADAM - own
-            more = {kind for kind in more if f"{state_name(above, parameter)}.{kind}" not in facts.lost}
+            more = {kind for kind in more if f"{state_entry_name(above, parameter)}.{kind}" not in facts.lost_entries}
             if more:
-                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(state_name(above, parameter))
+                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(
+                    state_entry_name(above, parameter)
+                )
         for (expected, found), names in lacking.items():
             yield Inconsistency("state_kinds", names[0], {"expected": expected, "found": found}, tuple(names))
 
 
-def axes_of(facts: Facts, above: KeyPath, parameter: str) -> int:
+def axis_count_of(facts: Facts, above: KeyPath, parameter: str) -> int:
     """Return the number of axes of a parameter, from its weight or else from its states."""
-    states = facts.states.get(above, {}).get(parameter, {})
+    states = facts.states_by_optimizer.get(above, {}).get(parameter, {})
     shapes = facts.shapes_of_parameter(above, parameter) or {
         facts.layout.tensors[name].spec.shape for name in states.values()
     }
     return max(map(len, shapes), default=0)
 
 
-def fits_shape(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
-    """Return whether a state's shape `found` fits a parameter of `shape`: equal, or flattened.
+def is_fitting_state_shape(state_shape: Shape, parameter_shape: Shape, *, is_reduced: bool = False) -> bool:
+    """Return whether a state's shape `state_shape` fits a parameter of `parameter_shape`: equal, or flattened.
 
     If `is_reduced`, the state may also have one number for each row or other slice.
     """
-    if found == shape or (len(found) == 1 and found[0] == prod(shape)):
+    if state_shape == parameter_shape or (len(state_shape) == 1 and state_shape[0] == prod(parameter_shape)):
         return True
-    return is_reduced and len(found) == len(shape) and all(a in (1, b) for a, b in zip(found, shape, strict=True))
+    return (
+        is_reduced
+        and len(state_shape) == len(parameter_shape)
+        and all(a in (1, b) for a, b in zip(state_shape, parameter_shape, strict=True))
+    )
 
 
-def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
+def find_wrapper_prefix_mismatch(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the optimizers whose parameter names have a wrapper prefix that the weights lack, or vice versa."""
     entries_by_wrapper: dict[tuple[str, WrapperPrefix, KeyPath], list[str]] = defaultdict(list)
-    for above, states in facts.states.items():
+    for above, states in facts.states_by_optimizer.items():
         if has_group_map(facts.layout, above):
             continue  # this trainer looks the states up by their wrapped names
         for name, entries in states.items():
@@ -153,22 +161,22 @@ def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
     listed = {
         optimizer.above: {str(name) for group in optimizer.groups for name in group} for optimizer in facts.optimizers
     }
-    for above, kinds in facts.kinds.items():
+    for above, kinds in facts.state_kinds_by_parameter.items():
         names = {name for name in kinds.keys() | listed.get(above, set()) if not name.isdecimal()}
-        unknown = sorted(name for name in names if not facts.is_known(name))
+        unknown = sorted(name for name in names if not facts.is_weight_name(name))
         if not unknown or not facts.weights or has_group_map(facts.layout, above) or may_be_adapted(unknown):
             continue
-        entries = tuple(state_name(above, name) for name in unknown)
-        if (prefix := added_prefix(facts, unknown, kinds)) is not None:
+        entries = tuple(state_entry_name(above, name) for name in unknown)
+        if (prefix := find_extra_prefix(facts, unknown, kinds)) is not None:
             yield Inconsistency("prefixed_state", entries[0], {"prefix": prefix}, entries)
-        elif (prefix := lacking_prefix(facts, unknown)) is not None:
+        elif (prefix := find_missing_prefix(facts, unknown)) is not None:
             yield Inconsistency("prefixed_weight", entries[0], {"prefix": prefix}, entries)
         else:
             data = {"unknown": len(unknown), "total": len(names)}
             yield Inconsistency("unknown_parameter", entries[0], data, entries)
 
 
-def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) -> str | None:
+def find_extra_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) -> str | None:
     """Return the prefix that turns names of weights without a state into all the unknown names; None without.
 
     A prefix that weights have, too, does not count.
@@ -178,16 +186,16 @@ def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) 
         rest = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
         is_free = not any(name.startswith(prefix) for name in facts.shapes_by_name)
         is_shared = len(rest) == len(unknown) and is_free
-        if is_shared and all(facts.is_known(suffix) and suffix not in states for suffix in rest):
+        if is_shared and all(facts.is_weight_name(suffix) and suffix not in states for suffix in rest):
             return prefix
     return None
 
 
-def lacking_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
+def find_missing_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
     """Return the prefix that turns all unknown names into names of weights; None if no prefix does."""
     first = f".{unknown[0]}"
     prefixes = (name.removesuffix(unknown[0]) for name in facts.shapes_by_name if name.endswith(first))
-    fitting = [prefix for prefix in prefixes if all(facts.is_known(prefix + name) for name in unknown)]
+    fitting = [prefix for prefix in prefixes if all(facts.is_weight_name(prefix + name) for name in unknown)]
     return min(fitting, key=len, default=None)
 
 
@@ -204,35 +212,35 @@ def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:
     it. Groups of indices are found by their position, so an empty one does no harm.
     """
     for optimizer in facts.optimizers:
-        if optimizer.is_named and any(optimizer.groups):
+        if optimizer.has_parameter_names and any(optimizer.groups):
             for number, group in enumerate(optimizer.groups):
                 if not group:
                     yield Inconsistency("empty_group", optimizer.name, {"number": number})
 
 
-def find_lists(facts: Facts) -> Iterator[Inconsistency]:
+def find_group_list_errors(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the parameters that groups list twice, and known parameters with a state that no group lists."""
     for optimizer in facts.optimizers:
         above = optimizer.above
         times = Counter(str(parameter) for group in optimizer.groups for parameter in group)
         for parameter, number in times.items():
             if number > 1:
-                yield Inconsistency("listed_twice", state_name(above, parameter), {"times": number})
+                yield Inconsistency("listed_twice", state_entry_name(above, parameter), {"times": number})
         listed = set(map(without_wrappers, times))
-        for parameter in facts.kinds.get(above, {}):
-            if without_wrappers(parameter) not in listed and (parameter.isdecimal() or facts.is_known(parameter)):
-                yield Inconsistency("unlisted_state", state_name(above, parameter))
+        for parameter in facts.state_kinds_by_parameter.get(above, {}):
+            if without_wrappers(parameter) not in listed and (parameter.isdecimal() or facts.is_weight_name(parameter)):
+                yield Inconsistency("unlisted_state", state_entry_name(above, parameter))
 
 
-def state_name(above: KeyPath, parameter: str) -> str:
+def state_entry_name(above: KeyPath, parameter: str) -> str:
     """Return the name of a parameter's state entry in the optimizer at a key path."""
     return ".".join([*map(str, above), "state", parameter])
 
 
-def find_training_point(facts: Facts) -> Iterator[Inconsistency]:
+def find_train_mode_schedule_free(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the schedule-free optimizers that were saved in training mode (see `train` in schedulefree's adamw)."""
-    for above, states in facts.states.items():
+    for above, states in facts.states_by_optimizer.items():
         averaged = sum("z" in entries for entries in states.values())
-        if averaged and any(value is True for value in facts.settings(above, "train_mode")):
+        if averaged and any(value is True for value in facts.setting_values(above, "train_mode")):
             optimizer = ".".join(map(str, above)) or None
             yield Inconsistency("training_point", optimizer, {"averaged": averaged, "total": len(states)})

@@ -76,10 +76,10 @@ def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
     for above, numbered in numbered_modules(facts).items():
         if len(numbered) <= _FEWEST_ALIKE:
             continue
-        for layer, odd in odd_members(facts, numbered).items():
+        for layer, odd in odd_tensors_by_layer(facts, numbered).items():
             others = len(numbered) - 1
             lacking = tuple(f"{above}.{layer}.{rest}" for rest in odd if rest not in numbered[layer])
-            lacking = tuple(name for name in lacking if name not in facts.lost)
+            lacking = tuple(name for name in lacking if name not in facts.lost_entries)
             modules = {rest.removesuffix(".bias").removesuffix(".weight") for rest in odd}
             if lacking and len(lacking) == len(odd):
                 yield Inconsistency("layer_lacks", lacking[0], {"others": others}, lacking)
@@ -94,7 +94,7 @@ def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
                     yield Inconsistency("layer_differs", numbered[layer][rest], data)
 
 
-def odd_members(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapping[int, Sequence[str]]:
+def odd_tensors_by_layer(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapping[int, Sequence[str]]:
     """Return, by layer, the tensors that exactly this layer lacks or has in another shape or kind of dtype."""
     layers_by_rest: dict[str, dict[int, object]] = defaultdict(dict)
     for layer, tensors in numbered.items():
@@ -115,7 +115,7 @@ def odd_members(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapp
     return {layer: rests for layer, rests in odd.items() if layer not in others}
 
 
-def find_bias_rows(facts: Facts) -> Iterator[Inconsistency]:
+def find_misfit_biases(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the biases that fit no axis of their matrix. A packed matrix proves nothing."""
     entries = {path: name for name, path in facts.weights.items()}
     for path, name in entries.items():
@@ -128,7 +128,7 @@ def find_bias_rows(facts: Facts) -> Iterator[Inconsistency]:
             yield Inconsistency("bias", name, {"expected": spec.shape[0], "found": bias_spec.shape[0]})
 
 
-def find_head_rows(facts: Facts) -> Iterator[Inconsistency]:
+def find_misfit_heads(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the heads that have another number of rows than the only embedding of tokens of the same model."""
     for head, path in facts.weights.items():
         match = _HEAD.fullmatch(path)
@@ -148,7 +148,7 @@ def find_head_rows(facts: Facts) -> Iterator[Inconsistency]:
             yield Inconsistency("head", head, {"expected": expected, "found": found, "embedding": embeddings[0]})
 
 
-def find_router_rows(facts: Facts) -> Iterator[Inconsistency]:
+def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the routers and fused experts whose row count differs from the number of experts of their layer."""
     layers: dict[str, dict[str, int]] = defaultdict(dict)
     numbered: dict[str, set[int]] = defaultdict(set)
@@ -170,12 +170,12 @@ def find_router_rows(facts: Facts) -> Iterator[Inconsistency]:
     counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
     counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
     for name, path in facts.weights.items():
-        above, shape = layer_of_router(path, counts), facts.layout.tensors[name].spec.shape
+        above, shape = find_layer_of_router(path, counts), facts.layout.tensors[name].spec.shape
         if above is not None and len(shape) == _MATRIX and counts[above] not in shape:
             yield Inconsistency("router", name, {"expected": counts[above], "found": shape[0]})
 
 
-def layer_of_router(path: str, layers: dict[str, int]) -> str | None:
+def find_layer_of_router(path: str, layers: dict[str, int]) -> str | None:
     """Return the layer whose experts a router tensor selects; None if the tensor is not a router."""
     steps = path.split(".")
     for at in range(max(0, len(steps) - 3), len(steps)):

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from ckptkit.checkpoints.optimizers.keys import find_optimizers
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats import detect_format, locate
-from ckptkit.io.file import folders
+from ckptkit.formats import detect_format, locate_all_chunks
+from ckptkit.io.file import list_directories
 from ckptkit.layout import KeyPath, Layout, StoredTensor
-from ckptkit.layout.axes import FlatPiece, cut_out
+from ckptkit.layout.axes import FlatPiece, cut_tensor_from_flat
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import is_flat_name
-from ckptkit.models.companions import find_companions, find_config
-from ckptkit.trainers import is_other_part
+from ckptkit.models.companions import find_companions, find_model_config
+from ckptkit.trainers import is_other_component_name
 
 _ALIGNMENTS = (1, 4, 8, 16)  # in elements: unaligned, or 16 bytes at 4, 2 and 1 bytes per element
 _HINT = "put the optimizer's directory beside it, such as `optimizer_0`, or config.json; or name one with --base"
@@ -45,16 +45,16 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     """
     keys = {name: layout.key(name) for name in layout.tensors}
     flat = {name: key for name, key in keys.items() if is_flat_name(str(key[-1]))}
-    known = find_shapes(layout, path, base)
+    known = find_original_shapes(layout, path, base)
     if known is None:
         message = "this is a flat parameter, and no file gives the names and shapes of the parameters in it"
         raise Unsupported(message, path=path, tensor=next(iter(flat)), hint=_HINT)
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name not in flat}
     keys = {name: key for name, key in layout.keys.items() if name not in flat}
-    located = locate(layout)
+    located = locate_all_chunks(layout)
     for name, key in flat.items():
         own = replace(known, shapes=parameters_of_flat(key, known.shapes, list(flat.values())))
-        for parameter, piece in cut_flat(located.tensors[name], own, name, layout):
+        for parameter, piece in split_flat_parameter(located.tensors[name], own, name, layout):
             new = (*key[:-1], parameter)
             tensors[".".join(map(str, new))] = piece
             keys[".".join(map(str, new))] = new
@@ -66,21 +66,21 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     return replace(layout, tensors=tensors, keys=keys)
 
 
-def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
+def find_original_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
     """Return the parameters of the model at `path`; None if no file describes them.
 
     Raises `Unsupported` for the config.json of an unknown model type.
     """
-    shapes = next((found for found in map(shapes_in, optimizer_layouts(layout, path)) if found), None)
+    shapes = next((found for found in map(find_ordered_shapes, optimizer_layouts(layout, path)) if found), None)
     if shapes is not None:
         return Known(shapes, "the optimizer")
-    config = find_companions(path, base).config if base is not None else find_config(path)
+    config = find_companions(path, base).config if base is not None else find_model_config(path)
     if config is None:
         return None
-    from ckptkit.models.expected import expected  # deferred: rarely needed and slow to import
+    from ckptkit.models.expected import expected_model  # deferred: rarely needed and slow to import
 
     try:
-        return Known(dict(expected(config).parameters), "config.json")
+        return Known(dict(expected_model(config).parameters), "config.json")
     except CkptError as error:
         raise error.blame(path=path) from None
 
@@ -88,13 +88,13 @@ def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
 def optimizer_layouts(layout: Layout, path: Path) -> Iterator[Layout]:
     """Yield the layouts that may have names and shapes: the checkpoint's own, and those of its optimizers."""
     yield layout
-    for folder in sorted(folders(path)) if path.is_dir() else []:
-        reader = detect_format(folder) if is_other_part(folder.name) else None
+    for folder in sorted(list_directories(path)) if path.is_dir() else []:
+        reader = detect_format(folder) if is_other_component_name(folder.name) else None
         if reader is not None:
             yield reader.read(folder)
 
 
-def shapes_in(layout: Layout) -> dict[str, Shape] | None:
+def find_ordered_shapes(layout: Layout) -> dict[str, Shape] | None:
     """Return an optimizer's parameter shapes by name, in order; None without names, or with groups of unknown order."""
     moments: dict[str, Shape] = {}
     for name, tensor in layout.tensors.items():
@@ -109,36 +109,41 @@ def shapes_in(layout: Layout) -> dict[str, Shape] | None:
 
 def parameters_of_flat(key: KeyPath, shapes: Mapping[str, Shape], flat: Sequence[KeyPath]) -> dict[str, Shape]:
     """Return the parameters of a flat one: those of its module, except in submodules that are wrapped themselves."""
-    prefixes = sorted((prefix_of(other) for other in flat), key=len, reverse=True)
-    own = prefix_of(key)
+    prefixes = sorted((prefix_before_flat_name(other) for other in flat), key=len, reverse=True)
+    own = prefix_before_flat_name(key)
     return {
         name: shape for name, shape in shapes.items() if next(p for p in (*prefixes, "") if name.startswith(p)) == own
     }
 
 
-def prefix_of(key: KeyPath) -> str:
+def prefix_before_flat_name(key: KeyPath) -> str:
     above, dot, _ = str(key[-1]).rpartition(".")
     return above + dot
 
 
-def cut_flat(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator[tuple[str, StoredTensor]]:
+def split_flat_parameter(
+    tensor: StoredTensor, known: Known, name: str, layout: Layout
+) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a flat parameter's members. Raises `Corrupt` if none fill it, `Unsupported` if they fit in several ways."""
     world = layout.world_size or 1
     members = known.shapes
-    starts = {fit for a in _ALIGNMENTS if (fit := starts_of(members, flat.spec.numel, a, world))}
+    starts = {fit for a in _ALIGNMENTS if (fit := find_member_offsets(members, tensor.spec.numel, a, world))}
     if len(starts) > 1:
         message = f"the {len(members)} parameters of {known.said_by} fit into this flat parameter in {len(starts)} ways"
         raise Unsupported(message, path=layout.path, tensor=name)
     if not starts:
         total = sum(map(prod, members.values()))
-        message = f"expected {total} elements in {len(members)} parameters ({known.said_by}), found {flat.spec.numel}"
+        message = f"expected {total} elements in {len(members)} parameters ({known.said_by}), found {tensor.spec.numel}"
         raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {known.said_by} belongs to this model")
-    pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in flat.chunks]
+    pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in tensor.chunks]
     for (parameter, shape), start in zip(members.items(), *starts, strict=True):
-        yield parameter, StoredTensor(replace(flat.spec, shape=shape), tuple(cut_out(pieces, start, shape)))
+        yield (
+            parameter,
+            StoredTensor(replace(tensor.spec, shape=shape), tuple(cut_tensor_from_flat(pieces, start, shape))),
+        )
 
 
-def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> tuple[int, ...] | None:
+def find_member_offsets(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> tuple[int, ...] | None:
     """Return the start of each member, aligned to `alignment` elements; None if the members do not fill the tensor."""
     starts, at = [], 0
     for shape in members.values():

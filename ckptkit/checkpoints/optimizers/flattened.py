@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
-from ckptkit.models.names.parameters import FLATTENED, split_flattened
+from ckptkit.models.names.parameters import FLATTENED, split_flattened_key
 
 _STATE, _GROUPS = "state", "param_groups"
 
@@ -30,7 +30,7 @@ class FlattenedOptimizer:
     def name(self) -> str:
         return ".".join(map(str, self.above)) or "optimizer"
 
-    def groups(self, layout: Layout, order: Sequence[str]) -> list[list[str]]:
+    def group_parameters(self, layout: Layout, order: Sequence[str]) -> list[list[str]]:
         """Return the names in each group, given the `order` of the parameters: equal settings form a group.
 
         Raises `Unsupported` for a setting that is a tensor.
@@ -47,18 +47,18 @@ class FlattenedOptimizer:
         return list(by_values.values())
 
 
-def find_flattened(layout: Layout) -> list[FlattenedOptimizer]:
+def find_flattened_optimizers(layout: Layout) -> list[FlattenedOptimizer]:
     """Return the optimizers in a layout whose settings torch has flattened."""
     settings_by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
     for name in layout.names:
         key = layout.key(name)
         if isinstance(key[-1], str) and key[-1].startswith(f"{_GROUPS}."):
-            _, parameter, what = split_flattened(key[-1])
+            _, parameter, what = split_flattened_key(key[-1])
             settings_by_optimizer.setdefault(key[:-1], {}).setdefault(parameter, {})[what] = name
     return [FlattenedOptimizer(above, settings) for above, settings in settings_by_optimizer.items()]
 
 
-def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) -> Layout:
+def with_nested_optimizer(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) -> Layout:
     """Return the layout with an optimizer in torch's nested form; its groups list their parameters in this `order`.
 
     Raises `Mismatch` for an order that does not list exactly the optimizer's parameters.
@@ -76,7 +76,7 @@ def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) ->
             continue
         key = layout.key(name)
         if key[:-1] == optimizer.above and str(key[-1]).startswith(FLATTENED):
-            _, parameter, what = split_flattened(str(key[-1]), optimizer.settings)
+            _, parameter, what = split_flattened_key(str(key[-1]), optimizer.settings)
             key = (*optimizer.above, _STATE, parameter, *what.split("."))
         new = ".".join(map(str, key)) if key != layout.key(name) else name
         keys[new] = key
@@ -84,9 +84,9 @@ def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) ->
             tensors[new] = layout.tensors[name]
         else:
             blobs[new] = layout.blobs[name]
-    for i, names in enumerate(optimizer.groups(layout, order)):
+    for i, names in enumerate(optimizer.group_parameters(layout, order)):
         settings = {what: layout.blobs[name] for what, name in optimizer.settings[names[0]].items()}
-        settings["params"] = with_value(next(iter(settings.values())), names)
+        settings["params"] = with_new_value(next(iter(settings.values())), names)
         for what, blob in settings.items():
             key = (*optimizer.above, _GROUPS, i, what)
             keys[".".join(map(str, key))], blobs[".".join(map(str, key))] = key, blob

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.flatten import pairs_of
-from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.archives.flatten import find_dict_items
+from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import check_numbers
-from ckptkit.layout.wrappers import is_record_of, read_recorded
+from ckptkit.layout.matching import check_indices
+from ckptkit.layout.wrappers import is_record_of, read_recorded_names
 from ckptkit.models.names.elementwise import ELEMENTWISE, SECOND_MOMENTS
 from ckptkit.models.names.parameters import is_list_of_names, is_list_of_parameters
 
@@ -42,11 +42,11 @@ class Optimizer:
     name_lists: tuple[str, ...]
 
     @property
-    def is_numbered(self) -> bool:
+    def has_parameter_indices(self) -> bool:
         return all(type(number) is int for group in self.groups for number in group)
 
     @property
-    def is_named(self) -> bool:
+    def has_parameter_names(self) -> bool:
         """Return whether its groups list parameters by name."""
         return all(isinstance(name, str) for group in self.groups for name in group)
 
@@ -55,7 +55,7 @@ class Optimizer:
         return ".".join(map(str, self.above)) or "optimizer"
 
 
-def kind_of_keys(layout: Layout) -> str | None:
+def find_parameter_key_kind(layout: Layout) -> str | None:
     """Return "names" or "ids" by the key paths of optimizer states; None without an optimizer, or for a mix."""
     keys = map(layout.key, layout.tensors)
     kinds = {IDS if str(key[-2]).isdecimal() else NAMES for key in keys if len(key) > 2 and key[-3] == _STATE}
@@ -64,7 +64,7 @@ def kind_of_keys(layout: Layout) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def split_groups(layout: Layout) -> Layout:
+def with_separate_group_settings(layout: Layout) -> Layout:
     """Return a layout with one entry for each setting of an optimizer's group, as torch 2.4 and later store it.
 
     Earlier versions store all groups of an optimizer as one entry. Source: `flatten_state_dict` in
@@ -78,9 +78,9 @@ def split_groups(layout: Layout) -> Layout:
     for name in joined:
         key, blob = layout.key(name), layout.blobs[name]
         value = load_value(layout.root, blob)
-        groups = [pairs_of(group) or () for group in value] if isinstance(value, list) else []
+        groups = [find_dict_items(group) or () for group in value] if isinstance(value, list) else []
         settings = [((*key, i, name), setting) for i, pairs in enumerate(groups) for name, setting in pairs]
-        entries = [(new, with_value(blob, setting)) for new, setting in settings]
+        entries = [(new, with_new_value(blob, setting)) for new, setting in settings]
         for new, setting in entries if groups and all(groups) else [(key, blob)]:
             dotted = ".".join(map(str, new))
             blobs[dotted], keys[dotted] = setting, new
@@ -92,7 +92,7 @@ def find_optimizers(layout: Layout) -> list[Optimizer]:
 
     Raises `Corrupt` for an entry that is not a list of parameters.
     """
-    layout = split_groups(layout)
+    layout = with_separate_group_settings(layout)
     lists: dict[KeyPath, dict[int, str]] = {}
     recorded: dict[KeyPath, str] = {}
     for name in layout.blobs:
@@ -112,18 +112,18 @@ def find_optimizers(layout: Layout) -> list[Optimizer]:
             groups.append(tuple(value))
         names = tuple(recorded.get((*above, _GROUPS, i), "") for i in sorted(entries))
         optimizer = Optimizer(above, tuple(entries[i] for i in sorted(entries)), tuple(groups), names)
-        if not (optimizer.is_numbered or optimizer.is_named):
+        if not (optimizer.has_parameter_indices or optimizer.has_parameter_names):
             message = "expected either parameter indices or names in the optimizer's groups, found both"
             raise Corrupt(message, path=layout.path, tensor=optimizer.name)
         optimizers.append(optimizer)
     return optimizers
 
 
-def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
+def recorded_names_by_index(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
     """Return torch's recorded name of each index, or {}. Raises `Unsupported` unless it names each index once."""
     lists = optimizer.name_lists
     values = [load_value(layout.root, layout.blobs[name]) if name else None for name in lists]
-    return read_recorded(optimizer.groups, values)
+    return read_recorded_names(optimizer.groups, values)
 
 
 def parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
@@ -132,23 +132,23 @@ def parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape
     Raises `Corrupt` for an index that the groups list twice, and for a state without a group, `Unsupported` for a state
     that does not show the parameter's shape.
     """
-    check_numbers(optimizer.groups)
-    states = states_of(layout, optimizer)
-    return {number: shape for number, state in states.items() if (shape := shape_of(state)) is not None}
+    check_indices(optimizer.groups)
+    states = state_shapes_by_index(layout, optimizer)
+    return {number: shape for number, state in states.items() if (shape := find_parameter_shape(state)) is not None}
 
 
-def known_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+def known_parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
     """Return the result of `parameter_shapes_of`, skipping states that do not show their parameter's shape."""
-    check_numbers(optimizer.groups)
+    check_indices(optimizer.groups)
     shapes: dict[int, Shape] = {}
-    for number, state in states_of(layout, optimizer).items():
+    for number, state in state_shapes_by_index(layout, optimizer).items():
         with suppress(Unsupported):
-            shape = shape_of(state)
+            shape = find_parameter_shape(state)
             shapes |= {} if shape is None else {number: shape}
     return shapes
 
 
-def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
+def indices_by_name(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
     """Return torch's index of each name, group by group. Raises `Corrupt` for a name in two groups or in none."""
     every = [name for group in optimizer.groups for name in group]
     numbers: dict[Any, str | int] = {name: number for number, name in enumerate(every)}
@@ -156,45 +156,49 @@ def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
         (repeated, _), *_ = Counter(every).most_common(1)
         raise Corrupt("the optimizer's groups list this parameter twice", path=layout.path, tensor=repeated)
     at = len(optimizer.above) + 1
-    strays = {str(key[at]) for key in keys_of_states(layout, optimizer).values()} - numbers.keys()
+    strays = {str(key[at]) for key in state_key_paths(layout, optimizer).values()} - numbers.keys()
     if strays:
         message = "the optimizer has a state for this parameter, but no group contains the parameter"
         raise Corrupt(message, path=layout.path, tensor=min(strays))
     return numbers
 
 
-def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | int]) -> Layout:
+def with_parameter_keys(layout: Layout, optimizer: Optimizer, new_keys: Mapping[Any, str | int]) -> Layout:
     """Return the layout with other names or indices for the parameters of an optimizer.
 
     If names become indices, they replace torch's recorded names where those differ.
     """
-    steps = {str(old): str(new) for old, new in members.items()}
+    steps = {str(old): str(new) for old, new in new_keys.items()}
     keys = {name: layout.key(name) for name in layout.names}
     at = len(optimizer.above) + 1
-    for name, key in keys_of_states(layout, optimizer).items():
+    for name, key in state_key_paths(layout, optimizer).items():
         keys[name] = (*key[:at], steps[str(key[at])], *key[at + 1 :])
     blobs = dict(layout.blobs)
     for name, record, group in zip(optimizer.lists, optimizer.name_lists, optimizer.groups, strict=True):
         if name in blobs:
-            blobs[name] = with_value(blobs[name], [members[parameter] for parameter in group])
-        if record in blobs and optimizer.is_named and not is_record_of(load_value(layout.root, blobs[record]), group):
-            blobs[record] = with_value(blobs[record], list(group))
-    return edits.rekey(replace(layout, blobs=blobs), keys)
+            blobs[name] = with_new_value(blobs[name], [new_keys[parameter] for parameter in group])
+        if (
+            record in blobs
+            and optimizer.has_parameter_names
+            and not is_record_of(load_value(layout.root, blobs[record]), group)
+        ):
+            blobs[record] = with_new_value(blobs[record], list(group))
+    return edits.with_new_key_paths(replace(layout, blobs=blobs), keys)
 
 
-def keys_of_states(layout: Layout, optimizer: Optimizer) -> dict[str, KeyPath]:
+def state_key_paths(layout: Layout, optimizer: Optimizer) -> dict[str, KeyPath]:
     """Return the key paths of all states of an optimizer, by entry name."""
     start = (*optimizer.above, _STATE)
     keys = ((name, layout.key(name)) for name in layout.names)
     return {name: key for name, key in keys if key[: len(start)] == start and len(key) > len(start)}
 
 
-def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape]]:
+def state_shapes_by_index(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape]]:
     """Return the shapes of state tensors by index and kind. Raises `Corrupt` for a parameter that is in no group."""
     states: dict[int, dict[str, Shape]] = {}
     numbers = {str(number): number for group in optimizer.groups for number in group}
     at = len(optimizer.above) + 1
-    for name, key in keys_of_states(layout, optimizer).items():
+    for name, key in state_key_paths(layout, optimizer).items():
         if str(key[at]) not in numbers:
             message = "the optimizer has a state for this parameter, but no group contains the parameter"
             raise Corrupt(message, path=layout.path, tensor=name)
@@ -204,7 +208,7 @@ def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape
     return states
 
 
-def shape_of(state: Mapping[str, Shape]) -> Shape | None:
+def find_parameter_shape(state: Mapping[str, Shape]) -> Shape | None:
     """Return the shape of a state's parameter; None without tensors. Raises `Unsupported` if no tensor shows it."""
     known = {name: shape for name, shape in state.items() if name.rpartition(".")[2] in ELEMENTWISE}
     first_moments = {shape for name, shape in known.items() if name.rpartition(".")[2] not in SECOND_MOMENTS}

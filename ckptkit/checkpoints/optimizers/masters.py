@@ -15,7 +15,7 @@ from contextlib import suppress
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.models.names.training import find_place, state_kind
+from ckptkit.models.names.training import find_parameter_entry, format_state_kind
 
 REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]  # the optimizer's state, and the weight that it completes
 _MASTER_STATES = ("fp32_param", "param", "master_param")
@@ -27,9 +27,9 @@ def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
     Raises `Mismatch` for a master whose shape differs from its weight's, or whose dtype no master has.
     """
     masters = {}
-    for name, parameter in masters_in(layout, weights):
+    for name, parameter in master_entries_and_weights(layout, weights):
         spec, weight = layout.tensors[name].spec, weights[parameter]
-        fits = spec.dtype.can_become(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
+        fits = spec.dtype.is_castable_to(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
         if spec.shape != weight.shape or not fits:
             message = f"expected a master for `{parameter}`, {weight}; found {spec}"
             raise Mismatch(message, path=layout.path, tensor=name, hint="check that both come from one save")
@@ -37,16 +37,18 @@ def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
     return masters
 
 
-def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[str, str]]:
+def master_entries_and_weights(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[str, str]]:
     """Yield (entry, weight) of each state that is named like a master weight."""
     own = set(weights)
     for name in layout.tensors:
         with suppress(Unsupported):  # an optimizer with indices instead of names
-            located = find_place(layout.key(name), own)
-            if located and state_kind(located[0]).rpartition(".")[2] in _MASTER_STATES:
+            located = find_parameter_entry(layout.key(name), own)
+            if located and format_state_kind(located[0]).rpartition(".")[2] in _MASTER_STATES:
                 yield name, located[1]
 
 
 def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
     """Return the entries with the low bits that complete the weights to their masters."""
-    return [name for name, _ in masters_in(layout, weights) if layout.tensors[name].spec.dtype == REMAINDERS]
+    return [
+        name for name, _ in master_entries_and_weights(layout, weights) if layout.tensors[name].spec.dtype == REMAINDERS
+    ]

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, keys_of_states
+from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, state_key_paths
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DType
-from ckptkit.models.names.parameters import FLATTENED, way_in_optimizer
+from ckptkit.models.names.parameters import FLATTENED, find_key_in_optimizer
 
 STEP, _MOMENTUM, _DAMPENING = "step", "momentum_buffer", "dampening"
 FIRST_ZERO = frozenset(
@@ -47,19 +47,19 @@ class States:
         return ".".join(map(str, self.above)) or "optimizer"
 
     @property
-    def lacking(self) -> list[str]:
+    def parameters_without_state(self) -> list[str]:
         """Return the parameters in its groups without a state; [] for LBFGS, whose first parameter has all states."""
         if any(kinds.keys() >= _OF_ALL for kinds in self.of.values()):
             return []
         return [parameter for group in self.groups for parameter in group if parameter not in self.of]
 
     @property
-    def strays(self) -> list[str]:
+    def ungrouped_parameters(self) -> list[str]:
         """Return the parameters with a state that are in no group."""
         listed = {parameter for group in self.groups for parameter in group}
         return [parameter for parameter in self.of if parameter not in listed]
 
-    def way(self, parameter: str, kind: str) -> KeyPath:
+    def state_key_path(self, parameter: str, kind: str) -> KeyPath:
         if self.optimizer is None:
             return (*self.above, f"state.{parameter}.{kind}")
         return (*self.above, "state", parameter, kind)
@@ -77,26 +77,26 @@ class StateForm:
     zero: Blob | None = None
 
 
-def find_states(layout: Layout) -> list[States]:
+def find_optimizer_states(layout: Layout) -> list[States]:
     """Return the optimizers in a checkpoint that list their parameters in groups, nested or flattened by torch."""
     found = []
     for optimizer in find_optimizers(layout):
         of: dict[str, dict[str, str]] = {}
         at = len(optimizer.above) + 1
-        for name, key in keys_of_states(layout, optimizer).items():
+        for name, key in state_key_paths(layout, optimizer).items():
             of.setdefault(str(key[at]), {})[".".join(map(str, key[at + 1 :]))] = name
         groups = tuple(tuple(map(str, group)) for group in optimizer.groups)
         found.append(States(optimizer.above, groups, of, optimizer))
-    return [*found, *flattened_states(layout)]
+    return [*found, *states_of_flattened_optimizers(layout)]
 
 
-def flattened_states(layout: Layout) -> Iterator[States]:
+def states_of_flattened_optimizers(layout: Layout) -> Iterator[States]:
     """Yield the optimizers that torch has flattened, with all parameters as one group: no entry records the groups."""
     members: dict[KeyPath, dict[str, None]] = {}
     of: dict[KeyPath, dict[str, dict[str, str]]] = {}
     for name in layout.names:
         key = layout.key(name)
-        state_path = way_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
+        state_path = find_key_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
         if state_path is None:
             continue
         above, (group_or_state, parameter, kind) = key[:-1], map(str, state_path)
@@ -108,7 +108,7 @@ def flattened_states(layout: Layout) -> Iterator[States]:
         yield States(above, (tuple(parameters),), of.get(above, {}))
 
 
-def complete_states(
+def with_complete_states(
     layout: Layout, states: States, parameters: Mapping[str, StoredTensor]
 ) -> tuple[Layout, dict[str, Spec | None]]:
     """Return a layout in which an optimizer has a state for every parameter in its groups, and the new entries.
@@ -120,22 +120,22 @@ def complete_states(
     new_entries: dict[str, Spec | None] = {}
     at = 0  # tensors are identified by their byte offsets, so the new ones get offsets in a file that does not exist
     try:
-        if states.lacking:
+        if states.parameters_without_state:
             require_known_states(states, parameters)
         for group in states.groups:
             lacking = [parameter_name for parameter_name in group if parameter_name not in states.of]
-            forms = forms_for(layout, states, group, parameters) if lacking else {}
+            forms = state_forms_by_kind(layout, states, group, parameters) if lacking else {}
             for parameter in lacking:
-                like = parameter_of(parameters, parameter)
+                like = require_parameter(parameters, parameter)
                 for kind, form in forms.items():
-                    key = states.way(parameter, kind)
+                    key = states.state_key_path(parameter, kind)
                     name = ".".join(map(str, key))
                     keys[name] = key
                     if form.zero is not None:
                         blobs[name], new_entries[name] = form.zero, None
                         continue
                     spec = Spec(form.dtype or like.spec.dtype, () if form.is_single else like.spec.shape)
-                    tensors[name], new_entries[name] = zeros(spec, like, at), spec
+                    tensors[name], new_entries[name] = zeros_like_parameter(spec, like, at), spec
                     at += spec.nbytes
     except CkptError as error:
         raise error.blame(path=layout.path) from None
@@ -147,35 +147,38 @@ def require_known_states(states: States, parameters: Mapping[str, StoredTensor])
 
     It may be the missing state of another parameter, under a wrong name.
     """
-    stray = next(iter(states.strays), None) or next((one for one in states.of if one not in parameters), None)
+    stray = next(iter(states.ungrouped_parameters), None) or next(
+        (one for one in states.of if one not in parameters), None
+    )
     if stray is not None:
-        owner = "group lists it" if stray in states.strays else "model has it"
+        owner = "group lists it" if stray in states.ungrouped_parameters else "model has it"
         message = (
-            f"the optimizer has a state for this parameter, but no {owner}; `{states.lacking[0]}` has no state and may "
+            f"the optimizer has a state for this parameter, but no {owner}; "
+            f"`{states.parameters_without_state[0]}` has no state and may "
             "be the same parameter"
         )
         raise Unsupported(message, tensor=stray, hint="rename the parameter with --rename")
 
 
-def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> StoredTensor:
+def require_parameter(parameters: Mapping[str, StoredTensor], name: str) -> StoredTensor:
     """Return a parameter of the model. Raises `Unsupported` if the model has none of this name."""
-    if parameter not in parameters:
+    if name not in parameters:
         message = "the optimizer lists this parameter, but the model does not have it, so its shape is unknown"
-        raise Unsupported(message, tensor=parameter, hint=_HINT)
-    return parameters[parameter]
+        raise Unsupported(message, tensor=name, hint=_HINT)
+    return parameters[name]
 
 
-def zeros(spec: Spec, like: StoredTensor, first_offset: int) -> StoredTensor:
+def zeros_like_parameter(spec: Spec, parameter: StoredTensor, first_offset: int) -> StoredTensor:
     """Return zeros, split into chunks like a parameter. No two chunks of a checkpoint may share an offset."""
-    is_alike = like.splits is None and like.spec.shape == spec.shape
+    is_alike = parameter.splits is None and parameter.spec.shape == spec.shape
     chunks: list[Chunk] = []
-    for box in [chunk.box for chunk in like.chunks] if is_alike else [whole(spec.shape)]:
+    for box in [chunk.box for chunk in parameter.chunks] if is_alike else [full_box(spec.shape)]:
         chunks.append(Chunk.of_zeros(box, spec.dtype, first_offset))
         first_offset += chunks[-1].length
     return StoredTensor(spec, tuple(chunks))
 
 
-def forms_for(
+def state_forms_by_kind(
     layout: Layout, states: States, group: Sequence[str], parameters: Mapping[str, StoredTensor]
 ) -> dict[str, StateForm]:
     """Return the form of the states in a group, taken from the group's other states, or else from all states."""
@@ -198,7 +201,7 @@ def forms_for(
     if _MOMENTUM in first:
         require_no_dampening(layout, states)
     entries = {kind: {parameter: states.of[parameter][kind] for parameter in peers} for kind in first}
-    return {kind: state_form(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
+    return {kind: common_state_form(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
 
 
 def require_no_dampening(layout: Layout, states: States) -> None:
@@ -214,7 +217,7 @@ def require_no_dampening(layout: Layout, states: States) -> None:
             raise Unsupported(message, tensor=name, hint=_HINT)
 
 
-def state_form(
+def common_state_form(
     layout: Layout, kind: str, entries: Mapping[str, str], parameters: Mapping[str, StoredTensor]
 ) -> StateForm:
     """Return the common form of the entries of one kind, by parameter. Raises `Unsupported` if they differ."""
@@ -225,13 +228,14 @@ def state_form(
         if type(value) not in (int, float):
             message = f"expected a tensor or a number, found a {type(value).__name__}"
             raise Unsupported(message, tensor=names[0], hint=_HINT)
-        return StateForm(zero=with_value(blob, type(value)(0)))
+        return StateForm(zero=with_new_value(blob, type(value)(0)))
     differing = f"the states `{kind}` differ in shape or dtype, so ckptkit cannot create one for other parameters"
     forms_differ = Unsupported(differing, tensor=names[0], hint=_HINT)
     if not all(name in layout.tensors for name in names):
         raise forms_differ
     pairs = [
-        (parameter_of(parameters, parameter).spec, layout.tensors[name].spec) for parameter, name in entries.items()
+        (require_parameter(parameters, parameter).spec, layout.tensors[name].spec)
+        for parameter, name in entries.items()
     ]
     is_shaped = all(own.shape == spec.shape for own, spec in pairs)
     is_single = all(not spec.shape for _, spec in pairs)

@@ -27,21 +27,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.optimizers.keys import Optimizer, known_shapes_of, parameter_shapes_of, recorded_names
+from ckptkit.checkpoints.optimizers.keys import (
+    Optimizer,
+    known_parameter_shapes_of,
+    parameter_shapes_of,
+    recorded_names_by_index,
+)
 from ckptkit.checkpoints.optimizers.parameter_order import (
     float_shapes,
     is_buffer,
+    model_tensors_by_key,
     ordered_parameters,
-    own_tensors,
-    without_ties,
+    without_tied_tensors,
 )
 from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported, Usage
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import KEEP_NUMBERS, is_all_of, match_by_size, match_trained
-from ckptkit.layout.wrappers import PARAM_NAMES, bare, match_recorded, match_with_prefix
-from ckptkit.models.companions import find_config
-from ckptkit.models.names.weights import find_model_key, names_of_training
+from ckptkit.layout.matching import KEEP_NUMBERS, is_full_model, match_by_size, match_trained
+from ckptkit.layout.wrappers import PARAM_NAMES, match_with_prefix, parameters_by_index, without_wrapper_prefixes
+from ckptkit.models.companions import find_model_config
+from ckptkit.models.names.weights import find_model_key, training_state_names
 
 _HINT = (
     f"{KEEP_NUMBERS}; if you know the model, write it and its optimizer alone with "
@@ -102,12 +107,12 @@ class OneModel:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of its floating-point tensors, by key."""
-        return float_shapes(own_tensors(self.layout))
+        return float_shapes(model_tensors_by_key(self.layout))
 
     @cached_property
     def parameters(self) -> dict[str, Shape]:
         """Return the shapes of its parameters, by key; tied parameters count once."""
-        shapes = float_shapes(without_ties(own_tensors(self.layout)))
+        shapes = float_shapes(without_tied_tensors(model_tensors_by_key(self.layout)))
         return {name: shape for name, shape in shapes.items() if not is_buffer(name)}
 
 
@@ -135,7 +140,7 @@ def find_models(layout: Layout) -> list[OneModel]:
     main: KeyPath | None = None
     with suppress(Mismatch, SeveralModels):
         main = find_model_key(layout)
-    training = names_of_training(layout)
+    training = training_state_names(layout)
     groups: dict[KeyPath, dict[str, StoredTensor]] = {main: {}} if main is not None else {}
     for name, tensor in layout.tensors.items():
         key = layout.key(name)
@@ -146,7 +151,7 @@ def find_models(layout: Layout) -> list[OneModel]:
     return [OneModel(above, replace(alone, tensors=tensors)) for above, tensors in groups.items() if tensors]
 
 
-def find_names(
+def find_parameter_names(
     layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, order: Order | None = None
 ) -> NamedNumbers:
     """Return the name for each index of an optimizer in a layout.
@@ -163,7 +168,7 @@ def find_names(
                 raise
             return assumed
         if assumed is not None:
-            check_order(assumed, proven)
+            check_order_against_proof(assumed, proven)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
     return proven
@@ -171,12 +176,12 @@ def find_names(
 
 def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]) -> NamedNumbers:
     """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` without a proof."""
-    recorded = recorded_names(layout, optimizer)
+    recorded = recorded_names_by_index(layout, optimizer)
     if recorded:
-        model, names = find_recorded(recorded, known_shapes_of(layout, optimizer), models, optimizer)
+        model, names = match_recorded_names(recorded, known_parameter_shapes_of(layout, optimizer), models, optimizer)
         return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
     try:
-        return find_by_shapes(optimizer, parameter_shapes_of(layout, optimizer), models)
+        return find_names_by_shapes(optimizer, parameter_shapes_of(layout, optimizer), models)
     except Unsupported as error:
         error.hint = ORDER_HINT
         raise
@@ -188,14 +193,14 @@ def assume_names(
     """Return the names in the order that the user states. Raises `Unsupported` or `Mismatch` if it does not fit."""
     proof = f"assumed, as {ORDER} {order.text} says"
     if not order.names:
-        sizes, config = parameter_shapes_of(layout, optimizer), find_config(path)
+        sizes, config = parameter_shapes_of(layout, optimizer), find_model_config(path)
 
         def fit(model: OneModel) -> Names:
             return match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))
 
-        model, names = choose_model(models, fit, optimizer)
+        model, names = choose_fitting_model(models, fit, optimizer)
         others = [other for other in models if other is not model]
-        check_others(optimizer, sizes, model, others)
+        require_no_other_fitting_model(optimizer, sizes, model, others)
         owner = f" (of `{model.name}` and of no other model)" if others else ""
         return NamedNumbers(names, model, f"{proof}{owner}")
     numbers = list(chain.from_iterable(optimizer.groups))
@@ -206,51 +211,60 @@ def assume_names(
         )
         raise Mismatch(message, hint="list each parameter of the optimizer once, group by group")
     listed = dict(zip(numbers, order.names, strict=True))
-    sizes = known_shapes_of(layout, optimizer)
-    model, names = find_recorded(listed, sizes, models, optimizer, f"{ORDER} {order.text}")
+    sizes = known_parameter_shapes_of(layout, optimizer)
+    model, names = match_recorded_names(listed, sizes, models, optimizer, f"{ORDER} {order.text}")
     return NamedNumbers(names, model, proof)
 
 
-def check_order(assumed: NamedNumbers, proven: NamedNumbers) -> None:
+def check_order_against_proof(assumed: NamedNumbers, proven: NamedNumbers) -> None:
     """Raise `Mismatch` if the order that the user states contradicts a proven name."""
     for number, name in proven.names.items():
-        if bare(assumed.names[number]) != bare(name):
+        if without_wrapper_prefixes(assumed.names[number]) != without_wrapper_prefixes(name):
             message = (
                 f"{ORDER}: expected `{name}` as parameter {number} ({proven.proof}), found `{assumed.names[number]}`"
             )
             raise Mismatch(message, hint=f"drop {ORDER}")
 
 
-def find_by_shapes(optimizer: Optimizer, sizes: Mapping[int, Shape], models: Sequence[OneModel]) -> NamedNumbers:
+def find_names_by_shapes(
+    optimizer: Optimizer, shapes_by_index: Mapping[int, Shape], models: Sequence[OneModel]
+) -> NamedNumbers:
     """Return the names if the shapes allow only one assignment, to all parameters of a single model.
 
     Raises `Unsupported` otherwise: an optimizer of a part of a model may train something that was not saved.
     """
-    names_of = [{Candidate(bare(name), shape): name for name, shape in model.parameters.items()} for model in models]
+    names_of = [
+        {Candidate(without_wrapper_prefixes(name), shape): name for name, shape in model.parameters.items()}
+        for model in models
+    ]
     candidates = [{candidate: candidate.shape for candidate in own} for own in names_of]
-    assignment = match_by_size(optimizer.groups, sizes, *candidates)
+    assignment = match_by_size(optimizer.groups, shapes_by_index, *candidates)
     trained = set(assignment.values())
     pairs = zip(models, names_of, candidates, strict=True)
-    model, own = next((model, own) for model, own, shapes in pairs if is_all_of(shapes, trained))
+    model, own = next((model, own) for model, own, shapes in pairs if is_full_model(shapes, trained))
     names = {number: own[candidate] for number, candidate in assignment.items()}
     return NamedNumbers(names, model, "their shapes allow only one assignment")
 
 
-def order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:
+def parameter_order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:
     """Return the parameters of an optimizer in the order of the first model that has them all.
 
     The names are the model's. Raises `Mismatch` if no model has them, `Unsupported` if its order is unknown.
     """
-    wanted = set(map(bare, names))
+    wanted = set(map(without_wrapper_prefixes, names))
     for model in models:
-        if wanted <= set(map(bare, model.shapes)):
-            return [name for name in ordered_parameters(model.layout, find_config(path)) if bare(name) in wanted]
+        if wanted <= set(map(without_wrapper_prefixes, model.shapes)):
+            return [
+                name
+                for name in ordered_parameters(model.layout, find_model_config(path))
+                if without_wrapper_prefixes(name) in wanted
+            ]
     raise Mismatch("no model of the checkpoint has all parameters of the optimizer", tensor=next(iter(names), None))
 
 
-def find_recorded(
+def match_recorded_names(
     recorded: Mapping[Any, str],
-    sizes: Mapping[int, Shape],
+    shapes_by_index: Mapping[int, Shape],
     models: Sequence[OneModel],
     optimizer: Optimizer,
     lister: str = f"`{PARAM_NAMES}`",
@@ -260,9 +274,13 @@ def find_recorded(
     The names may be those of a module of the model, unless the optimizer has all parameters of the model. Raises
     `Mismatch` or `Unsupported` if there is no such model, or several.
     """
-    prefixed = [(model, names) for model in models for names in match_with_prefix(recorded, sizes, model.shapes)]
+    prefixed = [
+        (model, names) for model in models for names in match_with_prefix(recorded, shapes_by_index, model.shapes)
+    ]
     try:
-        exact = choose_model(models, lambda model: match_recorded(recorded, sizes, model.shapes, lister), optimizer)
+        exact = choose_fitting_model(
+            models, lambda model: parameters_by_index(recorded, shapes_by_index, model.shapes, lister), optimizer
+        )
         assignments = [exact] if len(exact[1]) == len(exact[0].shapes) else [exact, *prefixed]
     except Mismatch:
         assignments = prefixed
@@ -276,8 +294,8 @@ def find_recorded(
     return first
 
 
-def choose_model(
-    models: Sequence[OneModel], fit: Callable[[OneModel], Names], optimizer: Optimizer
+def choose_fitting_model(
+    models: Sequence[OneModel], fitting_names: Callable[[OneModel], Names], optimizer: Optimizer
 ) -> tuple[OneModel, Names]:
     """Return the model that fits an optimizer, and the names that it gives.
 
@@ -287,7 +305,7 @@ def choose_model(
     errors: list[Mismatch | Unsupported] = []
     for model in models:
         try:
-            fitting.append((model, fit(model)))
+            fitting.append((model, fitting_names(model)))
         except (Mismatch, Unsupported) as error:
             errors.append(error)
     if not fitting and len(models) == 1:
@@ -300,31 +318,39 @@ def choose_model(
     first, *others = fitting
     other = next((other for other in others if not are_same_names(other[1], first[1])), None)
     if other is not None:
-        raise ambiguous(optimizer, [first[0], other[0]])
+        raise ambiguous_models_error(optimizer, [first[0], other[0]])
     return first
 
 
 def are_same_names(one: Names, other: Names) -> bool:
     """Return whether two assignments give the same names, ignoring wrapper prefixes."""
-    return {number: bare(name) for number, name in one.items()} == {n: bare(name) for n, name in other.items()}
+    return {number: without_wrapper_prefixes(name) for number, name in one.items()} == {
+        n: without_wrapper_prefixes(name) for n, name in other.items()
+    }
 
 
-def check_others(optimizer: Optimizer, sizes: Mapping[int, Shape], model: OneModel, others: Sequence[OneModel]) -> None:
+def require_no_other_fitting_model(
+    optimizer: Optimizer, shapes_by_index: Mapping[int, Shape], model: OneModel, others: Sequence[OneModel]
+) -> None:
     """Raise `Unsupported` if an optimizer's states also fit differently named tensors of other models."""
-    own = {(bare(name), shape) for name, shape in model.shapes.items()}
+    own = {(without_wrapper_prefixes(name), shape) for name, shape in model.shapes.items()}
     rest = {
         other.name: Counter(
-            shape for name, shape in other.shapes.items() if (bare(name), shape) not in own and not is_buffer(name)
+            shape
+            for name, shape in other.shapes.items()
+            if (without_wrapper_prefixes(name), shape) not in own and not is_buffer(name)
         )
         for other in others
     }
     other_shapes = sum(rest.values(), Counter[Shape]())
-    wanted = Counter(sizes.values())
+    wanted = Counter(shapes_by_index.values())
     if sum(map(len, optimizer.groups)) <= other_shapes.total() and wanted <= other_shapes:
-        raise ambiguous(optimizer, [model, *(other for other in others if rest[other.name] & wanted or not wanted)])
+        raise ambiguous_models_error(
+            optimizer, [model, *(other for other in others if rest[other.name] & wanted or not wanted)]
+        )
 
 
-def ambiguous(optimizer: Optimizer, models: Sequence[OneModel]) -> Unsupported:
+def ambiguous_models_error(optimizer: Optimizer, models: Sequence[OneModel]) -> Unsupported:
     names = " and ".join(f"`{name}`" for name in dict.fromkeys(model.name for model in models))
     count = sum(map(len, optimizer.groups))
     message = f"the shapes of its {count} parameters fit {names}, and no file says which of them it trains"

@@ -14,7 +14,7 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.models.expected import expected
+from ckptkit.models.expected import expected_model
 from ckptkit.models.names.weights import find_model_key, find_weights
 
 _ORDERED_FORMATS = ("pt", "pt_shards")  # the formats that keep the order of a state dict
@@ -23,22 +23,22 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  #
 
 def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:
     """Return the model's parameter shapes in order, tied ones once. Raises `Unsupported` if the order is unknown."""
-    shapes = float_shapes(without_ties(own_tensors(layout)))
+    shapes = float_shapes(without_tied_tensors(model_tensors_by_key(layout)))
     if layout.format in _ORDERED_FORMATS and is_order_of_modules(shapes):
         order: Iterable[str] = shapes
     else:
-        order = order_by_config(shapes, config)
+        order = names_in_config_order(shapes, config)
     return {name: shapes[name] for name in order if name in shapes and not is_buffer(name)}
 
 
-def own_tensors(layout: Layout) -> dict[str, StoredTensor]:
+def model_tensors_by_key(layout: Layout) -> dict[str, StoredTensor]:
     """Return the tensors of the model by key, in order."""
     above = len(find_model_key(layout))
     names = find_weights(layout).came_from.values()
     return {".".join(map(str, layout.key(name)[above:])): layout.tensors[name] for name in names}
 
 
-def without_ties(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def without_tied_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors, except tensors that share their bytes with an earlier tensor."""
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
@@ -71,7 +71,7 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
         entered = [module for module in modules if module not in before]
         closed.update(exited)
         # a module that was left must not be entered again, and numbered modules must ascend
-        is_disordered = exited and (not entered or is_lower_number(exited[0], entered[0]))
+        is_disordered = exited and (not entered or is_lower_module_number(exited[0], entered[0]))
         if is_disordered or not closed.isdisjoint(entered):
             return False
         before = modules
@@ -79,17 +79,17 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
     return len(kinds) <= 1 or names != sorted(names)
 
 
-def is_lower_number(left: str, entered: str) -> bool:
+def is_lower_module_number(left: str, entered: str) -> bool:
     left_label, entered_label = left.rpartition(".")[2], entered.rpartition(".")[2]
     return left_label.isdecimal() and entered_label.isdecimal() and int(left_label) > int(entered_label)
 
 
-def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterable[str]:
+def names_in_config_order(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterable[str]:
     """Return a config's names in order. Raises `Unsupported` without a config, or if it describes other shapes."""
     if config is None:
         hint = "put the model's config.json beside the checkpoint"
         raise Unsupported("no file gives the order of the model's parameters", hint=hint)
-    model = expected(config)
+    model = expected_model(config)
     order = {name: shape for name, shape in model.shapes.items() if name in model.parameters or name in model.tied}
     missing = [name for name in model.parameters if name not in shapes]
     wrong = [name for name, shape in shapes.items() if order.get(name) != shape]

@@ -8,7 +8,7 @@ from importlib.resources import files
 from math import ceil
 
 from ckptkit.cli.pictures.shards import DrawnShard, Rectangle, Row, ShardMap
-from ckptkit.markup import Markup, element, picture
+from ckptkit.markup import Markup, element, svg_image
 from ckptkit.words import count, format_bytes
 
 # Eight colors that color-blind readers can distinguish, readable under dark text on a light or dark page. Their order
@@ -16,17 +16,17 @@ from ckptkit.words import count, format_bytes
 OWNERS = ("#6aa9ec", "#4fb8b3", "#74bd7d", "#c9b84c", "#eba550", "#e58a76", "#dd8abf", "#a794e8")
 
 
-def color(position: int, count: int) -> str:
+def owner_color(position: int, count: int) -> str:
     """Return the color of owner `position` of `count`: one of eight colors, or for more owners a gradient of them."""
     if count <= len(OWNERS):
         return OWNERS[position]
     at = position / (count - 1) * (len(OWNERS) - 1)
     left = min(int(at), len(OWNERS) - 2)
-    pairs = zip(channels(OWNERS[left]), channels(OWNERS[left + 1]), strict=True)
+    pairs = zip(rgb_channels(OWNERS[left]), rgb_channels(OWNERS[left + 1]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * (at - left)):02x}" for a, b in pairs)
 
 
-def channels(color: str) -> tuple[int, int, int]:
+def rgb_channels(color: str) -> tuple[int, int, int]:
     """Return red, green and blue of `#rrggbb`, 0 to 255."""
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
 
@@ -62,11 +62,11 @@ _NARROW = MapColumns(360, 0, 290, 46, is_narrow=True)
 def draw_shards(shards: ShardMap, *, most_rows: int = 60, is_narrow: bool = False) -> Markup:
     """Return the picture for a page that includes the CSS. Shows at most `most_rows` rows, the largest."""
     columns = _NARROW if is_narrow else _COLUMNS
-    shown, left_out = shards.largest(most_rows)
+    shown, left_out = shards.split_off_largest_rows(most_rows)
     parts = min(max(12, _MOST_PARTS // max(1, len(shown))), _MOST_IN_ROW)
     content: list[Markup] = list(draw_bars(shards, columns))
     top = float(_BARS + 16)
-    for start, rows in shards.headed(shown):
+    for start, rows in shards.rows_by_prefix(shown):
         top += _APART
         if start:
             content.append(element("text", shorten(start, columns.width // 8), x=0, y=top + 14, class_="name head"))
@@ -81,10 +81,10 @@ def draw_shards(shards: ShardMap, *, most_rows: int = 60, is_narrow: bool = Fals
         content.append(element("text", what, x=0, y=top + 16))
         top += _HEIGHT
     title = f"Which {shards.by} holds which part of each tensor"
-    return picture(title, f"-8 -8 {columns.width + 16} {top + 14:.0f}", content)
+    return svg_image(title, f"-8 -8 {columns.width + 16} {top + 14:.0f}", content)
 
 
-def standalone(drawn: Markup) -> Markup:
+def as_svg_file(drawn: Markup) -> Markup:
     """Return a picture as a complete SVG file, with its CSS."""
     css = files("ckptkit.cli.pictures").joinpath("style.css").read_text()  # loads nothing from the network
     style = element("style", Markup(css + "svg { background: var(--ground) }"))
@@ -113,7 +113,7 @@ def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
         height = tall * most.nbytes / full
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}, at most"
         tip = element("title", f"{name}: {format_bytes(most.nbytes)}")
-        fill = color(i * together, len(owners))
+        fill = owner_color(i * together, len(owners))
         yield element("rect", tip, x=i * step, y=base - height, width=step, height=height, fill=fill, class_="part")
         if step >= 22:
             yield element("text", group[0].mark, x=(i + 0.5) * step, y=base + 14, text_anchor="middle")
@@ -125,13 +125,14 @@ def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
 
 
 def draw_row(
-    row: Row, start: str, shards: ShardMap, columns: MapColumns, place: tuple[float, float], parts: int
+    row: Row, start: str, shards: ShardMap, columns: MapColumns, position: tuple[float, float], most_shards: int
 ) -> Markup:
     """Draw a row: the tensor's name without the prefix `start`, its shards, how they are cut, and its bytes.
 
-    `place` is the top of the row and the height of its rectangles. `parts` is the maximum number of rectangles.
+    `position` is the top of the row and the height of its rectangles. `most_shards` is the maximum number of
+    rectangles.
     """
-    top, height = place
+    top, height = position
     times = f" x{row.repeats}" if row.repeats > 1 else ""
     how = ", ".join(row.remarks)
     name_y = top + height / 2 + 3.5
@@ -146,35 +147,35 @@ def draw_row(
             "title", f"{row.label}{times}: {row.spec}, {format_bytes(row.nbytes)}, {count(len(row.shards), 'part')}"
         ),
         element("text", name + times, x=0, y=name_y, class_="name"),
-        draw_parts(row, shards, columns, (top, height), parts),
+        draw_shard_rectangles(row, shards, columns, (top, height), most_shards),
         element("text", how, x=columns.right + 8, y=middle) if how else None,
         element("text", format_bytes(row.nbytes), x=columns.width, y=middle, text_anchor="end"),
     )
 
 
-def draw_parts(
-    row: Row, shards: ShardMap, columns: MapColumns, place: tuple[float, float], most: int
+def draw_shard_rectangles(
+    row: Row, shards: ShardMap, columns: MapColumns, position: tuple[float, float], most: int
 ) -> Iterator[Markup]:
     """Draw a rectangle for each shard, or for several consecutive shards if there are more than `most`."""
-    top, height = place
+    top, height = position
     pairs = list(zip(row.cut.rectangles, row.shards, strict=True))
     together = max(1, ceil(len(pairs) / most))
     across = columns.right - columns.left
     for at in range(0, len(pairs), together):
         group = pairs[at : at + together]
-        area = enclose([rectangle for rectangle, _ in group])
+        area = enclosing_rectangle([rectangle for rectangle, _ in group])
         x, y = columns.left + area.left * across, top + 2 + area.top * (height - 4)
         width, tall = (area.right - area.left) * across, (area.bottom - area.top) * (height - 4)
         owner = group[0][1].owner
         tip = element("title", describe_rectangle(row, shards, [shard for _, shard in group]))
-        fill = color(owner, len(shards.owners))
+        fill = owner_color(owner, len(shards.owners))
         yield element("rect", tip, x=x, y=y, width=width, height=tall, fill=fill, class_="part")
         mark = shards.owners[owner].mark
         if len(group) == 1 and width > 8 * len(mark) + 6 and tall > 13:
             yield element("text", mark, x=x + 5, y=y + tall / 2 + 4, class_="on")
 
 
-def enclose(rectangles: Sequence[Rectangle]) -> Rectangle:
+def enclosing_rectangle(rectangles: Sequence[Rectangle]) -> Rectangle:
     """Return the smallest rectangle that contains all rectangles."""
     return Rectangle(
         min(rectangle.left for rectangle in rectangles),

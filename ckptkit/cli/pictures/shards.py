@@ -13,7 +13,7 @@ from pathlib import PurePath
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
-from ckptkit.words import spans
+from ckptkit.words import format_number_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +52,29 @@ def cut_boxes(shape: Shape, boxes: Sequence[Box]) -> Cut:
     if not axes:
         return Cut((Rectangle(),) * len(boxes))
     if len(axes) == 1:
-        return Cut(tuple(Rectangle(*span(box, shape, axes[0])) for box in boxes), axes)
-    if all(is_run(box, shape) for box in boxes):
-        return Cut(tuple(Rectangle(*run(box, shape)) for box in boxes), axes, is_flat=True)
+        return Cut(tuple(Rectangle(*axis_fractions(box, shape, axes[0])) for box in boxes), axes)
+    if all(is_contiguous_box(box, shape) for box in boxes):
+        return Cut(tuple(Rectangle(*row_major_fractions(box, shape)) for box in boxes), axes, is_flat=True)
     if len(axes) == 2:
         down, across = axes
-        grid = tuple(Rectangle(*span(box, shape, across), *span(box, shape, down)) for box in boxes)
+        grid = tuple(Rectangle(*axis_fractions(box, shape, across), *axis_fractions(box, shape, down)) for box in boxes)
         return Cut(grid, axes)
     ends = list(accumulate(box.numel / prod(shape) for box in boxes))
     shares = zip([0.0, *ends], ends, strict=False)
     return Cut(tuple(Rectangle(left, right) for left, right in shares), axes)
 
 
-def span(box: Box, shape: Shape, axis: int) -> tuple[float, float]:
+def axis_fractions(box: Box, shape: Shape, axis: int) -> tuple[float, float]:
     return box.start[axis] / shape[axis], (box.start[axis] + box.size[axis]) / shape[axis]
 
 
-def is_run(box: Box, shape: Shape) -> bool:
+def is_contiguous_box(box: Box, shape: Shape) -> bool:
     """Return True if the elements of a box are contiguous in row-major order, as in a flat shard."""
     first = next((axis for axis, extent in enumerate(box.size) if extent != 1), len(shape))
     return box.size[first + 1 :] == shape[first + 1 :]
 
 
-def run(box: Box, shape: Shape) -> tuple[float, float]:
+def row_major_fractions(box: Box, shape: Shape) -> tuple[float, float]:
     """Return the start and end of a contiguous box in row-major order, as fractions of all elements."""
     start = sum(index * prod(shape[axis + 1 :]) for axis, index in enumerate(box.start))
     return start / prod(shape), (start + box.numel) / prod(shape)
@@ -142,12 +142,12 @@ class ShardMap:
         return sum(owner.nbytes for owner in self.owners) / max(1, len(self.owners))
 
     @staticmethod
-    def headed(rows: Sequence[Row]) -> list[tuple[str, tuple[Row, ...]]]:
+    def rows_by_prefix(rows: Sequence[Row]) -> list[tuple[str, tuple[Row, ...]]]:
         """Return the rows grouped by the first component of their names, each group with its common prefix."""
         groups = [tuple(group) for _, group in groupby(rows, key=lambda row: row.label.partition(".")[0])]
-        return [(shared_start([row.label for row in group]), group) for group in groups]
+        return [(common_name_prefix([row.label for row in group]), group) for group in groups]
 
-    def largest(self, count: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    def split_off_largest_rows(self, count: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         """Return the `count` rows with the most bytes, in their original order, and the other rows."""
         kept = {id(row) for row in sorted(self.rows, key=lambda row: -row.nbytes)[:count]}
         shown = tuple(row for row in self.rows if id(row) in kept)
@@ -163,7 +163,7 @@ def map_shards(layout: Layout) -> ShardMap:
     numbers = {path: rank for path, rank in ranks.items() if rank is not None}
     if not by_rank:
         numbers = {path: at for at, path in enumerate(files, start=1)}
-    sizes = bytes_by(layout, numbers.__getitem__)
+    sizes = bytes_by_owner(layout, numbers.__getitem__)
     # show ranks that have no data too
     if by_rank and layout.world_size is not None and len(sizes) < layout.world_size > max(sizes):
         sizes.update(dict.fromkeys(range(layout.world_size), 0))
@@ -174,7 +174,7 @@ def map_shards(layout: Layout) -> ShardMap:
     return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold_rows(layout, positioned.__getitem__)))
 
 
-def bytes_by(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
+def bytes_by_owner(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
     """Return the bytes of tensors and non-tensor entries by owner. Data that several names share counts once."""
     lengths: dict[tuple[str, int], int] = {}  # by file and offset
     for tensor in layout.tensors.values():
@@ -195,23 +195,23 @@ def fold_rows(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
     shards: dict[object, tuple[DrawnShard, ...]] = {}
     for name, tensor in layout.tensors.items():
         cuts = tuple(shards_of(tensor, owner_of))
-        key = (*module_of(name), tensor.spec, tuple((shard.owner, shard.box) for shard in cuts))
+        key = (*numbered_module_and_depth(name), tensor.spec, tuple((shard.owner, shard.box) for shard in cuts))
         alike.setdefault(key, []).append(name)
         shards.setdefault(key, cuts)
     for same, names in alike.items():
-        yield Row(label(names), len(names), layout.tensors[names[0]].spec, shards[same])
+        yield Row(merged_label(names), len(names), layout.tensors[names[0]].spec, shards[same])
 
 
-def module_of(name: str) -> tuple[str, int]:
+def numbered_module_and_depth(name: str) -> tuple[str, int]:
     """Return the innermost numbered module of a tensor with numbers replaced by 0, or its module; and its depth."""
     *steps, _ = name.split(".")
-    last = max((i for i, step in enumerate(steps) if is_number(step)), default=len(steps) - 1)
-    return ".".join("0" if is_number(step) else step for step in steps[: last + 1]), len(steps)
+    last = max((i for i, step in enumerate(steps) if is_numeric_component(step)), default=len(steps) - 1)
+    return ".".join("0" if is_numeric_component(step) else step for step in steps[: last + 1]), len(steps)
 
 
-def is_number(step: str) -> bool:
+def is_numeric_component(component: str) -> bool:
     """Return True for a component of a name that is a number, such as a layer's."""
-    return step.isascii() and step.isdecimal() and len(step) < 10
+    return component.isascii() and component.isdecimal() and len(component) < 10
 
 
 def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[DrawnShard]:
@@ -221,33 +221,33 @@ def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[
             yield DrawnShard(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
 
 
-def label(names: Sequence[str]) -> str:
+def merged_label(names: Sequence[str]) -> str:
     """Return one label for names with equally many components: `layers.0-31.self_attn.{q_proj,o_proj}.weight`."""
-    return ".".join(map(merge_steps, zip(*(name.split(".") for name in names), strict=True)))
+    return ".".join(map(merge_name_components, zip(*(name.split(".") for name in names), strict=True)))
 
 
-def shared_start(labels: Sequence[str]) -> str:
+def common_name_prefix(labels: Sequence[str]) -> str:
     """Return the common prefix of several names, up to a dot; "" for a single name."""
     if len(labels) == 1:
         return ""
-    return "".join(f"{step}." for step in shared_words([label.split(".")[:-1] for label in labels]))
+    return "".join(f"{step}." for step in common_leading_words([label.split(".")[:-1] for label in labels]))
 
 
-def merge_steps(steps: Sequence[str]) -> str:
+def merge_name_components(components: Sequence[str]) -> str:
     """Return one component for the same component of several names: ranges of numbers, or up to three words."""
-    words = list(dict.fromkeys(steps))
+    words = list(dict.fromkeys(components))
     if len(words) == 1:
         return words[0]
-    if all(map(is_number, words)):
-        return ranges(set(map(int, words)))
-    return brace([word.split("_") for word in words])
+    if all(map(is_numeric_component, words)):
+        return format_ranges(set(map(int, words)))
+    return join_with_braces([word.split("_") for word in words])
 
 
-def brace(words: Sequence[list[str]]) -> str:
+def join_with_braces(words: Sequence[list[str]]) -> str:
     """Return several words as one, with common parts written once: `{gate,up}_proj`, `exp_avg{,_sq}`."""
-    head = shared_words(words)
+    head = common_leading_words(words)
     rests = [word[len(head) :] for word in words]
-    tail = shared_words([rest[::-1] for rest in rests])[::-1]
+    tail = common_leading_words([rest[::-1] for rest in rests])[::-1]
     middles = ["_".join(rest[: len(rest) - len(tail)]) for rest in rests]
     if "" in middles:
         middles, tail = ["".join(f"_{part}" for part in rest) for rest in rests], []
@@ -257,12 +257,12 @@ def brace(words: Sequence[list[str]]) -> str:
     return f"{'_'.join(head)}{{{','.join([*middles[:3], *['…'] * (len(middles) > 3)])}}}{end}"
 
 
-def shared_words(sequences: Sequence[Sequence[str]]) -> list[str]:
+def common_leading_words(sequences: Sequence[Sequence[str]]) -> list[str]:
     columns = zip(*sequences, strict=False)
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
-def ranges(numbers: set[int]) -> str:
+def format_ranges(numbers: set[int]) -> str:
     """Return numbers as `0-3,5,8-9`; with more than four ranges as `first..last`."""
-    text = spans(sorted(numbers))
+    text = format_number_ranges(sorted(numbers))
     return f"{min(numbers)}..{max(numbers)}" if text.count(",") > 3 else text

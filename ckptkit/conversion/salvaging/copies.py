@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ckptkit.checkpoints.account import Filled, Lost
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Chunk, Fault, Layout, StoredTensor, axes, find_fault
-from ckptkit.layout.box import Box, find_outside, find_overlap, intersect, subtract, whole
+from ckptkit.layout import Chunk, Fault, Layout, StoredTensor, axes, find_tiling_error
+from ckptkit.layout.box import Box, find_outside, find_overlap, full_box, intersect, subtract_boxes
 
 
 @dataclass(slots=True)
@@ -37,23 +37,23 @@ class Faults:
     repaired: dict[str, None] = field(default_factory=dict)
     described_by: Path | None = None
 
-    def note_filled(self, chunks: Iterable[Chunk], source: str) -> None:
+    def record_fill_source(self, chunks: Iterable[Chunk], source: str) -> None:
         """Record the source of chunks that were taken from elsewhere."""
         self.filled.update((chunk.path, source) for chunk in chunks if chunk.is_in_file)
 
 
-def lost_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[Lost]:
+def records_of_lost_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[Lost]:
     """Yield a record for each tensor that has lost chunks."""
     for name, tensor in tensors.items():
         lost_chunks = [(chunk.box, chunk.where) for chunk in tensor.chunks if isinstance(chunk.where, Fault)]
         if lost_chunks:
             fault, spec = lost_chunks[0][1], tensor.spec
             boxes = () if tensor.splits else tuple(sorted(box for box, _ in lost_chunks))
-            is_all = boxes == (whole(spec.shape),)
+            is_all = boxes == (full_box(spec.shape),)
             yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
 
 
-def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
+def records_of_filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
     """Yield a record for each tensor with bytes from another source."""
     for name, tensor in layout.tensors.items() if faults.filled else ():
         taken = [chunk for chunk in tensor.chunks if chunk.path in faults.filled]
@@ -63,32 +63,37 @@ def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
             yield Filled(name, faults.filled[taken[0].path], cast)
 
 
-def complete_with_spares(
-    tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None
+def replace_lost_by_replicas(
+    tensor: StoredTensor, root: Path, replicas: Sequence[Chunk], why: Fault | None = None
 ) -> StoredTensor:
     """Return a tensor with spares for lost chunks. The rest is lost, for the reason `why` if it is known."""
-    broken = find_fault(root, tensor)
+    broken = find_tiling_error(root, tensor)
     if broken is None and not tensor.is_lost:
         return tensor
     shape = tensor.shape_of_chunks
     boxes = [chunk.box for chunk in tensor.chunks]
     if find_outside(shape, boxes) is not None or find_overlap(boxes) is not None:
         assert broken is not None
-        return replace(tensor, chunks=(Chunk.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
+        return replace(tensor, chunks=(Chunk.lost(full_box(shape), tensor.spec.dtype, Fault.of(broken)),))
     good = [chunk for chunk in tensor.chunks if not chunk.is_lost]
     # a spare must not overlap chunks that are still readable
-    for spare in spares:
+    for spare in replicas:
         if not any(intersect(spare.box, chunk.box) for chunk in good):
             good.append(spare)
     covered = [chunk.box for chunk in good]
-    lost = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, covered)]
-    gaps = subtract(whole(shape), [*covered, *(chunk.box for chunk in lost)])
+    lost = [
+        chunk._replace(box=box)
+        for chunk in tensor.chunks
+        if chunk.is_lost
+        for box in subtract_boxes(chunk.box, covered)
+    ]
+    gaps = subtract_boxes(full_box(shape), [*covered, *(chunk.box for chunk in lost)])
     fault = why or Fault.of(broken or Corrupt("no file contains it"))
     lost += [Chunk.lost(box, tensor.spec.dtype, fault) for box in gaps]
     return replace(tensor, chunks=(*good, *lost))
 
 
-def patch_from_copy(
+def replace_lost_from_copy(
     tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str
 ) -> StoredTensor:
     """Return a tensor whose lost chunks are replaced by chunks of `other`, a tensor with the same values.
@@ -99,11 +104,11 @@ def patch_from_copy(
         return tensor
     chunks: list[Chunk] = []
     for chunk in tensor.chunks:
-        parts = parts_in(other, chunk.box) if chunk.is_lost else ()
+        parts = chunks_cut_to_box(other, chunk.box) if chunk.is_lost else ()
         is_whole = sum(part.box.numel for part in parts) == chunk.box.numel
         if parts and is_whole and not any(part.is_lost for part in parts):
             taken = [with_absolute_path(part, root) for part in parts]
-            faults.note_filled(taken, words)
+            faults.record_fill_source(taken, words)
             chunks += taken
         else:
             chunks.append(chunk)
@@ -113,15 +118,15 @@ def patch_from_copy(
 def can_replace(tensor: StoredTensor, other: StoredTensor) -> bool:
     """Return whether chunks of `other` can replace chunks of `tensor`."""
     spec, other_spec = tensor.spec, other.spec
-    is_castable = spec.dtype == other_spec.dtype or other_spec.dtype.can_become(spec.dtype)
+    is_castable = spec.dtype == other_spec.dtype or other_spec.dtype.is_castable_to(spec.dtype)
     return spec.shape == other_spec.shape and is_castable and tensor.splits is None
 
 
-def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
+def chunks_cut_to_box(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
     """Return the chunks of a tensor, cut to a box of it."""
     cut = tensor
     for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
-        cut = axes.cut(cut, axis, start, start + size)
+        cut = axes.cut_axis(cut, axis, start, start + size)
     return [chunk._replace(box=Box(tuple(map(add, chunk.start, box.start)), chunk.size)) for chunk in cut.chunks]
 
 

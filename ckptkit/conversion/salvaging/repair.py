@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component, check_descriptions
+from ckptkit.checkpoints.component import Component, check_metadata_checksums
 from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.replicas import find_different
-from ckptkit.conversion.salvaging.copies import Faults, complete_with_spares, patch_from_copy
-from ckptkit.engine.visit import find_damage, nbytes_of, run_of
+from ckptkit.checkpoints.replicas import find_differing_copies
+from ckptkit.conversion.salvaging.copies import Faults, replace_lost_by_replicas, replace_lost_from_copy
+from ckptkit.engine.visit import byte_range_of_chunk, find_damaged_ranges, nbytes_to_check
 from ckptkit.errors import (
     DAMAGED,
     RESTORE,
@@ -23,16 +23,16 @@ from ckptkit.errors import (
     Report,
     Unsafe,
     Unsupported,
-    ignore,
+    skip_problem,
     translate_os_errors,
 )
-from ckptkit.formats import locate, unpack
-from ckptkit.io.file import file_size, is_there
-from ckptkit.io.progress import Progress, report_progress
+from ckptkit.formats import decompress_entries, locate_all_chunks
+from ckptkit.io.file import file_size, is_existing_path
+from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Blob, Chunk, Fault, Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.models.companions import find_companions
-from ckptkit.models.expected import Form, form_or_reason
+from ckptkit.models.expected import Form, closest_form_or_error
 
 
 @dataclass(slots=True)
@@ -42,12 +42,12 @@ class Survey:
     chunks: dict[tuple[str, int], CkptError] = field(default_factory=dict)
     entries: dict[str, CkptError] = field(default_factory=dict)
 
-    def explained(self, reported: Iterable[CkptError]) -> Survey:
+    def with_reported_problems(self, reported: Iterable[CkptError]) -> Survey:
         """Return the damage with the problems that were reported for files, which say more than their sizes do."""
         why = {error.path: error for error in reported}
         return replace(self, chunks={chunk_key: why.get(error.path, error) for chunk_key, error in self.chunks.items()})
 
-    def mark(self, layout: Layout) -> Layout:
+    def mark_damage_as_lost(self, layout: Layout) -> Layout:
         """Return the layout with the damaged chunks marked as lost, and without the damaged entries."""
         tensors = dict(layout.tensors)
         for name in {name for name, _ in self.chunks} & tensors.keys():
@@ -60,28 +60,30 @@ class Survey:
         return replace(layout, tensors=tensors, blobs=blobs)
 
 
-def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> Survey:
+def survey_damage(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> Survey:
     """Find all damage in a layout: read every byte of its tensors once, except those of lost chunks."""
-    damage_found, located = look_inside(layout)
-    sound = damage_found.mark(located)
-    damage = find_damage(sound, jobs=jobs, progress=report_progress(progress, nbytes_of(sound)))
+    damage_found, located = survey_structure_and_locate(layout)
+    sound = damage_found.mark_damage_as_lost(located)
+    damage = find_damaged_ranges(sound, jobs=jobs, progress=make_progress_reporter(progress, nbytes_to_check(sound)))
     for name, i, chunk in chunks_with_bytes(sound) if damage else ():
-        wrong = None if chunk.is_lost else damage.get(run_of(chunk))
+        wrong = None if chunk.is_lost else damage.get(byte_range_of_chunk(chunk))
         if wrong is not None:
             damage_found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
     return damage_found
 
 
-def look_at_structure(layout: Layout) -> Survey:
+def survey_structure(layout: Layout) -> Survey:
     """Return the chunks and entries whose files are missing or too short, or whose zip wrappers do not open."""
-    return look_inside(layout)[0]
+    return survey_structure_and_locate(layout)[0]
 
 
-def look_inside(layout: Layout) -> tuple[Survey, Layout]:
+def survey_structure_and_locate(layout: Layout) -> tuple[Survey, Layout]:
     """Return the damage that can be found without reading tensor data, and the layout with located tensors."""
-    damage = look_at_sizes(layout)
+    damage = survey_file_sizes(layout)
     reported: list[CkptError] = []
-    located = locate(unpack(damage.mark(layout), reported.append), reported.append)
+    located = locate_all_chunks(
+        decompress_entries(damage.mark_damage_as_lost(layout), reported.append), reported.append
+    )
     reported_by_place = {(error.tensor, error.offset): error for error in reversed(reported)}
     for name, error in ((name, error) for (name, _), error in reported_by_place.items() if name in located.blobs):
         damage.entries[str(name)] = error
@@ -92,7 +94,7 @@ def look_inside(layout: Layout) -> tuple[Survey, Layout]:
     return damage, located
 
 
-def without_files(layout: Layout) -> Layout:
+def with_empty_chunks_as_zeros(layout: Layout) -> Layout:
     """Return the layout with empty chunks turned into zeros, because the files that they name may be missing."""
 
     def apart(chunk: Chunk) -> Chunk:
@@ -112,21 +114,21 @@ def chunks_with_bytes(layout: Layout) -> list[tuple[str, int, Chunk]]:
     ]
 
 
-def look_at_sizes(layout: Layout) -> Survey:
+def survey_file_sizes(layout: Layout) -> Survey:
     """Return the chunks and entries of missing files, and those beyond the end of a file."""
     damage, sizes = Survey(), dict[str, int | CkptError]()
     for name, i, chunk in chunks_with_bytes(layout):
-        error = None if chunk.is_lost else problem_of(chunk, layout.root, sizes)
+        error = None if chunk.is_lost else find_out_of_file_error(chunk, layout.root, sizes)
         if error is not None:
             damage.chunks[name, i] = error
     for name, blob in layout.blobs.items():
-        error = problem_of(blob, layout.root, sizes) if blob.content is None and blob.length else None
+        error = find_out_of_file_error(blob, layout.root, sizes) if blob.content is None and blob.length else None
         if error is not None:
             damage.entries[name] = error
     return damage
 
 
-def problem_of(stored: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
+def find_out_of_file_error(stored: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError]) -> CkptError | None:
     """Return the error for a chunk or entry outside its file; None if it is inside. `sizes` caches file sizes."""
     size = sizes.get(stored.path)
     if size is None:
@@ -153,10 +155,12 @@ _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
 
-def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Checkpoint:
+def repair_checkpoint(
+    checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, survey: SurveyFunction
+) -> Checkpoint:
     """Return a checkpoint whose damage is marked as lost, or replaced by copies in the same component.
 
-    `look` finds the damage in a layout. The metadata of `other` describes a component without metadata, if everything
+    `survey` finds the damage in a layout. The metadata of `other` describes a component without metadata, if everything
     in that component's files matches it. Raises the error that makes the model component unreadable; leaves out any
     other unreadable component.
     """
@@ -164,7 +168,7 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
     parts = []
     for component in checkpoint.components:
         try:
-            parts.append(repair_part(component, other, faults, look))
+            parts.append(repair_component(component, other, faults, survey))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
             if component is model:
                 if not isinstance(error, Mismatch):  # a mismatch already has a hint about --fill-from
@@ -178,37 +182,41 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
     return replace(checkpoint, components=tuple(parts), strange=())
 
 
-def repair_part(component: Component, other: Checkpoint | None, faults: Faults, look: SurveyFunction) -> Component:
+def repair_component(
+    component: Component, other: Checkpoint | None, faults: Faults, survey: SurveyFunction
+) -> Component:
     """Return a component with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(component.path):
-        read = read_part(component, other, faults, reported.append)
-        manifest = manifest_of(component, faults)
-        check_descriptions(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
-        read = component.apply_context(read)
-    unexplained = note_unlisted_tensors(read, faults, reported)
+        read = read_component_layout(component, other, faults, reported.append)
+        manifest = find_manifest_or_record_fault(component, faults)
+        check_metadata_checksums(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
+        read = component.nest_and_unflatten(read)
+    unexplained = record_unlisted_tensors(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
-    layout = with_absent(component.with_sums(read, manifest), component, faults, unexplained, why)
-    layout = without_different(without_files(layout), faults, with_bytes=False)
-    damage = look(layout).explained(error for error in reported if error.tensor is None)
+    layout = with_unreadable_tensors_lost(
+        component.with_manifest_checksums(read, manifest), component, faults, unexplained, why
+    )
+    layout = without_differing_copies(with_empty_chunks_as_zeros(layout), faults, with_bytes=False)
+    damage = survey(layout).with_reported_problems(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in damage.entries.items())
     faults_by_tensor = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
-    repaired = with_copies(damage.mark(layout), faults, look, faults_by_tensor)
+    repaired = with_lost_chunks_replaced(damage.mark_damage_as_lost(layout), faults, survey, faults_by_tensor)
     return replace(component, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
 
 
-def read_part(component: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
+def read_component_layout(component: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
     """Return the layout of a component, by the metadata of another checkpoint if its own is missing."""
     kind = component.place, component.reader.name
     alike = next((one for one in other.components if (one.place, one.reader.name) == kind), None) if other else None
-    layout = component.reader.read_like(component.path, alike.path, report) if alike else None
+    layout = component.reader.read_by_other_metadata(component.path, alike.path, report) if alike else None
     if other is not None and layout is not None:
         faults.described_by = other.path
         return layout
     return component.reader.read(component.path, report)
 
 
-def manifest_of(component: Component, faults: Faults) -> Manifest | None:
+def find_manifest_or_record_fault(component: Component, faults: Faults) -> Manifest | None:
     """Return the manifest of a component. Records a damaged one as a fault and returns None."""
     try:
         return component.manifest
@@ -217,11 +225,11 @@ def manifest_of(component: Component, faults: Faults) -> Manifest | None:
         return None
 
 
-def note_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
+def record_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
     """Record the problems of tensors that the layout lacks; return the faults that nothing in the layout explains."""
     known = {*layout.names, *layout.absent}
     used = {layout.root / path for path in (*layout.paths, *layout.absent.values())}
-    explains = bool(layout.absent) or any(not is_there(path) for path in used)
+    explains = bool(layout.absent) or any(not is_existing_path(path) for path in used)
     for error in reported:
         if error.tensor is not None and error.tensor not in known:
             faults.unplaced[error.tensor] = Fault.of(error)
@@ -229,7 +237,7 @@ def note_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[Ckp
     return [Fault.of(error) for error in strange if not (explains and error.path is not None and error.path.is_dir())]
 
 
-def with_absent(
+def with_unreadable_tensors_lost(
     layout: Layout, component: Component, faults: Faults, unexplained: Sequence[Fault], why: FaultByPath
 ) -> Layout:
     """Return the layout with unreadable tensors marked as lost, if config.json has their shapes.
@@ -237,13 +245,15 @@ def with_absent(
     They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.
     """
     config = find_companions(component.path, component.base).config if layout.absent or unexplained else None
-    form = form_or_reason({*layout.tensors, *layout.absent}, config) if config else None
+    form = closest_form_or_error({*layout.tensors, *layout.absent}, config) if config else None
     shapes = form.shapes if isinstance(form, Form) else {}
     absent = {
         name: why.get(layout.root / file, Fault(_GONE, layout.root / file)) for name, file in layout.absent.items()
     }
     if unexplained and isinstance(form, Form):
-        absent |= {name: unexplained[0] for name in form.needed if name not in layout.tensors and name not in absent}
+        absent |= {
+            name: unexplained[0] for name in form.needed_names if name not in layout.tensors and name not in absent
+        }
     else:
         faults.unnamed += unexplained
     # most tensors of a model have the same dtype, so the most frequent one is the best guess
@@ -254,19 +264,23 @@ def with_absent(
             tensors[name] = replace(tensors[name], spec=replace(tensors[name].spec, shape=shapes[name]))
         elif name in shapes and dtypes:
             spec = Spec(dtypes[0][0], shapes[name])
-            tensors[name] = StoredTensor(spec, (Chunk.lost(whole(spec.shape), spec.dtype, fault),))
+            tensors[name] = StoredTensor(spec, (Chunk.lost(full_box(spec.shape), spec.dtype, fault),))
         else:
             tensors.pop(name, None)
             faults.unplaced[name] = fault
     return replace(layout, tensors=tensors)
 
 
-def with_copies(layout: Layout, faults: Faults, look: SurveyFunction, told: Mapping[str, Fault]) -> Layout:
-    """Return a marked layout with copies for its lost chunks. `told` are the faults that were reported, by tensor."""
+def with_lost_chunks_replaced(
+    layout: Layout, faults: Faults, survey: SurveyFunction, faults_by_file: Mapping[str, Fault]
+) -> Layout:
+    """Return a marked layout with copies for its lost chunks. `faults_by_file` are the reported faults, by tensor."""
     root = layout.root
-    spares = without_different(replace(layout, spares=undamaged_spares(layout, look)), faults, with_bytes=True).spares
+    spares = without_differing_copies(
+        replace(layout, spares=undamaged_replicas(layout, survey)), faults, with_bytes=True
+    ).spares
     tensors = {
-        name: complete_with_spares(tensor, root, spares.get(name, ()), told.get(name))
+        name: replace_lost_by_replicas(tensor, root, spares.get(name, ()), faults_by_file.get(name))
         for name, tensor in layout.tensors.items()
     }
     repaired = [name for name, one in tensors.items() if one is not layout.tensors[name] and not one.is_lost]
@@ -274,19 +288,23 @@ def with_copies(layout: Layout, faults: Faults, look: SurveyFunction, told: Mapp
     if not layout.twins:
         return replace(layout, tensors=tensors)
     seen = replace(layout, tensors=layout.twins, blobs={}, twins={})
-    twins = look(seen).mark(seen).tensors
+    twins = survey(seen).mark_damage_as_lost(seen).tensors
     return replace(
         layout,
-        tensors={name: patch_from_copy(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
-        twins={name: patch_from_copy(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()},
+        tensors={
+            name: replace_lost_from_copy(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()
+        },
+        twins={
+            name: replace_lost_from_copy(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()
+        },
     )
 
 
-def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> Layout:
+def without_differing_copies(layout: Layout, faults: Faults, *, with_bytes: bool) -> Layout:
     """Return the layout without copies that differ from the chosen chunks. Records their tensors as faults."""
     if not layout.spares:
         return layout
-    different = find_different(layout, ignore, with_bytes=with_bytes)
+    different = find_differing_copies(layout, skip_problem, with_bytes=with_bytes)
     for name, chosen, copy in different:
         why = f"the copy in `{copy.path}` has other bytes; the output has the bytes of `{chosen.path}`"
         faults.unplaced.setdefault(name, Fault(why, layout.root / chosen.path))
@@ -296,10 +314,10 @@ def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> La
     return replace(layout, spares=kept)
 
 
-def undamaged_spares(layout: Layout, look: SurveyFunction) -> dict[str, tuple[Chunk, ...]]:
+def undamaged_replicas(layout: Layout, survey: SurveyFunction) -> dict[str, tuple[Chunk, ...]]:
     """Return the undamaged spare chunks of a layout's tensors."""
     known = {name: chunks for name, chunks in layout.spares.items() if name in layout.tensors}
     spares = {name: replace(layout.tensors[name], chunks=chunks) for name, chunks in known.items()}
     seen = replace(layout, tensors=spares, blobs={}, twins={})
-    surveyed = look(seen).mark(seen).tensors if spares else {}
+    surveyed = survey(seen).mark_damage_as_lost(seen).tensors if spares else {}
     return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in surveyed.items()}

@@ -27,18 +27,18 @@ from ckptkit.conversion.salvaging.copies import (
     Faults,
     absolute_path,
     can_replace,
-    filled_tensors,
-    lost_tensors,
+    records_of_filled_tensors,
+    records_of_lost_tensors,
     with_absolute_path,
 )
-from ckptkit.conversion.salvaging.repair import SurveyFunction, repair, survey
-from ckptkit.engine.scan import sum_file
+from ckptkit.conversion.salvaging.repair import SurveyFunction, repair_checkpoint, survey_damage
+from ckptkit.engine.scan import file_checksum
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.io.file import file_size, read_small
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Blob, Fault, Layout, StoredTensor
-from ckptkit.layout.renames import renaming
+from ckptkit.layout.renames import renaming_function
 from ckptkit.models.computation import describe_differences
 from ckptkit.models.names import HUB
 from ckptkit.models.names.naming import name_training
@@ -46,8 +46,8 @@ from ckptkit.models.names.parameters import NewName
 from ckptkit.models.names.weights import find_weights, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
-from ckptkit.state.matching import find_model, own_keys
-from ckptkit.state.names import NameOptions, ask_names
+from ckptkit.state.matching import comparison_keys, find_weights_or_none
+from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.state.options import ConvertOptions
 
 _FILL = "pass --fill-from OTHER to take the lost tensors from another checkpoint"
@@ -63,7 +63,7 @@ class Salvage:
     origins: tuple[Origin, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def account(self, conversion: Conversion) -> Conversion:
+    def with_account(self, conversion: Conversion) -> Conversion:
         """Return a conversion with the account of its lost tensors; an output directory also gets it as a file.
 
         Raises `Corrupt` if no tensor is left, or if a model has lost weights and none is left.
@@ -72,27 +72,27 @@ class Salvage:
         lost: list[Lost] = []
         filled: list[Filled] = []
         for draft in conversion.drafts:
-            lost += lost_tensors(draft.given.tensors)
-            filled += filled_tensors(draft.given, faults)
+            lost += records_of_lost_tensors(draft.given.tensors)
+            filled += records_of_filled_tensors(draft.given, faults)
         entries = {} if options.writer.is_model_only else faults.entries
-        unshaped = [item for item in {**faults.unplaced, **entries}.items() if options.edits.admit(item[0])]
+        unshaped = [item for item in {**faults.unplaced, **entries}.items() if options.edits.is_selected(item[0])]
         unshaped += (("", fault) for fault in faults.unnamed)
         lost += (Lost(name, fault.why, fault.path) for name, fault in unshaped)
         if not options.writer.is_model_only:
             filled += (Filled(name, words) for name, words in faults.filled_entries.items())
         kept = sum(len(draft.wanted.tensors) for draft in conversion.drafts)
         if not kept:
-            raise nothing_left(self.checkpoint.path, lost)
+            raise nothing_left_error(self.checkpoint.path, lost)
         weights = self.count_lost_weights(conversion)
         if weights.are_all_lost:
-            raise no_weights_left(self.checkpoint, lost, weights)
-        copied_files, unread = self.readable(conversion.copied_files)
+            raise no_weights_left_error(self.checkpoint, lost, weights)
+        copied_files, unread = self.split_off_unreadable_files(conversion.copied_files)
         path, described_by = self.checkpoint.path, faults.described_by
         result = Account(
             [*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by, self.other, weights
         )
         made: Mapping[str, bytes] = conversion.made
-        if not (result.is_whole or conversion.is_file):
+        if not (result.is_fully_from_source or conversion.is_file):
             made = {**made, NAME: result.to_bytes(copied_files.pop(NAME, None))}
         is_unused = self.other is not None and not filled
         unused = [f"--fill-from: took no tensor from {self.other}"] if is_unused else []
@@ -111,43 +111,43 @@ class Salvage:
         own, filled, lost = (dict[str, int]() for _ in range(3))
         for draft in drafts or conversion.drafts:
             tensors = draft.given.tensors
-            for name in tensors if draft.writer.is_model_only else weights_in(draft.given):
+            for name in tensors if draft.writer.is_model_only else weight_names_or_none(draft.given):
                 is_filled = any(self.faults.filled.get(chunk.path) == str(self.other) for chunk in tensors[name].chunks)
                 group = lost if tensors[name].is_lost else filled if is_filled else own
                 group |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
         return SalvagedWeights(own, filled, lost)
 
-    def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
+    def split_off_unreadable_files(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
         """Return the readable files to copy, without files of lost components, and an account of the unreadable."""
         places = self.faults.places
         kept = {name: path for name, path in copied_files.items() if not {path, *path.parents}.intersection(places)}
-        unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
+        unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := find_read_fault(path))]
         return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
 
 
-def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
+def nothing_left_error(path: Path, lost: Sequence[Lost]) -> Corrupt:
     """Return the error for a checkpoint without a single undamaged tensor."""
     named, files = ([one for one in lost if bool(one.name) is has_name] for has_name in (True, False))
-    reasons = [one.describe(path) for one in files[:1]]
+    reasons = [one.describe_loss(path) for one in files[:1]]
     if not named:
         return Corrupt(f"nothing can be salvaged: {' '.join(reasons) or 'there are no tensors'}", path=path)
     message = f"nothing can be salvaged: all {len(named)} tensors lost some data"
-    reasons = [f"`{named[0].label}`: {named[0].describe(path)}", *reasons]
+    reasons = [f"`{named[0].label}`: {named[0].describe_loss(path)}", *reasons]
     return Corrupt(f"{message}, such as {'; '.join(reasons)}", path=path, hint=_FILL)
 
 
-def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: SalvagedWeights) -> Corrupt:
+def no_weights_left_error(checkpoint: Checkpoint, lost: Sequence[Lost], weights: SalvagedWeights) -> Corrupt:
     """Return the error for a checkpoint in which every weight lost some data."""
     path = checkpoint.path
     first = next(tensor for tensor in lost if tensor.name in weights.lost)
     message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights lost some data"
-    wrapper = find_weights(checkpoint.model_component.layout).wrapper
+    wrapper = find_weights(checkpoint.model_component.layout).dotted_prefix
     rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""
-    why = f"such as `{first.label}`: {first.describe(path)}"
+    why = f"such as `{first.label}`: {first.describe_loss(path)}"
     return Corrupt(f"{message}, {why}", path=path, hint=f"{_FILL}, or use an older checkpoint{rest}")
 
 
-def weights_in(layout: Layout) -> Iterable[str]:
+def weight_names_or_none(layout: Layout) -> Iterable[str]:
     """Return the names of the model's tensors in a layout; () if the model is not identified."""
     try:
         return find_weights(layout).came_from.values() if has_weights(layout) else ()
@@ -155,25 +155,25 @@ def weights_in(layout: Layout) -> Iterable[str]:
         return ()
 
 
-def fault_of(path: Path) -> Fault | None:
+def find_read_fault(path: Path) -> Fault | None:
     """Return why a file cannot be read to its end; None if it can."""
     try:
-        sum_file(path.parent, path.name, file_size(path), ())
+        file_checksum(path.parent, path.name, file_size(path), ())
     except (Corrupt, IOFailure) as error:
         return Fault.of(error)
     return None
 
 
-def salvage(
-    checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: SurveyFunction | None = None
+def survey_and_repair(
+    checkpoint: Checkpoint, output: Path, options: ConvertOptions, survey_layout: SurveyFunction | None = None
 ) -> Salvage:
-    """Survey a checkpoint (by default, `look` reads every byte), repair it, and fill the rest from `--fill-from`."""
+    """Survey a checkpoint (by default by `survey_layout`), repair it, and fill the rest from `--fill-from`."""
     faults = Faults()
     other = None if options.fill_from is None else Checkpoint.open(options.fill_from)
     if other is not None:
         require_separate_destination(other, output, options.writer)
-    look = look or partial(survey, jobs=options.jobs, progress=options.progress)
-    repaired = repair(checkpoint, other, faults, look)
+    survey_layout = survey_layout or partial(survey_damage, jobs=options.jobs, progress=options.progress)
+    repaired = repair_checkpoint(checkpoint, other, faults, survey_layout)
     if other is None:
         return Salvage(repaired, faults)
     notes = []
@@ -225,20 +225,20 @@ class FillSource:
     new_name: NewName
     remarks: tuple[str, ...] = ()
 
-    def tensor(self, own: str) -> StoredTensor | None:
+    def find_tensor(self, name: str) -> StoredTensor | None:
         """Return the tensor of a name with absolute paths; None if it is missing."""
-        stored = self.layout.tensors.get(self.entry_name(own))
+        stored = self.layout.tensors.get(self.name_in_source(name))
         if stored is None:
             return None
         return replace(stored, chunks=tuple(with_absolute_path(chunk, self.layout.root) for chunk in stored.chunks))
 
-    def entry_name(self, own: str) -> str:
+    def name_in_source(self, name: str) -> str:
         """Return its own name of an entry, "" if it has no such entry."""
-        return self.names.get(own) or self.names.get(self.new_name(own), "")
+        return self.names.get(name) or self.names.get(self.new_name(name), "")
 
-    def entry(self, own: str) -> Blob | None:
+    def find_entry(self, name: str) -> Blob | None:
         """Return the non-tensor entry of a name, with its absolute path; None if it is missing."""
-        blob = self.layout.blobs.get(self.entry_name(own))
+        blob = self.layout.blobs.get(self.name_in_source(name))
         return blob and blob._replace(path=absolute_path(self.layout.root, blob.path))
 
 
@@ -250,45 +250,47 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameO
     for path in (checkpoint.path, other.path):
         if is_remote(path):
             raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
-    source_of = partial(fill_source_of, checkpoint=checkpoint, other=other, named=named)
+    source_of = partial(open_fill_source, checkpoint=checkpoint, other=other, named=named)
     fillers = {component.place: source_of(component.layout) for component in other.components}
     joined = source_of(other.layout) if len(fillers) > 1 else next(iter(fillers.values()))
-    filled = [fill_part(component, fillers.get(component.place, joined), faults) for component in checkpoint.components]
+    filled = [
+        fill_component(component, fillers.get(component.place, joined), faults) for component in checkpoint.components
+    ]
     remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
     remarks += [remark for _, more in filled for remark in more]
     return replace(checkpoint, components=tuple(component for component, _ in filled)), list(dict.fromkeys(remarks))
 
 
-def fill_source_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
+def open_fill_source(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
     """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
     remarks: list[str] = []
-    model = find_model(checkpoint.model_component.layout)
-    ours = named.table_for(model.layout.tensors) if model else None
+    model = find_weights_or_none(checkpoint.model_component.layout)
+    ours = named.find_table_for(model.layout.tensors) if model else None
     if (named.table or checkpoint.family is not other.family) and has_weights(layout):
-        config = named.config_of(other) or checkpoint.companions.config
+        config = named.find_config_of(other) or checkpoint.companions.config
         family = ours or checkpoint.family
         try:
-            asked = ask_names(other, family.name if family else HUB, config, named.table)
+            asked = collect_name_arguments(other, family.name if family else HUB, config, named.table)
             layout, remarks = name_training(layout, asked)
         except (Mismatch, Unsupported) as error:
             remarks = [f"did not translate the names in {other.path}: {error.message}"]
-    own, model = own_names(layout), find_model(layout)
+    own, model = own_names(layout), find_weights_or_none(layout)
     weights = frozenset(own[name] for name in model.came_from.values()) if model else frozenset()
     names = {new: name for name, new in own.items()}
-    return FillSource(other.path, layout, names, weights, renaming(named.rename), tuple(remarks))
+    return FillSource(other.path, layout, names, weights, renaming_function(named.rename), tuple(remarks))
 
 
 def own_names(layout: Layout) -> dict[str, str]:
     """Return the name of each entry without the prefix of the model; the full name if that would be ambiguous."""
-    model = find_model(layout)
+    model = find_weights_or_none(layout)
     names = {name: name for name in layout.names}
     if model is None:
         return names
-    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, model).items()}
+    own = {name: ".".join(map(str, key)) for name, key in comparison_keys(layout, model).items()}
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_part(component: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
+def fill_component(component: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
     """Return a component with its lost tensors and entries from the other checkpoint, and remarks on misfits."""
     remarks = []
     layout = component.salvaged
@@ -296,31 +298,31 @@ def fill_part(component: Component, filler: FillSource, faults: Faults) -> tuple
     own = own_names(layout)
     tensors, blobs = dict(layout.tensors), dict(layout.blobs)
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
-        filling = filler.tensor(own[name])
+        filling = filler.find_tensor(own[name])
         if filling is not None and not can_replace(replace(tensors[name], splits=None), filling):
             found = f"found {filling.spec} in {filler.path}"
             remarks.append(f"did not fill `{name}`: expected {tensors[name].spec}, {found}")
         elif filling is not None:
-            faults.note_filled(filling.chunks, str(filler.path))
+            faults.record_fill_source(filling.chunks, str(filler.path))
             tensors[name] = replace(filling, spec=tensors[name].spec)
     # the lost entries, too, by their names without the prefix of the model
     lost = {name: Blob("", 0, 0, b"") for name in faults.entries if name in layout.keys or not layout.keys}
     own_with_lost = own_names(replace(layout, blobs={**layout.blobs, **lost}))
     for name in lost:
-        if (blob := filler.entry(own_with_lost[name])) is not None:
+        if (blob := filler.find_entry(own_with_lost[name])) is not None:
             blobs[name] = blob
             faults.filled_entries[name] = str(filler.path)
             del faults.entries[name]
-    for name in absent_from(component, layout, filler, faults):
-        filling = filler.tensor(name)
+    for name in unshaped_tensor_names(component, layout, filler, faults):
+        filling = filler.find_tensor(name)
         if filling is not None:
-            faults.note_filled(filling.chunks, str(filler.path))
+            faults.record_fill_source(filling.chunks, str(filler.path))
             tensors[name] = filling
             faults.unplaced.pop(name, None)
     return replace(component, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
 
 
-def absent_from(component: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
+def unshaped_tensor_names(component: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
     """Return the names of tensors that a component should have but has no shapes for.
 
     If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.archives.zip_entries import ZipEntry, place_tensor
+from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
-from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 
 # Unflatten: a string in a key path is a key of a dict, an integer is an index of a list or tuple. Missing members of a
 # list become None.
@@ -26,59 +26,59 @@ Tree = dict[str | int, "Tree | str"]  # the leaves are names of entries
 _MOST_MISSING = 256  # missing members of a list
 
 
-def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callable[[str], Any]) -> Any:
+def unflatten(names: Iterable[str], key_of: Callable[[str], KeyPath], value_of: Callable[[str], Any]) -> Any:
     """Return the value of each name, nested in dicts and lists as its key path says.
 
-    Calls `value` in the order of the result. Raises `Unsupported` if the key path of one name leads through the value
-    of another.
+    Calls `value_of` in the order of the result. Raises `Unsupported` if the key path of one name leads through the
+    value of another.
     """
     tree: Tree = {}
     for name in names:
-        *above, last = key(name)
+        *above, last = key_of(name)
         if len(above) >= DEEPEST:
             raise Unsupported(f"expected an entry of at most {DEEPEST} levels, found {len(above) + 1}", tensor=name)
         node = tree
         for step in above:
             below = node.setdefault(step, {})
             if isinstance(below, str):
-                raise clash(below, name)
+                raise clash_error(below, name)
             node = below
         if last in node:
-            raise clash(node[last], name)
+            raise clash_error(node[last], name)
         node[last] = name
-    return build(tree, value)
+    return build_nested(tree, value_of)
 
 
-def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
+def build_nested(node: Tree | str, value_of: Callable[[str], Any]) -> Any:
     if isinstance(node, str):
-        return value(node)
+        return value_of(node)
     positions = [step for step in node if isinstance(step, int)]
     if not positions:
         steps = {step: step.number if isinstance(step, NumberKey) else step for step in node}
-        return with_numbers({steps[step]: build(child, value) for step, child in node.items()})
+        return with_integer_state_keys({steps[step]: build_nested(child, value_of) for step, child in node.items()})
     if len(positions) < len(node):
         at_index, at_key = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
-        raise clash(at_index, first_name(at_key))
+        raise clash_error(at_index, first_name_below(at_key))
     length = max(positions) + 1
     if min(positions) < 0 or length - len(positions) > _MOST_MISSING:
         message = f"expected {length} members of a list, found {len(positions)}"
-        raise Unsupported(message, tensor=first_name(node))
-    members = [build(node[i], value) if i in node else None for i in range(length)]
+        raise Unsupported(message, tensor=first_name_below(node))
+    members = [build_nested(node[i], value_of) if i in node else None for i in range(length)]
     return tuple(members) if all(isinstance(step, TuplePlace) for step in positions) else members
 
 
-def clash(node: Tree | str, name: str) -> Unsupported:
-    message = f"this entry and `{first_name(node)}` cannot both be in one nested dict"
+def clash_error(node: Tree | str, name: str) -> Unsupported:
+    message = f"this entry and `{first_name_below(node)}` cannot both be in one nested dict"
     return Unsupported(message, tensor=name, hint="drop one of them with --exclude")
 
 
-def first_name(node: Tree | str) -> str:
+def first_name_below(node: Tree | str) -> str:
     while not isinstance(node, str):
         node = next(iter(node.values()))
     return node
 
 
-def with_numbers(nested: dict[Any, Any]) -> dict[Any, Any]:
+def with_integer_state_keys(nested: dict[Any, Any]) -> dict[Any, Any]:
     """Return an optimizer's dict whose `state` has the same keys as its `params`: integers, if these are integers.
 
     Key paths contain integer keys of a dict as strings, but torch's optimizers look for their state under integers.
@@ -124,7 +124,7 @@ class FlatState:
 def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState:
     """Return the entries of a state dict in file `path`. Raises `Unsupported` for a tensor that cannot be read."""
     flattening = Flattening(entries, path)
-    flattening.add_all(flattening.members(state), ())
+    flattening.add_children(flattening.members(state), ())
     return flattening.flat
 
 
@@ -141,71 +141,73 @@ class Flattening:
         self.budget = _EXPANSION * self.pickle.length
         self.flat = FlatState()
 
-    def add_all(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
+    def add_children(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
         if len(key) >= DEEPEST:
             raise Unsupported(f"expected a state dict of at most {DEEPEST} levels, found a deeper one")
         for step, child in children:
-            self.add(child, (*key, step))
+            self.add_nested(child, (*key, step))
 
-    def add(self, value: Any, key: KeyPath) -> None:
+    def add_nested(self, value: Any, key: KeyPath) -> None:
         """Add the entries in `value`, with names that begin with `key`."""
-        children = self.children(value)
+        children = self.find_children(value)
         if children is None:
             self.add_entry(value, key)
         else:
-            self.add_all(children, key)
+            self.add_children(children, key)
 
     def members(self, state: Any) -> list[tuple[str | int, Any]]:
-        """Return the members of a state dict, as `children` does. Raises `Unsupported` for any other object."""
-        children = self.children(state) if pairs_of(state) != [] else []
-        if children is None and is_module(state):
+        """Return the members of a state dict, as `find_children` does. Raises `Unsupported` for any other object."""
+        children = self.find_children(state) if find_dict_items(state) != [] else []
+        if children is None and is_pickled_module(state):
             raise pickled_module_error(state)
         if children is None:
-            raise Unsupported(f"expected a state dict, found {name_of_type(state)}", hint="save its `state_dict()`")
+            raise Unsupported(
+                f"expected a state dict, found {describe_pickled_type(state)}", hint="save its `state_dict()`"
+            )
         return children
 
-    def children(self, value: Any) -> list[tuple[str | int, Any]] | None:
+    def find_children(self, value: Any) -> list[tuple[str | int, Any]] | None:
         """Return the members of a dict or list, each with its step of the key path; None for a single entry."""
-        pairs = pairs_of(value)
+        pairs = find_dict_items(value)
         if pairs and all(isinstance(key, (str, int)) for key, _ in pairs):
             return [(key if isinstance(key, str) else NumberKey(key), child) for key, child in pairs]
-        if not is_entered(value):
+        if not is_list_to_flatten(value):
             return None
         return [(TuplePlace(i) if isinstance(value, tuple) else i, child) for i, child in enumerate(value)]
 
     def add_entry(self, value: Any, key: KeyPath) -> None:
         """Add a tensor, or a value without tensors."""
         name = ".".join(map(str, key))
-        self.use_budget(len(name))
+        self.charge_budget(len(name))
         if name in self.flat.keys:
             raise Unsupported("two entries of the state dict have the same name", tensor=name)
         try:
-            self.flat.put(key, self.tensor_of(value) if is_tensor(value) else self.blob(value))
+            self.flat.put(key, self.make_stored_tensor(value) if is_tensor(value) else self.make_blob(value))
         except CkptError as error:
             raise error.blame(tensor=name) from None
 
-    def tensor_of(self, value: Any) -> StoredTensor:
+    def make_stored_tensor(self, value: Any) -> StoredTensor:
         """Return a tensor with one chunk: its storage, or the part of the storage that it uses."""
         try:
-            located = place_tensor(as_tensor(value), self.entries)
+            located = locate_storage_of(as_tensor_record(value), self.entries)
         except CkptError as error:
             error.hint = error.hint and "save a plain dense tensor instead"
             raise
         dtype, shape = located.tensor.dtype, located.tensor.shape
-        return StoredTensor(Spec(dtype, shape), (located.chunk(whole(shape), self.path),))
+        return StoredTensor(Spec(dtype, shape), (located.as_chunk(full_box(shape), self.path),))
 
-    def blob(self, value: Any) -> Blob:
+    def make_blob(self, value: Any) -> Blob:
         """Return a non-tensor value with its own pickle."""
-        if is_module(value):
+        if is_pickled_module(value):
             raise pickled_module_error(value)
         if contains_tensor(value):
             hint = "save the tensor in a dict, under a name"
-            raise Unsupported(f"ckptkit does not read a tensor inside {name_of_type(value)}", hint=hint)
+            raise Unsupported(f"ckptkit does not read a tensor inside {describe_pickled_type(value)}", hint=hint)
         content = dump(value)
-        self.use_budget(len(content))
+        self.charge_budget(len(content))
         return Blob(self.path, self.pickle.offset, 0, content)
 
-    def use_budget(self, amount: int) -> None:
+    def charge_budget(self, amount: int) -> None:
         """Raise `Unsupported` if the entries became much larger than their pickle."""
         self.budget -= amount
         if self.budget < 0:
@@ -213,19 +215,19 @@ class Flattening:
             raise Unsupported(f"a pickle of {size} bytes expands to more than {_EXPANSION} times its size")
 
 
-def is_entered(value: Any) -> bool:
+def is_list_to_flatten(value: Any) -> bool:
     """Return True for a list with a dict in it or in nested lists, or a list or tuple with a tensor at any depth."""
     if isinstance(value, list):
-        lists = inert_pickle.walk(value, lambda member: member if isinstance(member, list) else ())
-        return any(pairs_of(member) is not None for member in lists) or contains_tensor(value)
+        lists = inert_pickle.walk_members(value, lambda member: member if isinstance(member, list) else ())
+        return any(find_dict_items(member) is not None for member in lists) or contains_tensor(value)
     return isinstance(value, tuple) and contains_tensor(value)
 
 
 def contains_tensor(value: Any) -> bool:
-    return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk(value))
+    return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk_members(value))
 
 
-def is_module(value: Any) -> bool:
+def is_pickled_module(value: Any) -> bool:
     """Return whether a pickled value is a `torch.nn.Module`."""
     state = value.state if isinstance(value, Record) else None
     return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
@@ -234,10 +236,10 @@ def is_module(value: Any) -> bool:
 def pickled_module_error(value: Any) -> Unsupported:
     """Return the error for a module that was pickled as an object, which only its own code can load."""
     hint = "load it with `torch.load(..., weights_only=False)`, which runs its code, and save its `state_dict()`"
-    return Unsupported(f"expected a state dict, found a pickled module, {name_of_type(value)}", hint=hint)
+    return Unsupported(f"expected a state dict, found a pickled module, {describe_pickled_type(value)}", hint=hint)
 
 
-def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
+def find_dict_items(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the keys and values of a dict of any kind; None for any other value."""
     if isinstance(value, dict):
         return list(value.items())
@@ -251,7 +253,7 @@ def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def name_of_type(value: Any) -> str:
+def describe_pickled_type(value: Any) -> str:
     if is_tensor(value):
         return "a single tensor"
     if isinstance(value, Record) and isinstance(value.of, Global):

@@ -11,11 +11,18 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from struct import Struct
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.formats.archives.zip_entries import GLANCE, Located, ReadAt, ZipEntry, check_contents, open_archive
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, raise_problem
+from ckptkit.formats.archives.zip_entries import (
+    GLANCE,
+    Located,
+    ReadAt,
+    ZipEntry,
+    check_archive_in_memory,
+    open_archive,
+)
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
-from ckptkit.io.ranges import Range, read_ahead
+from ckptkit.io.ranges import Range, iterate_with_prefetch
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.gc_pause import collector_paused
 
@@ -27,22 +34,24 @@ _MOST_TEMPLATES = 4096  # templates in memory
 _SERIAL = ".data/serialization_id"  # a number that torch computes from all checksums
 
 
-def locate(layout: Layout, report: Report = refuse, *, left: Collection[str] = ()) -> Layout:
+def locate_in_archives(
+    layout: Layout, report: Report = raise_problem, *, skipped_wrappers: Collection[str] = ()
+) -> Layout:
     """Return the layout with the bytes of every chunk located in its archive, and the checksum of every blob verified.
 
     Reports each chunk that cannot be located and each damaged blob, and leaves them unchanged. Chunks whose wrapper is
-    in `left` are skipped without a report. Chunks without a wrapper need no search.
+    in `skipped_wrappers` are skipped without a report. Chunks without a wrapper need no search.
     """
     with OpenFiles(layout.root, in_order=False) as files, collector_paused():
-        tensors = {**layout.tensors, **locate_chunks(layout, {None, *left}, files, report)}
-        blobs = {name: check_blob(layout, name, files, report) for name in layout.blobs}
+        tensors = {**layout.tensors, **locate_archived_chunks(layout, {None, *skipped_wrappers}, files, report)}
+        blobs = {name: with_verified_checksum(layout, name, files, report) for name in layout.blobs}
     return replace(layout, tensors=tensors, blobs=blobs)
 
 
-def locate_chunks(
-    layout: Layout, left: Collection[str | None], files: OpenFiles, report: Report
+def locate_archived_chunks(
+    layout: Layout, skipped_wrappers: Collection[str | None], files: OpenFiles, report: Report
 ) -> dict[str, StoredTensor]:
-    """Return the tensors with their chunks located, except `left`. File by file, so that each is opened once."""
+    """Return the tensors with their chunks located, except `skipped_wrappers`. Opens each file once."""
     located = {
         name: [chunk._replace(length=0, where=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()
@@ -51,16 +60,18 @@ def locate_chunks(
     places: dict[str, list[tuple[int, int, str, int]]] = {}
     for name, chunks in located.items():
         for i, chunk in enumerate(chunks):
-            if chunk.wrapper not in left:
+            if chunk.wrapper not in skipped_wrappers:
                 places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
     ahead, templates = ReadAhead(files), ArchiveTemplates()
     in_order = ((path, *location) for path in sorted(places) for location in sorted(places.pop(path)))
-    for *_, name, i in read_ahead(layout.root, in_order, lambda location: ends_of(*location[:3])):
+    for *_, name, i in iterate_with_prefetch(
+        layout.root, in_order, lambda location: head_and_tail_ranges(*location[:3])
+    ):
         located[name][i] = locate_chunk(layout, name, located[name][i], ahead, templates, report)
     return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in located.items()}
 
 
-def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
+def head_and_tail_ranges(path: str, offset: int, length: int) -> tuple[Range, Range]:
     """Return the byte ranges that are read to locate an archive's contents: its first and its last bytes."""
     end = offset + length
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
@@ -74,20 +85,20 @@ def locate_chunk(
         if chunk.wrapper != ENVELOPE:
             hint = "save the checkpoint again without `_extensions`" if chunk.wrapper else None
             raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
-        return open_envelope(chunk, files, templates)
+        return locate_in_own_archive(chunk, files, templates)
     except CkptError as error:
         report(error.blame(path=layout.root / chunk.path, tensor=name, offset=chunk.offset))
         return chunk
 
 
-def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -> Chunk:
+def locate_in_own_archive(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -> Chunk:
     """Return the chunk with the offset, length, order and CRC-32 of its bytes inside its archive.
 
     The bytes may be floats of fewer bits than the metadata says; torch casts them on load
     (torch/distributed/checkpoint/filesystem.py, `target_tensor.copy_`). Planners that round on save write them.
     """
-    tensor, start, nbytes, strides, crc, _ = templates.locate(files, chunk.path, chunk.offset, chunk.length)
-    is_narrower = tensor.dtype.itemsize < chunk.dtype.itemsize and tensor.dtype.can_become(chunk.dtype)
+    tensor, start, nbytes, strides, crc, _ = templates.locate_tensor(files, chunk.path, chunk.offset, chunk.length)
+    is_narrower = tensor.dtype.itemsize < chunk.dtype.itemsize and tensor.dtype.is_castable_to(chunk.dtype)
     fits = tensor.dtype == chunk.dtype or is_narrower
     if tensor.shape != chunk.box.size or not fits:
         stored, promised = Spec(tensor.dtype, tensor.shape), Spec(chunk.dtype, chunk.box.size)
@@ -95,7 +106,7 @@ def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -
     return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, tensor.dtype, strides, crc)
 
 
-def check_blob(layout: Layout, name: str, files: OpenFiles, report: Report) -> Blob:
+def with_verified_checksum(layout: Layout, name: str, files: OpenFiles, report: Report) -> Blob:
     """Return a blob with the CRC-32 of its bytes, if it is an archive whose contents match the checksums in it.
 
     Reports an archive that does not match. Does not read a blob again that has a CRC-32. A blob that is not an archive,
@@ -109,7 +120,7 @@ def check_blob(layout: Layout, name: str, files: OpenFiles, report: Report) -> B
         data = read_at(files[blob.path], blob.length, blob.offset)
         if not data.startswith(b"PK"):
             return blob
-        check_contents(data)
+        check_archive_in_memory(data)
     except CkptError as error:
         report(error.blame(path=path, tensor=name, offset=blob.offset))
         return blob
@@ -122,13 +133,13 @@ class ArchiveTemplates:
     def __init__(self) -> None:
         self._kept: dict[int, ArchiveTemplate] = {}
 
-    def locate(self, files: ReadAhead, path: str, offset: int, length: int) -> Located:
+    def locate_tensor(self, files: ReadAhead, path: str, offset: int, length: int) -> Located:
         """Locate the one tensor of an archive. Raises `Corrupt`, or `Unsupported` with the name of its contents."""
         known = self._kept.get(length)
-        fitting = known.fit(files, path, offset, length) if known is not None else None
+        fitting = known.find_fitting_location(files, path, offset, length) if known is not None else None
         if fitting is not None:
             return fitting
-        read = files.inside(path, offset, length)
+        read = files.reader_within(path, offset, length)
         located, entries = open_archive(read, length)
         template = make_template(read, length, located, entries)
         if template is not None:
@@ -154,12 +165,12 @@ class ArchiveTemplate:
     pairs: tuple[tuple[int, int], ...]
     found: Located
 
-    def fit(self, files: ReadAhead, path: str, offset: int, length: int) -> Located | None:
+    def find_fitting_location(self, files: ReadAhead, path: str, offset: int, length: int) -> Located | None:
         """Return the location of the tensor in an archive of this length; None if the archive does not fit."""
-        head, at = files.hold(path, offset, len(self.head))
+        head, at = files.buffer_containing(path, offset, len(self.head))
         if not head.startswith(self.head, at):
             return None
-        tail, at = files.hold(path, offset + length - self.tail, self.tail)
+        tail, at = files.buffer_containing(path, offset + length - self.tail, self.tail)
         for start, wanted in self.same:
             if not tail.startswith(wanted, at + start):
                 return None

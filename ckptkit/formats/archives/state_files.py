@@ -13,15 +13,15 @@ from ckptkit.formats.archives.zip_entries import (
     ReadAt,
     ZipEntry,
     check_byte_order,
-    find_directory,
-    read_cached_ends,
     read_directory,
-    read_entry,
+    read_directory_location,
+    read_entry_content,
+    with_cached_ends,
 )
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, PersistentId
 from ckptkit.formats.pickles.tensor_calls import STORAGES
-from ckptkit.io.file import opening, read_at, wrong_kind_error
+from ckptkit.io.file import find_wrong_kind_error, opening, read_at
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.dtypes import DTYPES
 
@@ -43,13 +43,13 @@ _ITEM_SIZES = {storage: DTYPES[name].itemsize for storage, name in STORAGES.item
 }
 
 
-def is_legacy(head: bytes) -> bool:
+def is_legacy_torch_save(head: bytes) -> bool:
     """Return True if a file that begins with `head` is of torch.save before 1.6, or in the tar format before that."""
     magic = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little")
-    return (head[:1] == b"\x80" and magic in head[:32]) or is_tar(head)
+    return (head[:1] == b"\x80" and magic in head[:32]) or is_torch_tar(head)
 
 
-def is_tar(head: bytes) -> bool:
+def is_torch_tar(head: bytes) -> bool:
     """Return True for torch's first format, a tar archive that begins with facts about the machine."""
     return head[257:262] == b"ustar" and b"sys_info\0" in head
 
@@ -57,24 +57,24 @@ def is_tar(head: bytes) -> bool:
 def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     """Return the object in a file, and the location of its pickle and storages, named as an archive's entries."""
     pickled = _Pickles(read, length)
-    if is_tar(pickled.data):
+    if is_torch_tar(pickled.data):
         hint = "load the file with torch and save it again"
         raise Unsupported("this is a tar archive, an early format of torch.save", hint=hint)
-    magic, version, machine = pickled.next(), pickled.next(), pickled.next()
+    magic, version, machine = pickled.read_next_pickle(), pickled.read_next_pickle(), pickled.read_next_pickle()
     if magic != _MAGIC or version != _VERSION:
         raise Unsupported(f"expected version {_VERSION} of torch.save's old format, found another version")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise Unsupported("the file was saved in big-endian byte order")
     start = pickled.at
-    state = pickled.next()
+    state = pickled.read_next_pickle()
     entries = {"data.pkl": ZipEntry(start, pickled.at - start, 0)}
-    keys = pickled.next()
+    keys = pickled.read_next_pickle()
     sizes = storage_sizes(state)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(sizes):
         raise Corrupt("the storages in the file's list differ from the storages that its tensors use")
     at = pickled.at
     for key in keys:
-        entry = find_storage(read, at, length, *sizes[key])
+        entry = read_storage_location(read, at, length, *sizes[key])
         entries[f"data/{key}"] = entry
         at = entry.offset + entry.length
     return state, entries
@@ -83,7 +83,7 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
 def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
     """Return the number of elements and the itemsize of each storage that a pickled object uses, by storage key."""
     sizes: dict[str, tuple[int, int]] = {}
-    for member in inert_pickle.walk(state):
+    for member in inert_pickle.walk_members(state):
         if not isinstance(member, PersistentId):
             continue
         try:
@@ -96,14 +96,14 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) -> ZipEntry:
-    """Return the location of the storage of `numel` elements whose element count is at byte `at` of the file."""
-    start = at + _COUNT_BYTES
+def read_storage_location(read: ReadAt, offset: int, length: int, numel: int, itemsize: int) -> ZipEntry:
+    """Return the location of the storage of `numel` elements whose element count is at byte `offset` of the file."""
+    start = offset + _COUNT_BYTES
     if start > length:
-        raise Corrupt(f"expected a storage at byte {at}, found the end of the file at byte {length}")
-    count = int.from_bytes(read(at, _COUNT_BYTES), "little")
+        raise Corrupt(f"expected a storage at byte {offset}, found the end of the file at byte {length}")
+    count = int.from_bytes(read(offset, _COUNT_BYTES), "little")
     if count != numel:
-        raise Corrupt(f"expected {numel} elements in the storage at byte {at}, found {count}")
+        raise Corrupt(f"expected {numel} elements in the storage at byte {offset}, found {count}")
     nbytes = count * itemsize
     if start + nbytes > length:
         found = f"found the end of the file at byte {length}"
@@ -120,7 +120,7 @@ class _Pickles:
         self.data = read(0, min(self.length, _FIRST_READ))
         self.at = 0
 
-    def next(self) -> Any:
+    def read_next_pickle(self) -> Any:
         while True:
             try:
                 value, self.at = inert_pickle.load(self.data, ANY_NAME, at=self.at)
@@ -156,12 +156,12 @@ def read_state_file(root: Path, name: str) -> StateFile:
     """Return the contents of file `name` in a directory. Every error names the file."""
     path = root / name
     try:
-        with opened(path) as (read, length):
-            if is_legacy(read(0, min(length, HEAD))):
+        with opened_torch_save(path) as (read, length):
+            if is_legacy_torch_save(read(0, min(length, HEAD))):
                 return StateFile(name, *read_legacy(read, length))
-            entries = entries_of(read, length)
+            entries = entry_locations(read, length)
             check_byte_order(read, entries)
-            state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
+            state, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
     except CkptError as error:
         raise error.blame(path=path) from None
     return StateFile(name, state, entries)
@@ -174,34 +174,34 @@ def is_torch_save(path: Path) -> bool:
     with opening(path) as file:
         head = read_at(file, min(file.size, HEAD), 0)
     first_name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    return is_legacy(head) or (head.startswith(_ZIP) and first_name.endswith(b"/data.pkl"))
+    return is_legacy_torch_save(head) or (head.startswith(_ZIP) and first_name.endswith(b"/data.pkl"))
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
+def opened_torch_save(path: Path) -> Iterator[tuple[ReadAt, int]]:
     """Open a file of torch.save. Yields a function that reads from it, and its size in bytes."""
     with opening(path) as file:
         length = file.size
-        yield read_cached_ends(lambda offset, size: read_at(file, size, offset), length), length
+        yield with_cached_ends(lambda offset, size: read_at(file, size, offset), length), length
 
 
-def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
+def entry_locations(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return the location of each entry, by name. Raises `Unsupported` for programs, and for files of DataStates."""
     head = read(0, min(length, HEAD))
-    if is_legacy(head):
+    if is_legacy_torch_save(head):
         return read_legacy(read, length)[1]
-    if not head.startswith(_ZIP) and is_of_datastates(read, length):
+    if not head.startswith(_ZIP) and is_datastates_file(read, length):
         raise datastates_error()
-    if program := program_in(read, length):
+    if program := find_program_error(read, length):
         raise program
     return read_directory(read, length)
 
 
 def entries_in(path: Path) -> dict[str, ZipEntry]:
-    """Return the location of each entry in a file, by name, as `entries_of`. Every error names the file."""
+    """Return the location of each entry in a file, by name, as `entry_locations`. Every error names the file."""
     try:
-        with opened(path) as (read, length):
-            return entries_of(read, length)
+        with opened_torch_save(path) as (read, length):
+            return entry_locations(read, length)
     except CkptError as error:
         raise error.blame(path=path) from None
 
@@ -215,13 +215,13 @@ def check_files(root: Path, names: Iterable[str], report: Report) -> None:
             report(error)
 
 
-def program_in(read: ReadAt, length: int) -> Unsupported | None:
+def find_program_error(read: ReadAt, length: int) -> Unsupported | None:
     """Return the error for an archive in which torch saved a program; None for any other archive.
 
     Sources: torch/csrc/jit/serialization/export_module.cpp, torch/export/pt2_archive/constants.py and, before 2.8,
     torch/_export/serde.
     """
-    _, size, offset = find_directory(read, length)
+    _, size, offset = read_directory_location(read, length)
     directory = read(offset, min(size, max(length - offset, 0), _PICKLE_LIMIT))
     for name, (what, loader) in _PROGRAMS.items():
         if f"/{name}".encode() in directory:
@@ -230,7 +230,7 @@ def program_in(read: ReadAt, length: int) -> Unsupported | None:
     return None
 
 
-def is_of_datastates(read: ReadAt, length: int) -> bool:
+def is_datastates_file(read: ReadAt, length: int) -> bool:
     """Return whether DataStates wrote a file: the size of a header, the header in JSON, then tensors and a pickle.
 
     The header follows its size, or in newer versions begins at byte 4096. Source: llm/datastates/ckpt.py of
@@ -246,15 +246,15 @@ def datastates_error(path: Path | None = None) -> Unsupported:
     return Unsupported("the file is in the format of DataStates, not of torch.save", path=path, hint=hint)
 
 
-def unlike_torch(path: Path) -> CkptError | None:
+def find_foreign_file_error(path: Path) -> CkptError | None:
     """Return the error for a program that torch wrote, a file of DataStates, or a pointer or empty file; else None."""
-    with opened(path) as (read, length):
-        if strange := wrong_kind_error(read(0, min(length, HEAD)), path):
+    with opened_torch_save(path) as (read, length):
+        if strange := find_wrong_kind_error(read(0, min(length, HEAD)), path):
             return strange
-        if is_of_datastates(read, length):
+        if is_datastates_file(read, length):
             return datastates_error(path)
         try:
-            program = program_in(read, length) if read(0, min(4, length)) == _ZIP else None
+            program = find_program_error(read, length) if read(0, min(4, length)) == _ZIP else None
         except (Corrupt, Unsafe, Unsupported):
             # not this function's concern: whoever reads the file reports the damage
             return None
@@ -263,22 +263,26 @@ def unlike_torch(path: Path) -> CkptError | None:
     return program
 
 
-def places_in(made: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, int]]:
+def checksum_offsets_in(layout: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, int]]:
     """Yield each entry of the files, as file and offset, with both offsets at which its CRC-32 is stored."""
     for path in paths:
-        with opened(made.root / path) as (read, length):
+        with opened_torch_save(layout.root / path) as (read, length):
             entries = read_directory(read, length)
         yield from (((path, entry.offset), at) for entry in entries.values() if entry.length for at in entry.crc_at)
 
 
-def read_pickle(path: Path) -> bytes:
+def read_raw_pickle(path: Path) -> bytes:
     """Return the unparsed pickle in a file of torch.save, without its storages; empty if the archive has none."""
-    with opened(path) as (read, length):
-        entries = entries_of(read, length)
-        return b"" if "data.pkl" not in entries else bytes(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT))
+    with opened_torch_save(path) as (read, length):
+        entries = entry_locations(read, length)
+        return (
+            b""
+            if "data.pkl" not in entries
+            else bytes(read_entry_content(read, entries, "data.pkl", limit=_PICKLE_LIMIT))
+        )
 
 
-def extents_of(layout: Layout, paths: Iterable[str], report: Report) -> Iterator[Extent]:
+def archive_extents_of(layout: Layout, paths: Iterable[str], report: Report) -> Iterator[Extent]:
     """Yield every entry of the files: storages, pickles and torch's own. Reports each file that cannot be read."""
     places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
     for path in sorted(set(paths)):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError
-from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.locate import ZSTD
-from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry
+from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry_content
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
@@ -26,7 +26,7 @@ def load_value(root: Path, blob: Blob) -> Any:
         return inert_pickle.load(blob.content, ANY_NAME)[0]
     try:
         read, length = blob_reader(root, blob)
-        data = read_entry(read, read_directory(read, length), "data.pkl", limit=length)
+        data = read_entry_content(read, read_directory(read, length), "data.pkl", limit=length)
         return inert_pickle.load(data, ANY_NAME)[0]
     except CkptError as error:
         raise error.blame(path=root / blob.path) from None
@@ -44,13 +44,13 @@ def blob_reader(root: Path, blob: Blob) -> tuple[ReadAt, int]:
     return lambda offset, length: data[offset : offset + length], len(data)
 
 
-def with_value(blob: Blob, value: Any) -> Blob:
+def with_new_value(blob: Blob, value: Any) -> Blob:
     return blob._replace(length=0, content=dump(value), where=None)
 
 
-def numbers_of(value: Any) -> list[list[int]] | None:
+def find_parameter_indices_by_group(value: Any) -> list[list[int]] | None:
     """Return the parameter indices in each group of an optimizer's state dict; None if it has names instead."""
-    numbers = lists_of(value, "params")
+    numbers = find_group_values(value, "params")
     if numbers is None or not all(
         isinstance(in_group, list) and all(type(n) is int for n in in_group) for in_group in numbers
     ):
@@ -58,9 +58,9 @@ def numbers_of(value: Any) -> list[list[int]] | None:
     return [list(in_group) for in_group in numbers]
 
 
-def lists_of(value: Any, key: str) -> list[Any] | None:
+def find_group_values(value: Any, key: str) -> list[Any] | None:
     """Return the value of `key` in each group of an optimizer's state dict, None where missing; None without groups."""
-    groups = dict(pairs_of(value) or ()).get("param_groups")
+    groups = dict(find_dict_items(value) or ()).get("param_groups")
     if not isinstance(groups, list):
         return None
-    return [dict(pairs_of(group) or ()).get(key) for group in groups]
+    return [dict(find_dict_items(group) or ()).get(key) for group in groups]

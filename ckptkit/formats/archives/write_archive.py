@@ -13,13 +13,13 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.archives.values import blob_reader
-from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, check_byte_order, read_directory, read_entry
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, check_byte_order, read_directory, read_entry_content
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import STORAGES
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
-from ckptkit.layout.box import row_major
+from ckptkit.layout.box import row_major_strides
 
 # Storages get their keys in the order of the tensors. The bytes of most come later. Tensors inside a non-tensor entry
 # are read here, with the entry.
@@ -35,16 +35,16 @@ class Storages:
         self._keys: dict[StoredTensor | tuple[str, StoredTensor], str] = {}
         self._room = _ENTRY_LIMIT
 
-    def value(self, name: str) -> Any:
+    def pickled_value_of(self, name: str) -> Any:
         """Return the tensor or other entry of this name, as `write_pickle.dump` takes it."""
         try:
             if name in self.wanted.tensors:
-                return self._tensor(name, self.wanted.tensors[name])
-            return self._entry(self.wanted.blobs[name])
+                return self._make_tensor_record(name, self.wanted.tensors[name])
+            return self._load_entry_value(self.wanted.blobs[name])
         except CkptError as error:
             raise error.blame(tensor=name) from None
 
-    def _tensor(self, name: str, stored: StoredTensor) -> Record:
+    def _make_tensor_record(self, name: str, stored: StoredTensor) -> Record:
         """Return a tensor with its own storage; tied tensors, which have the same chunks, share one.
 
         0-d tensors never share: the steps of two parameters may come from one place in the source, but count
@@ -53,18 +53,18 @@ class Storages:
         identity = stored if stored.spec.shape else (name, stored)
         key = self._keys.get(identity)
         if key is None:
-            key = self.add(stored.spec.nbytes)
+            key = self.add_storage(stored.spec.nbytes)
             if stored.chunks:
                 self._keys[identity] = key
-        return describe_tensor(stored.spec, key)
+        return tensor_rebuild_record(stored.spec, key)
 
-    def add(self, content: int | bytes) -> str:
+    def add_storage(self, content: int | bytes) -> str:
         """Return the key of a new storage, given its bytes or its size."""
         key = str(len(self.contents))
         self.contents[key] = content
         return key
 
-    def _entry(self, blob: Blob) -> Any:
+    def _load_entry_value(self, blob: Blob) -> Any:
         """Return a value from its pickle, or from its archive of torch.save together with the storages there."""
         if blob.content is not None:
             return inert_pickle.load(blob.content, ANY_NAME)[0]
@@ -75,7 +75,7 @@ class Storages:
             read, length = blob_reader(self.wanted.root, blob)
             entries = read_directory(read, length)
             check_byte_order(read, entries)
-            value, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=length), ANY_NAME)
+            value, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=length), ANY_NAME)
             self._import_storages(value, read, entries)
         except CkptError as error:
             raise error.blame(path=self.wanted.root / blob.path) from None
@@ -84,15 +84,15 @@ class Storages:
     def _import_storages(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
         """Replace the storages that a value refers to by new ones, with the bytes from its archive."""
         keys: dict[str, str] = {}
-        for member in inert_pickle.walk(value):
+        for member in inert_pickle.walk_members(value):
             if not isinstance(member, PersistentId):
                 continue
             match member.value:
                 case ("storage", kind, str(key), *rest):
                     if key not in keys:
-                        content = read_entry(read, entries, f"data/{key}", limit=self._room)
+                        content = read_entry_content(read, entries, f"data/{key}", limit=self._room)
                         self._use_budget(len(content))
-                        keys[key] = self.add(content)
+                        keys[key] = self.add_storage(content)
                     member.value = ("storage", kind, keys[key], *rest)
                 case _:
                     raise Corrupt("data.pkl refers to an object that is not a storage")
@@ -132,7 +132,7 @@ class ZipTemplate:
     holes: Mapping[str, StorageSlot]
 
 
-def make_envelope(
+def make_zip_template(
     pickle: bytes, storages: Mapping[str, int | bytes], *, is_ordered: bool = True, instead_of: bytes | None = None
 ) -> ZipTemplate:
     """Return the archive of an object pickled as `pickle`. `storages` has the bytes of each storage, or its size.
@@ -144,31 +144,31 @@ def make_envelope(
     compute their offsets from it (`.format_version` 0).
     """
     making = _ArchiveBuilder()
-    making.add("data.pkl", pickle if instead_of is None else instead_of)
+    making.add_entry("data.pkl", pickle if instead_of is None else instead_of)
     if instead_of is not None:
         making.directory.clear()
         making.count = 0
-    making.add(".format_version", b"1" if is_ordered and instead_of is None else b"0")
-    making.add(".storage_alignment", str(_ALIGNMENT).encode())
-    making.add("byteorder", b"little")
+    making.add_entry(".format_version", b"1" if is_ordered and instead_of is None else b"0")
+    making.add_entry(".storage_alignment", str(_ALIGNMENT).encode())
+    making.add_entry("byteorder", b"little")
     for key, storage in storages.items():
         if isinstance(storage, int) or instead_of is None:
-            making.add(f"data/{key}", storage)
-    making.add("version", b"3\n")
+            making.add_entry(f"data/{key}", storage)
+    making.add_entry("version", b"3\n")
     if instead_of is not None:
-        making.add("data.pkl", pickle)
+        making.add_entry("data.pkl", pickle)
         for key, storage in storages.items():
             if not isinstance(storage, int):
-                making.add(f"data/{key}", storage)
-    return making.envelope()
+                making.add_entry(f"data/{key}", storage)
+    return making.finish_template()
 
 
-def describe_tensor(spec: Spec, key: str) -> Record:
+def tensor_rebuild_record(spec: Spec, key: str) -> Record:
     """Return the call that rebuilds a row-major tensor of storage `key`. Raises `Unsupported` if quantized."""
     if spec.dtype.kind == "quantized":
         raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="drop it")
     hooks = Record(Global("collections", "OrderedDict"), ())
-    strides = row_major(tuple(max(1, n) for n in spec.shape))
+    strides = row_major_strides(tuple(max(1, n) for n in spec.shape))
     typed = _TYPED.get(spec.dtype.name)
     kind = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
     storage = PersistentId(("storage", kind, key, "cpu", spec.numel if typed else spec.nbytes))
@@ -198,12 +198,12 @@ class _ArchiveBuilder:
     def at(self) -> int:
         return self.start + len(self.known)
 
-    def add(self, name: str, content: int | bytes) -> None:
+    def add_entry(self, name: str, content: int | bytes) -> None:
         """Add an entry with its content, or with room for that many bytes."""
         length = content if isinstance(content, int) else len(content)
         path = f"archive/{name}".encode()
         header, checksum = self.at, 0
-        self.begin(path, length)
+        self.write_entry_header(path, length)
         if isinstance(content, int):
             offset = self.at
             self.parts.append((self.start, bytes(self.known)))
@@ -217,10 +217,10 @@ class _ArchiveBuilder:
         if length:  # torch computes the offset of the next entry, and expects no checksum behind an empty one
             size = Struct("<QQ" if length >= _ALL_ONES else "<II")
             self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
-        self.directory += self.describe(path, checksum, length, header)
+        self.directory += self.directory_record(path, checksum, length, header)
         self.count += 1
 
-    def begin(self, path: bytes, length: int) -> None:
+    def write_entry_header(self, path: bytes, length: int) -> None:
         """Write the header before an entry's content, padded so that the content is aligned."""
         large = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= _ALL_ONES else b""
         padding = -(self.at + _local.size + len(path) + len(large) + 4) % _ALIGNMENT
@@ -230,7 +230,7 @@ class _ArchiveBuilder:
         )
 
     @staticmethod
-    def describe(path: bytes, checksum: int, length: int, header: int) -> bytes:
+    def directory_record(path: bytes, checksum: int, length: int, header: int) -> bytes:
         wide = [value for value in (length, length, header) if value >= _ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
         size, header_offset = min(length, _ALL_ONES), min(header, _ALL_ONES)
@@ -254,7 +254,7 @@ class _ArchiveBuilder:
         )
         return _central.pack(b"PK\x01\x02", *fields) + path + extra
 
-    def envelope(self) -> ZipTemplate:
+    def finish_template(self) -> ZipTemplate:
         """Return the archive, with its directory at the end, where readers look for it."""
         at, count, size = self.at, self.count, len(self.directory)
         end = at + size

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from ckptkit.errors import RESTORE, Corrupt, Unsupported
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, parse_tensor
-from ckptkit.io.file import wrong_kind_error
+from ckptkit.io.file import find_wrong_kind_error
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Box, Shape
 
@@ -32,7 +32,7 @@ class Located(NamedTuple):
     crc32: int | None
     storage: ZipEntry | None = None
 
-    def chunk(self, box: Box, path: str) -> Chunk:
+    def as_chunk(self, box: Box, path: str) -> Chunk:
         """Return the location as a chunk in file `path`. A part of a storage has the checksum of the storage."""
         own = Chunk(box, path, self.offset, self.length, self.tensor.dtype, self.strides, self.crc32)
         storage = self.storage
@@ -41,19 +41,19 @@ class Located(NamedTuple):
 
 def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry]]:
     """Return the location of an archive's one tensor, and every entry. Raises `Corrupt`, or `Unsupported`."""
-    read = read_cached_ends(read, length)
+    read = with_cached_ends(read, length)
     entries = read_directory(read, length)
     check_byte_order(read, entries)
-    return place_tensor(parse_tensor(read_entry(read, entries, "data.pkl")), entries), entries
+    return locate_storage_of(parse_tensor(read_entry_content(read, entries, "data.pkl")), entries), entries
 
 
-def place_tensor(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Located:
+def locate_storage_of(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Located:
     """Return the location of a tensor's bytes. Raises `Corrupt` if its storage is missing or too small."""
     storage = entries.get(f"data/{tensor.key}")
     if storage is None:
         raise Corrupt(f"entry `data/{tensor.key}` is missing from the archive")
     start = tensor.offset * tensor.dtype.itemsize
-    nbytes = tensor.span * tensor.dtype.itemsize
+    nbytes = tensor.numel_spanned * tensor.dtype.itemsize
     if start + nbytes > storage.length:
         raise Corrupt(f"expected a storage of at least {start + nbytes} bytes, found {storage.length}")
     is_whole = nbytes == storage.length
@@ -69,7 +69,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Locat
 
 def check_byte_order(read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
     """Raise `Unsupported` for an archive from a big-endian machine; archives before torch 2.1 do not say."""
-    if "byteorder" in entries and read_entry(read, entries, "byteorder").strip() != b"little":
+    if "byteorder" in entries and read_entry_content(read, entries, "byteorder").strip() != b"little":
         raise Unsupported("the tensor was saved in big-endian byte order")
 
 
@@ -102,7 +102,7 @@ class ZipEntry:
         return self.offset + self.length + 4, self.record + 16
 
 
-def read_cached_ends(read: ReadAt, length: int) -> ReadAt:
+def with_cached_ends(read: ReadAt, length: int) -> ReadAt:
     """Return a `read` that serves the archive's first and last bytes from memory, after two reads in advance."""
     head = read(0, min(length, GLANCE))
     cut = max(0, length - GLANCE)
@@ -120,7 +120,7 @@ def read_cached_ends(read: ReadAt, length: int) -> ReadAt:
 
 def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return every entry of the archive by its name without the archive's own prefix, which ends at the first slash."""
-    count, size, offset = find_directory(read, length)
+    count, size, offset = read_directory_location(read, length)
     if offset + size > length or size > _DIRECTORY_LIMIT:
         raise Corrupt(f"the zip directory of {size} bytes at byte {offset} does not fit an archive of {length} bytes")
     directory = read(offset, size)
@@ -139,18 +139,18 @@ def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
         name = raw_name.decode("utf-8", "replace").partition("/")[2]
         if name in entries:
             raise Corrupt(f"the archive has two entries called `{name}`")
-        entries[name] = ZipEntry(*read_entry_place(read, fields, raw_name, extra, offset), fields[7], record)
+        entries[name] = ZipEntry(*read_content_range(read, fields, raw_name, extra, offset), fields[7], record)
     return entries
 
 
-def read_entry_place(
+def read_content_range(
     read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, extra: bytes, limit: int
 ) -> tuple[int, int]:
     """Return offset and length of the content of a directory entry. `limit` is the offset of the directory."""
     signature, flags, method, checksum, packed, unpacked, header = (fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
     if signature != b"PK\x01\x02":
         raise Corrupt("the zip directory is damaged")
-    packed, unpacked, header = widen(unpacked, packed, header, extra)
+    packed, unpacked, header = apply_zip64(unpacked, packed, header, extra)
     if method != 0 or packed != unpacked or flags & 1:
         message = f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch writes neither"
         raise Unsupported(message)
@@ -171,9 +171,9 @@ def read_entry_place(
     return offset, unpacked
 
 
-def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, int, int]:
+def apply_zip64(unpacked_size: int, packed_size: int, header_offset: int, extra: bytes) -> tuple[int, int, int]:
     """Return packed size, unpacked size and header offset; values beyond 32 bits come from the zip64 field."""
-    values = [unpacked, packed, header]
+    values = [unpacked_size, packed_size, header_offset]
     while len(extra) >= 4:
         kind, size = int.from_bytes(extra[:2], "little"), int.from_bytes(extra[2:4], "little")
         field, extra = extra[4 : 4 + size], extra[4 + size :]
@@ -184,7 +184,7 @@ def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, i
     return values[1], values[0], values[2]
 
 
-def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
+def read_directory_location(read: ReadAt, length: int) -> tuple[int, int, int]:
     """Return number of entries, size and offset of the central directory, from the archive's last bytes."""
     if length < _end.size:
         raise Corrupt(f"expected an archive of at least {_end.size} bytes, found {length}")
@@ -194,7 +194,7 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
         if head[8:9] == b"{":
             raise Unsupported("expected an archive of torch.save, found safetensors")
         message = "expected an archive of torch.save: this is another kind of file, or its end is missing"
-        raise wrong_kind_error(head) or Corrupt(message, hint=RESTORE)
+        raise find_wrong_kind_error(head) or Corrupt(message, hint=RESTORE)
     count, size, offset = end[4:7]
     if count == 0xFFFF or _ALL_ONES in (size, offset):
         at = length - _end.size - _end64_locator.size
@@ -210,7 +210,9 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
     return count, size, offset
 
 
-def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
+def read_entry_content(
+    read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limit: int = _CONTENT_LIMIT
+) -> bytes:
     """Return the content of an entry of at most `limit` bytes. Verifies its CRC-32."""
     entry = entries.get(name)
     if entry is None:
@@ -227,7 +229,7 @@ def damaged_entry_error(name: str, entry: ZipEntry, found: int) -> Corrupt:
     return Corrupt(f"expected CRC-32 {entry.crc32:08x} of entry `{name}`, found {found:08x}: the entry is damaged")
 
 
-def check_contents(data: bytes) -> None:
+def check_archive_in_memory(data: bytes) -> None:
     """Raise `Corrupt` unless every entry of an archive, given in memory, matches its recorded CRC-32."""
 
     def read(offset: int, length: int) -> bytes:
@@ -240,7 +242,7 @@ def check_contents(data: bytes) -> None:
 
 def check_archive(read: ReadAt, length: int) -> None:
     """Raise `Corrupt` unless every entry of an archive of `length` bytes matches its recorded CRC-32."""
-    for name, entry in read_directory(read_cached_ends(read, length), length).items():
+    for name, entry in read_directory(with_cached_ends(read, length), length).items():
         pieces = range(entry.offset, entry.offset + entry.length, _PIECE)
         crc = 0
         for start in pieces if entry.crc32 else ():
@@ -251,10 +253,10 @@ def check_archive(read: ReadAt, length: int) -> None:
 
 def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:
     """Yield the entries that are too large to verify here. Raises `Corrupt` unless the others match their CRC-32."""
-    read = read_cached_ends(read, length)
+    read = with_cached_ends(read, length)
     entries = read_directory(read, length)
     for name, entry in entries.items():
         if entry.length > _CONTENT_LIMIT or (entry.length and not entry.crc32):
             yield entry
         else:
-            read_entry(read, entries, name)
+            read_entry_content(read, entries, name)

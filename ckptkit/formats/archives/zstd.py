@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse, translate_os_errors
-from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, open_envelope
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, raise_problem, translate_os_errors
+from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, locate_in_own_archive
 from ckptkit.formats.archives.zip_entries import check_archive
-from ckptkit.io.allocation import TemporaryFile, check_room
+from ckptkit.io.allocation import TemporaryFile, require_free_space
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
 from ckptkit.layout import Blob, Chunk, FileOffset, Layout
 
@@ -29,7 +29,7 @@ _LARGEST_ENTRY = 1 << 26  # bytes; the metadata has no size for non-tensor entri
 _WINDOW = 1 << 27  # bytes of memory that a frame may request; torch's frames request 2 MiB
 
 
-def unpack(layout: Layout, report: Report = refuse) -> Layout:
+def decompress_zstd_streams(layout: Layout, report: Report = raise_problem) -> Layout:
     """Return the layout with all its zstd streams decompressed into a temporary file, which the layout keeps alive.
 
     Verifies the contents with the checksums in their archives. Reports a stream that is damaged or expands to more than
@@ -40,13 +40,16 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
 
     def move(name: str, item: Item) -> Item:
         try:
-            return unpacked.unpack(item) if item.wrapper == ZSTD else item
+            return unpacked.unpack_entry(item) if item.wrapper == ZSTD else item
         except CkptError as error:
             report(error.blame(path=layout.root / item.path, tensor=name, offset=item.offset))
             return item
 
     with unpacked, translate_os_errors(unpacked.kept.path):
-        check_room(unpacked.kept.path, sum(declared_nbytes(item) for _, item in layout.stored if item.wrapper == ZSTD))
+        require_free_space(
+            unpacked.kept.path,
+            sum(declared_nbytes(item) for _, item in layout.chunks_and_blobs if item.wrapper == ZSTD),
+        )
         tensors = {
             name: replace(tensor, chunks=tuple(move(name, chunk) for chunk in tensor.chunks))
             for name, tensor in layout.tensors.items()
@@ -80,18 +83,18 @@ class UnpackedFile:
         if kind is not None:
             self.kept.remove()
 
-    def unpack(self, item: Item) -> Item:
+    def unpack_entry(self, stored: Item) -> Item:
         """Return the entry at its location in the temporary file, and located inside its archive."""
-        location = item.path, item.offset
+        location = stored.path, stored.offset
         if location not in self._locations:
-            self._locations[location] = self._append(item)
+            self._locations[location] = self._append(stored)
         start, length = self._locations[location]
-        unpacked = item._replace(path=str(self.kept.path), offset=start, length=length, where=None)
+        unpacked = stored._replace(path=str(self.kept.path), offset=start, length=length, where=None)
         if not isinstance(unpacked, Chunk):
             return unpacked
         if not unpacked.box.numel:
             return unpacked._replace(length=0)
-        return open_envelope(unpacked, self._ahead, self._templates)
+        return locate_in_own_archive(unpacked, self._ahead, self._templates)
 
     def _append(self, item: Chunk | Blob) -> tuple[int, int]:
         """Append the contents of an entry's stream, and verify them; return offset and length in the temporary file."""
@@ -99,7 +102,7 @@ class UnpackedFile:
         self._file.writelines(decompress(item, self._files, self._decompressor))
         self._file.flush()
         length = self._file.tell() - start
-        read = self._ahead.inside(str(self.kept.path), start, length)
+        read = self._ahead.reader_within(str(self.kept.path), start, length)
         if isinstance(item, Chunk) or read(0, min(2, length)) == b"PK":
             check_archive(read, length)
         return start, length

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report
-from ckptkit.formats.archives.locate import ENVELOPE, locate
+from ckptkit.formats.archives.locate import ENVELOPE, locate_in_archives
 from ckptkit.formats.dcp.read_metadata import Entry, Reading, read_metadata
-from ckptkit.formats.each_file import read_each
+from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import OWN, Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 
 _BLOCK = 1 << 22  # bytes per read
 _EntryByRank = Mapping[int, Entry]  # the entries that the ranks have under one name
@@ -31,60 +31,65 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
 
     def read_rank(_: int, name: str) -> Reading:
         reading = Reading(path, report)
-        reading.add(read_metadata(path / name), path / name)
+        reading.add_metadata(read_metadata(path / name), path / name)
         return reading
 
-    ranks = read_each(path, {rank: file.name for rank, file in files.items()}, read_rank, report)
+    ranks = read_each_file(path, {rank: file.name for rank, file in files.items()}, read_rank, report)
     joined = Reading(path, report)
     by_name: dict[str, dict[int, Entry]] = {}
     for rank, reading in ranks.items():
         for name in reading.names:
             by_name.setdefault(name, {})[rank] = reading.entry(name)
-    contents = read_content_ids(path, [by_rank for by_rank in by_name.values() if are_unsharded(by_rank)], report)
+    contents = read_content_ids(
+        path, [by_rank for by_rank in by_name.values() if is_full_on_each_rank(by_rank)], report
+    )
     keys = {name: next(ranks[rank].key(name) for rank in by_rank) for name, by_rank in by_name.items()}
-    sharded = {first_step(keys[name]) for name, by_rank in by_name.items() if any(map(is_sharded, by_rank.values()))}
+    sharded = {
+        top_level_key(keys[name]) for name, by_rank in by_name.items() if any(map(is_shard_of_entry, by_rank.values()))
+    }
     for name, by_rank in by_name.items():
         is_equal = (
-            not are_unsharded(by_rank) or len({contents[byte_range_of(entry)] for entry in by_rank.values()}) == 1
+            not is_full_on_each_rank(by_rank)
+            or len({contents[byte_range_of(entry)] for entry in by_rank.values()}) == 1
         )
         is_float = all(
             isinstance(entry, StoredTensor) and entry.spec.dtype.kind == "float" for entry in by_rank.values()
         )
         try:
-            if is_equal or (is_float and first_step(keys[name]) in sharded and not name.endswith(STATISTICS)):
+            if is_equal or (is_float and top_level_key(keys[name]) in sharded and not name.endswith(STATISTICS)):
                 kinds = {str(one.spec) if isinstance(one, StoredTensor) else "no tensor" for one in by_rank.values()}
                 if len(kinds) > 1:
                     first, second = sorted(kinds)[:2]
                     raise Corrupt(f"the ranks disagree: one rank has {first}, another {second}")
-                put_entry(joined, name, keys[name], list(by_rank.values()))
+                add_joined_entry(joined, name, keys[name], list(by_rank.values()))
                 continue
         except CkptError as error:
             report(error.blame(path=path, tensor=name))
             continue
         for rank, entry in by_rank.items():
             way = (OWN, f"rank_{rank}", *keys[name])
-            put_entry(joined, ".".join(map(str, way)), way, [entry])
+            add_joined_entry(joined, ".".join(map(str, way)), way, [entry])
         if name.endswith(STATISTICS):
-            put_entry(joined, name, keys[name], [next(iter(by_rank.values()))])
+            add_joined_entry(joined, name, keys[name], [next(iter(by_rank.values()))])
     return joined
 
 
-def are_unsharded(by_rank: _EntryByRank) -> bool:
+def is_full_on_each_rank(by_rank: _EntryByRank) -> bool:
     """Return whether several ranks have an entry, and each of them has all of it."""
-    return len(by_rank) > 1 and not any(map(is_sharded, by_rank.values()))
+    return len(by_rank) > 1 and not any(map(is_shard_of_entry, by_rank.values()))
 
 
-def is_sharded(entry: Entry) -> bool:
+def is_shard_of_entry(entry: Entry) -> bool:
     """Return whether a rank has only a part of an entry."""
-    return isinstance(entry, StoredTensor) and [chunk.box for chunk in entry.chunks] != [whole(entry.spec.shape)]
+    return isinstance(entry, StoredTensor) and [chunk.box for chunk in entry.chunks] != [full_box(entry.spec.shape)]
 
 
-def first_step(key: KeyPath) -> KeyPath:
+def top_level_key(key: KeyPath) -> KeyPath:
     """Return the first step of an entry's key path if the entry is inside a dict, else ()."""
     return key[: len(key) > 1]
 
 
-def put_entry(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> None:
+def add_joined_entry(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> None:
     """Add an entry that ranks have in shards or as replicas. Further copies of a chunk become spares."""
     for entry in entries:
         if isinstance(entry, Blob):
@@ -110,16 +115,16 @@ def read_content_ids(
             if isinstance(entry, StoredTensor) and entry.chunks[0].wrapper == ENVELOPE:
                 chunks[str(len(chunks))] = entry.chunks[0]
             else:
-                contents[byte_range_of(entry)] = (sum_bytes(files, *byte_range_of(entry)),)
+                contents[byte_range_of(entry)] = (crc32_of_range(files, *byte_range_of(entry)),)
         tensors = {name: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for name, chunk in chunks.items()}
-        located = locate(Layout(path, "dcp", tensors), report).tensors
+        located = locate_in_archives(Layout(path, "dcp", tensors), report).tensors
         for old, (new,) in zip(chunks.values(), (tensor.chunks for tensor in located.values()), strict=True):
-            crc = new.crc32 if new.crc32 is not None else sum_bytes(files, new.path, new.offset, new.length)
+            crc = new.crc32 if new.crc32 is not None else crc32_of_range(files, new.path, new.offset, new.length)
             contents[old.path, old.offset, old.length] = (old.dtype, old.size, new.strides, crc)
     return contents
 
 
-def sum_bytes(files: OpenFiles, path: str, offset: int, length: int) -> int:
+def crc32_of_range(files: OpenFiles, path: str, offset: int, length: int) -> int:
     """Return the CRC-32 of `length` bytes at `offset` of a file."""
     total = 0
     for at in range(offset, offset + length, _BLOCK):

@@ -12,23 +12,33 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, SALVAGE, CkptError, Corrupt, Incomplete, Report, and_more, refuse, truncated
-from ckptkit.formats.archives.locate import ends_of
+from ckptkit.errors import (
+    ELSEWHERE,
+    SALVAGE,
+    CkptError,
+    Corrupt,
+    Incomplete,
+    Report,
+    and_more,
+    raise_problem,
+    truncated_error,
+)
+from ckptkit.formats.archives.locate import head_and_tail_ranges
 from ckptkit.formats.archives.zip_entries import large_entries
-from ckptkit.formats.dcp.model_space import unfold
+from ckptkit.formats.dcp.model_space import with_unflattened_states
 from ckptkit.formats.dcp.read_metadata import (
     METADATA,
     Reading,
-    entries_file,
+    entries_file_name,
+    find_rank_in_file_name,
     has_strides,
     is_metadata,
     metadata_by_rank,
-    rank_of,
     read_metadata,
 )
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
-from ckptkit.io.ranges import read_ahead
+from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import (
     Extent,
     FileOffset,
@@ -39,7 +49,7 @@ from ckptkit.layout import (
     Spec,
     TuplePlace,
     WriterOptions,
-    check_cover,
+    check_chunks_tile,
 )
 from ckptkit.layout.gc_pause import collector_paused
 
@@ -53,10 +63,10 @@ class Dcp(FormatWriter):
     known_by = "DCP's `.metadata`"
     is_sharded = True
 
-    def owns(self, name: str) -> bool:
-        return is_metadata(name) or rank_of(name) is not None
+    def owns_file(self, name: str) -> bool:
+        return is_metadata(name) or find_rank_in_file_name(name) is not None
 
-    def remarks(self, wanted: Layout) -> Iterator[str]:
+    def remarks_on_changes(self, wanted: Layout) -> Iterator[str]:
         """Yield a sentence for each type of key that DCP cannot keep: it has string keys and list positions only."""
         ways = {name: wanted.key(name) for name in wanted.names}
         optimizers = {(*way[: way.index(GROUPS)], "state") for way in ways.values() if GROUPS in way}
@@ -73,37 +83,37 @@ class Dcp(FormatWriter):
             yield f"tuples with tensors become lists in DCP: `{tuples[0]}`{and_more(len(tuples) - 1)}"
 
     def rank_of(self, name: str) -> int | None:
-        return rank_of(name)
+        return find_rank_in_file_name(name)
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with DCP files, whether or not the save finished."""
-        return path.is_dir() and any(map(self.owns, names_in(path)))
+        return path.is_dir() and any(map(self.owns_file, names_in(path)))
 
-    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
         """Raise `Incomplete` unless the metadata is there, which DCP writes last."""
         metadata_by_rank(path)
 
-    def metadata_bytes(self, path: Path) -> int:
+    def metadata_nbytes(self, path: Path) -> int:
         """Return the size of the metadata, the only part that is parsed."""
         return sum(map(file_size, metadata_by_rank(path).values()))
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the checkpoint in directory `path`. Its chunks are not located yet."""
         with collector_paused():
-            return checked(self.read_items(path, report), report)
+            return checked(self.read_without_file_check(path, report), report)
 
-    def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:
+    def read_by_other_metadata(self, path: Path, other: Path, report: Report = raise_problem) -> Layout | None:
         """Return the layout by another checkpoint's metadata if all entries match; None if `path` has its own."""
         if any(map(is_metadata, names_in(path))):
             return None
-        from ckptkit.formats.dcp.match_items import match_items  # only salvaging needs it
+        from ckptkit.formats.dcp.match_items import require_matching_items  # only salvaging needs it
 
         with collector_paused():
-            plan = self.read_items(other)
-            match_items(path, plan)
+            plan = self.read_without_file_check(other)
+            require_matching_items(path, plan)
             return checked(replace(plan, root=path, descriptions=()), report)
 
-    def read_items(self, path: Path, report: Report = refuse) -> Layout:
+    def read_without_file_check(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout as the metadata describes it. If there are several, reports each that is unreadable."""
         described_by = metadata_by_rank(path)
         if len(described_by) > 1:
@@ -113,30 +123,32 @@ class Dcp(FormatWriter):
         else:
             gathered = Reading(path, report)
             for file in described_by.values():
-                gathered.add(read_metadata(file), file)
-        return replace(gathered.layout(self.name), descriptions=tuple(file.name for file in described_by.values()))
+                gathered.add_metadata(read_metadata(file), file)
+        return replace(gathered.to_layout(self.name), descriptions=tuple(file.name for file in described_by.values()))
 
-    def least_torch(self, path: Path) -> str | None:
+    def least_torch_version(self, path: Path) -> str | None:
         """Return the torch version that introduced this checkpoint's description of tensors; None for the old one."""
         return "2.15" if any(map(has_strides, map(read_metadata, metadata_by_rank(path).values()))) else None
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Yield the large entries of every archive, and items that are not archives. Verifies the small entries."""
         with OpenFiles(layout.root, in_order=False) as opened:
             files = ReadAhead(opened)
-            items = sorted(items_of(self.with_items(layout)).items())
-            for (path, offset, length), name in read_ahead(layout.root, items, lambda item: ends_of(*item[0])):
+            items = sorted(item_names_by_range(self.with_full_items(layout)).items())
+            for (path, offset, length), name in iterate_with_prefetch(
+                layout.root, items, lambda item: head_and_tail_ranges(*item[0])
+            ):
                 try:
-                    yield from extents_of(files, Extent(path, offset, length, None, name))
+                    yield from large_entry_extents(files, Extent(path, offset, length, None, name))
                 except CkptError as error:
                     report(error.blame(path=layout.root / path, tensor=name, offset=offset))
 
-    def with_items(self, layout: Layout) -> Layout:
+    def with_full_items(self, layout: Layout) -> Layout:
         """Return the layout with whole items as chunks, where `layout` may use parts of them; of files it uses."""
         if all(chunk.wrapper for tensor in layout.tensors.values() for chunk in tensor.chunks):
             return layout
-        whole = self.read_items(layout.root)
-        used = layout.paths | {chunk.path for _, chunk in layout.copies}
+        whole = self.read_without_file_check(layout.root)
+        used = layout.paths | {chunk.path for _, chunk in layout.replica_chunks}
         tensors = {
             name: replace(tensor, chunks=tuple(chunk for chunk in tensor.chunks if chunk.path in used))
             for name, tensor in whole.tensors.items()
@@ -144,56 +156,56 @@ class Dcp(FormatWriter):
         blobs = {name: blob for name, blob in whole.blobs.items() if blob.path in used}
         return replace(whole, tensors=tensors, blobs=blobs)
 
-    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
+    def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
-        from ckptkit.formats.dcp.shards import KnownBytes, end_of, items_by_file  # reading needs none of it
+        from ckptkit.formats.dcp.shards import KnownBytes, items_by_file, size_of_file  # reading needs none of it
         from ckptkit.formats.dcp.write_metadata import pickled_metadata
 
         files = items_by_file(wanted, options.world_size)
         metadata = pickled_metadata(wanted, files)
-        data = (NewFile(name, end_of(items), KnownBytes(items)) for name, items in files.items())
+        data = (NewFile(name, size_of_file(items), KnownBytes(items)) for name, items in files.items())
         return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
 
     def entries_file(self, rank: int) -> str:
-        return entries_file(rank)
+        return entries_file_name(rank)
 
     def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
         """Yield the metadata with the non-tensor entries too, which are stored in further files."""
         from ckptkit.formats.dcp.shards import items_by_file
-        from ckptkit.formats.dcp.write_metadata import describe_files
+        from ckptkit.formats.dcp.write_metadata import dump_metadata
 
         tensors = items_by_file(replace(wanted, blobs={}), options.world_size)
-        yield METADATA, (0, describe_files(wanted, tensors, wanted.blobs))
+        yield METADATA, (0, dump_metadata(wanted, tensors, wanted.blobs))
 
-    def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
-        from ckptkit.formats.dcp.shards import crc_at
+    def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
+        from ckptkit.formats.dcp.shards import checksum_offsets_in_file
 
-        for tensor in made.tensors.values():
+        for tensor in written.tensors.values():
             for chunk in tensor.chunks:
                 if chunk.length:
-                    places = crc_at(Spec(chunk.dtype, chunk.size), chunk.offset)
+                    places = checksum_offsets_in_file(Spec(chunk.dtype, chunk.size), chunk.offset)
                     yield from (((chunk.path, chunk.offset), at) for at in places)
 
 
 def checked(layout: Layout, report: Report) -> Layout:
     """Return a layout that the metadata describes, after a comparison with the files. Reports what does not fit."""
-    check_files(layout, report)
-    check_cover(layout, report)
-    return unfold(replace(layout, world_size=count_ranks(layout)), report)
+    check_data_files(layout, report)
+    check_chunks_tile(layout, report)
+    return with_unflattened_states(replace(layout, world_size=count_ranks(layout)), report)
 
 
 def count_ranks(layout: Layout) -> int | None:
     """Return how many ranks wrote the checkpoint. Ignores a file that it does not use, unless the file is empty."""
-    used = layout.paths | {chunk.path for _, chunk in layout.copies}
-    names = {name: rank for name in names_in(layout.root) if (rank := rank_of(name)) is not None}
+    used = layout.paths | {chunk.path for _, chunk in layout.replica_chunks}
+    names = {name: rank for name in names_in(layout.root) if (rank := find_rank_in_file_name(name)) is not None}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
     return len(ranks) or None
 
 
-def check_files(layout: Layout, report: Report) -> None:
+def check_data_files(layout: Layout, report: Report) -> None:
     """Report each file that is missing or too short for the items in the metadata, and items that overlap partly."""
     items: dict[str, list[tuple[int, int, str]]] = {}
-    for name, item in chain(layout.stored, layout.copies):
+    for name, item in chain(layout.chunks_and_blobs, layout.replica_chunks):
         if item.length:
             items.setdefault(item.path, []).append((item.offset, item.length, name))
     missing = sorted(items.keys() - set(names_in(layout.root)))
@@ -208,12 +220,12 @@ def check_files(layout: Layout, report: Report) -> None:
         )
     for path in sorted(items.keys() - missing):
         try:
-            check_items(layout.root / path, sorted(items[path]))
+            check_item_ranges(layout.root / path, sorted(items[path]))
         except CkptError as error:
             report(error)
 
 
-def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
+def check_item_ranges(path: Path, items: list[tuple[int, int, str]]) -> None:
     """Raise `Corrupt` if the file is shorter than its items, (offset, length, name) in order, or if two overlap."""
     size = file_size(path)
     start, end, before = 0, 0, ""
@@ -226,21 +238,21 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
             raise Corrupt(message, path=path, tensor=name, offset=offset)
         start, end, before = offset, offset + length, name
         if end > size:
-            raise truncated(max(sum(item[:2]) for item in items), size, path=path, tensor=name, by="metadata")
+            raise truncated_error(max(sum(item[:2]) for item in items), size, path=path, tensor=name, by="metadata")
 
 
-def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
+def item_names_by_range(layout: Layout) -> dict[tuple[str, int, int], str]:
     """Return file, offset and length of every item that has bytes, each with the first name that uses it."""
     items: dict[tuple[str, int, int], str] = {}
-    for name, item in chain(layout.stored, layout.copies):
+    for name, item in chain(layout.chunks_and_blobs, layout.replica_chunks):
         if item.length:
             items.setdefault((item.path, item.offset, item.length), name)
     return items
 
 
-def extents_of(files: ReadAhead, item: Extent) -> Iterator[Extent]:
+def large_entry_extents(files: ReadAhead, item: Extent) -> Iterator[Extent]:
     """Yield the large entries of an item's archive, after verifying the small ones; or the item if it is no archive."""
-    read = files.inside(item.path, item.offset, item.length)
+    read = files.reader_within(item.path, item.offset, item.length)
     if read(0, min(2, item.length)) != b"PK":
         yield item
         return

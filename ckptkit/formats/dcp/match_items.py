@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.formats.archives.locate import ENVELOPE, ArchiveTemplates
 from ckptkit.formats.archives.zip_entries import read_directory
-from ckptkit.formats.dcp.read_metadata import rank_of
+from ckptkit.formats.dcp.read_metadata import find_rank_in_file_name
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.layout import Chunk, Layout, Spec
 
@@ -24,24 +24,24 @@ _ENTRY = "an entry that is not a tensor"
 _HINT = "pass --fill-from with a checkpoint that the same run saved with the same ranks"
 
 
-def match_items(root: Path, plan: Layout) -> None:
+def require_matching_items(root: Path, expected: Layout) -> None:
     """Compare every item of the files in directory `root` with the items of a plan, which another checkpoint has.
 
     Skips files that are missing. If a file is cut short inside an item, compares the remaining bytes before the
     tensor's data. Raises `Mismatch` for the first file or item that differs, `Unsupported` for items that were saved
     through a transform.
     """
-    planned = items_by_file(plan)
+    planned = items_by_file(expected)
     present = set(names_in(root))
     for name in sorted(present - planned.keys()):
-        if rank_of(name) is not None and (size := file_size(root / name)):
-            message = f"expected no file of this name, as in {plan.root}, found {size} bytes"
+        if find_rank_in_file_name(name) is not None and (size := file_size(root / name)):
+            message = f"expected no file of this name, as in {expected.root}, found {size} bytes"
             raise Mismatch(message, path=root / name, hint=_HINT)
-    with OpenFiles(root, in_order=False) as files, OpenFiles(plan.root, in_order=False) as others:
+    with OpenFiles(root, in_order=False) as files, OpenFiles(expected.root, in_order=False) as others:
         matching = ItemComparison(ReadAhead(files), ReadAhead(others))
         for name in sorted(present & planned.keys()):
             try:
-                matching.compare(name, files[name].size, planned[name])
+                matching.compare_items(name, files[name].size, planned[name])
             except Mismatch as error:
                 error.hint = _HINT
                 raise error.blame(path=root / name) from None
@@ -49,7 +49,7 @@ def match_items(root: Path, plan: Layout) -> None:
 
 def items_by_file(plan: Layout) -> dict[str, Items]:
     by_file: dict[str, Items] = {}
-    for name, item in plan.stored:
+    for name, item in plan.chunks_and_blobs:
         if item.wrapper not in (None, ENVELOPE):
             message = f"stored through the transform `{item.wrapper}`: only its metadata says what an item contains"
             raise Unsupported(message, path=plan.root / item.path, tensor=name)
@@ -66,14 +66,14 @@ class ItemComparison:
         self._files, self._others = files, others
         self._templates = ArchiveTemplates()
 
-    def compare(self, file: str, size: int, items: Items) -> None:
+    def compare_items(self, file: str, size: int, items: Items) -> None:
         """Raise `Mismatch` for the first item of a file of `size` bytes that differs, or if the file is too long."""
         end = 0
         for number, ((offset, length), (name, wanted)) in enumerate(sorted(items.items()), start=1):
             end = offset + length
             if end <= size:
-                actual = self.content(file, offset, length)
-            elif size <= offset or self.is_begun(file, offset, length, size):
+                actual = self.describe_content(file, offset, length)
+            elif size <= offset or self.has_begun_item(file, offset, length, size):
                 return
             else:
                 actual = f"another item in {size - offset} bytes"
@@ -83,17 +83,17 @@ class ItemComparison:
         if size > end:
             raise Mismatch(f"expected {end} bytes in {len(items)} items, found {size}")
 
-    def content(self, file: str, offset: int, length: int) -> str:
+    def describe_content(self, file: str, offset: int, length: int) -> str:
         """Return a description of the archive of `length` bytes at `offset`, or why it is not an archive."""
         try:
-            tensor = self._templates.locate(self._files, file, offset, length).tensor
+            tensor = self._templates.locate_tensor(self._files, file, offset, length).tensor
             return str(Spec(tensor.dtype, tensor.shape))
         except Unsupported:
-            return content_without_tensor(self._files, file, offset, length)
+            return describe_entry_without_tensor(self._files, file, offset, length)
         except Corrupt as error:
             return error.message
 
-    def is_begun(self, file: str, offset: int, length: int, size: int) -> bool:
+    def has_begun_item(self, file: str, offset: int, length: int, size: int) -> bool:
         """Return whether a file that ends at byte `size` has the beginning of the expected item at `offset`.
 
         The bytes before a tensor's data are the same at every step. A file that ends with an archive is not cut short.
@@ -102,16 +102,16 @@ class ItemComparison:
         if remaining >= _END_BYTES and self._files.read(file, size - _END_BYTES, len(_END)) == _END:
             return False
         try:
-            before = self._templates.locate(self._others, file, offset, length).offset
+            before = self._templates.locate_tensor(self._others, file, offset, length).offset
         except (Corrupt, Unsupported):  # the value of an entry that is not a tensor may differ
             return True
         count = min(before, remaining)
         return self._files.read(file, offset, count) == self._others.read(file, offset, count)
 
 
-def content_without_tensor(files: ReadAhead, file: str, offset: int, length: int) -> str:
+def describe_entry_without_tensor(files: ReadAhead, file: str, offset: int, length: int) -> str:
     try:
-        read_directory(files.inside(file, offset, length), length)
+        read_directory(files.reader_within(file, offset, length), length)
     except (Corrupt, Unsupported) as error:
         return error.message
     return _ENTRY

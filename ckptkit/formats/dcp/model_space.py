@@ -14,23 +14,23 @@ from math import prod
 from operator import add
 
 from ckptkit.errors import Corrupt, Report
-from ckptkit.formats.archives.locate import locate
+from ckptkit.formats.archives.locate import locate_in_archives
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.axes import boxes_of_run
+from ckptkit.layout.axes import chunks_of_flat_range
 from ckptkit.layout.box import Box, Shape
-from ckptkit.layout.edits import select
+from ckptkit.layout.edits import select_entries
 
 
-def unfold(layout: Layout, report: Report) -> Layout:
+def with_unflattened_states(layout: Layout, report: Report) -> Layout:
     """Return the layout with the optimizer states that are grids of flattened blocks in the shape of their parameters.
 
     Locates their chunks, which costs two small reads each. Reports a chunk that cannot be located and leaves its tensor
     unchanged, as well as all other tensors, and states whose parameter is missing.
     """
-    shapes = {name: shape for name in layout.tensors if (shape := shape_of_parameter(layout, name)) is not None}
+    shapes = {name: shape for name in layout.tensors if (shape := find_shape_of_parameter(layout, name)) is not None}
     if not shapes:
         return layout
-    located = locate(select(replace(layout, blobs={}), shapes.__contains__), report)
+    located = locate_in_archives(select_entries(replace(layout, blobs={}), shapes.__contains__), report)
     unfolded = {
         name: StoredTensor(Spec(tensor.spec.dtype, shapes[name]), tuple(unfold_chunks(located, name, shapes[name])))
         for name, tensor in located.tensors.items()
@@ -39,7 +39,7 @@ def unfold(layout: Layout, report: Report) -> Layout:
     return replace(layout, tensors={**layout.tensors, **unfolded})
 
 
-def shape_of_parameter(layout: Layout, name: str) -> Shape | None:
+def find_shape_of_parameter(layout: Layout, name: str) -> Shape | None:
     """Return the shape of a state's parameter if the state is a grid of the parameter's blocks; else None."""
     key = layout.key(name)
     parameter = layout.tensors.get(str(key[-1])) if len(key) > 2 and key[-3] == "state" else None
@@ -65,5 +65,5 @@ def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
             raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
         corner = [i * n for i, n in zip(grid, block, strict=True)]
         row = chunk._replace(box=Box((start,), (length,)))
-        for piece in boxes_of_run(row, 0, block, start, start + length):
+        for piece in chunks_of_flat_range(row, 0, block, start, start + length):
             yield piece._replace(box=Box(tuple(map(add, corner, piece.start)), piece.size))

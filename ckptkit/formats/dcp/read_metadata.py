@@ -14,12 +14,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, RESTORE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, RESTORE, CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, InstanceTable, columns
+from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, InstanceTable, attribute_columns
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
-from ckptkit.io.file import check_name, names_in, read_small, wrong_kind_error
+from ckptkit.io.file import find_wrong_kind_error, names_in, read_small, require_plain_file_name
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES, DType
@@ -91,7 +91,7 @@ def read_metadata(path: Path) -> Attributes:
         value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
         metadata = value.attributes() if isinstance(value, FlatInstance) else {}
     except CkptError as error:
-        raise wrong_kind_error(data[:512], path) or error.blame(path=path) from None
+        raise find_wrong_kind_error(data[:512], path) or error.blame(path=path) from None
     except (TypeError, ValueError):
         metadata = {}
     if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
@@ -107,7 +107,7 @@ Place = tuple[Any, Any, Any, Any]  # file, offset, length and transforms of an i
 class Reading:
     """Collects a layout from the `Metadata` of a checkpoint, or of all ranks. Skips malformed entries it reports."""
 
-    def __init__(self, root: Path, report: Report = refuse) -> None:
+    def __init__(self, root: Path, report: Report = raise_problem) -> None:
         self.root = root
         self.report = report
         self.spares: dict[str, list[Chunk]] = {}
@@ -117,7 +117,7 @@ class Reading:
         self.keys: dict[str, KeyPath] = {}
         self._files: set[str] = set()
 
-    def add(self, metadata: Attributes, file: Path) -> None:
+    def add_metadata(self, metadata: Attributes, file: Path) -> None:
         places, report = self._locations(metadata, file), self.report
         for name, entry in metadata["state_dict_metadata"].items():
             if type(name) is not str:
@@ -128,7 +128,7 @@ class Reading:
                 report(error.blame(path=file, tensor=name))
             except (AttributeError, KeyError, TypeError, ValueError, IndexError):
                 report(Corrupt("the metadata of this entry is malformed", path=file, tensor=name))
-        self.keys.update(key_paths(metadata, file))
+        self.keys.update(read_key_paths(metadata, file))
 
     def _locations(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Place]]:
         """Return `storage_data`, the location of each chunk, by name and by the chunk's offset (None for a byte entry).
@@ -137,7 +137,7 @@ class Reading:
         """
         places: dict[str, dict[Shape | None, Place]] = {}
         try:
-            for (names, _, starts), infos in pop_storage(metadata["storage_data"]):
+            for (names, _, starts), infos in pop_location_columns(metadata["storage_data"]):
                 shapes = iter(as_shapes([start for start in starts if start is not None]))
                 for name, start, place in zip(map(as_name, names), starts, zip(*infos, strict=True), strict=True):
                     places.setdefault(name, {}).setdefault(None if start is None else next(shapes), place)
@@ -159,7 +159,7 @@ class Reading:
         spec = Spec(as_dtype(tensor["properties"]), as_shape(tensor["size"]))
         self.specs[name] = spec
         chunks, report = self.chunks.setdefault(name, {}), self.report
-        for box in boxes_of(tensor["chunks"]):
+        for box in boxes_of_chunks(tensor["chunks"]):
             try:
                 path, offset, length, wrapped = self._location(places.get(box.start))
             except CkptError as error:
@@ -175,7 +175,7 @@ class Reading:
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise Corrupt("the metadata gives an impossible offset or length")
         if as_name(path) not in self._files:
-            check_name(path, self.root)
+            require_plain_file_name(path, self.root)
             self._files.add(path)
         return path, offset, length, Wrapped("+".join(map(as_name, transforms))) if transforms else _PLAIN
 
@@ -192,18 +192,18 @@ class Reading:
     def key(self, name: str) -> KeyPath:
         return self.keys.get(name, (name,))
 
-    def layout(self, name: str) -> Layout:
-        """Return the collected entries as a layout of the format `name`."""
+    def to_layout(self, format_name: str) -> Layout:
+        """Return the collected entries as a layout of the format `format_name`."""
         tensors = {name: self.tensor(name) for name in self.specs}
         keys = self.keys
         if all(len(path) == 1 for path in keys.values()):  # Megatron-Core 0.9 records each name as its own path
-            inferred = infer_keys((*tensors, *self.blobs), tensors)
+            inferred = infer_optimizer_keys((*tensors, *self.blobs), tensors)
             keys = inferred if not keys or any(path[-3:-2] == ("state",) for path in inferred.values()) else keys
         spares = {name: tuple(chunks) for name, chunks in self.spares.items()}
-        return Layout(self.root, name, tensors, self.blobs, keys, spares=spares)
+        return Layout(self.root, format_name, tensors, self.blobs, keys, spares=spares)
 
 
-def pop_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
+def pop_location_columns(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
     """Remove entries from `storage_data` batch by batch: yield columns of their indices and of their locations."""
     while storage:
         batch = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
@@ -213,17 +213,21 @@ def pop_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
         single = [entry for entry in batch if not isinstance(entry[0], InstanceTable)]
         if single:
             yield (
-                columns([index for index, _ in single], _INDEX_FIELDS),
-                columns([info for _, info in single], _INFO_FIELDS),
+                attribute_columns([index for index, _ in single], _INDEX_FIELDS),
+                attribute_columns([info for _, info in single], _INFO_FIELDS),
             )
 
 
-def boxes_of(chunks: list[Any]) -> list[Box]:
+def boxes_of_chunks(chunks: list[Any]) -> list[Box]:
     """Return the box of each `ChunkStorageMetadata` in a list, in order."""
     boxes: list[Box] = []
     for is_table, group in groupby(chunks, lambda record: isinstance(record, InstanceTable)):
         records = list(group)
-        pairs = [record.columns(_CHUNK_FIELDS) for record in records] if is_table else [columns(records, _CHUNK_FIELDS)]
+        pairs = (
+            [record.columns(_CHUNK_FIELDS) for record in records]
+            if is_table
+            else [attribute_columns(records, _CHUNK_FIELDS)]
+        )
         for starts, sizes in pairs:
             boxes += map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
     return boxes
@@ -248,7 +252,7 @@ def as_dtype(properties: FlatInstance) -> DType:
     return dtype
 
 
-def key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
+def read_key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
     """Return `planner_data`: the key path of each flattened name; {} if nothing was flattened.
 
     A name is its key path joined by dots, so the metadata has each path twice, and damage shows.
@@ -281,7 +285,7 @@ def has_strides(metadata: Attributes) -> bool:
     return False
 
 
-def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyPath]:
+def infer_optimizer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyPath]:
     """Return the key paths of an optimizer's entries by name. A state must belong to a tensor in `tensors`."""
     keys = {}
     for name in names:
@@ -293,17 +297,17 @@ def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyP
     return keys
 
 
-def tensors_file(rank: int) -> str:
+def tensors_file_name(rank: int) -> str:
     """Return the name of the file with a rank's shards, whose size is known in advance."""
     return f"__{rank}_0.distcp"
 
 
-def entries_file(rank: int) -> str:
+def entries_file_name(rank: int) -> str:
     """Return the name of the file with a rank's non-tensor entries."""
     return f"__{rank}_1.distcp"
 
 
-def rank_of(name: str) -> int | None:
+def find_rank_in_file_name(name: str) -> int | None:
     """Return the rank that wrote a data file, None for any other file."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else None
@@ -320,9 +324,9 @@ def metadata_by_rank(path: Path) -> dict[int, Path]:
         return {0: path / METADATA}
     ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
     if not ranks:
-        from ckptkit.io.claims import read_claim, unfinished_upload  # only where nothing can be read
+        from ckptkit.io.claims import find_claim, find_unfinished_upload_error  # only where nothing can be read
 
-        raise unfinished_upload(path, read_claim(path)) or Incomplete(
+        raise find_unfinished_upload_error(path, find_claim(path)) or Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
             files=[METADATA],

@@ -12,12 +12,12 @@ from functools import lru_cache
 from heapq import heapreplace
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.archives.write_archive import ZipTemplate, describe_tensor, make_envelope
-from ckptkit.formats.dcp.read_metadata import tensors_file
+from ckptkit.formats.archives.write_archive import ZipTemplate, make_zip_template, tensor_rebuild_record
+from ckptkit.formats.dcp.read_metadata import tensors_file_name
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.layout import Layout, Patch, Spec, StoredTensor
-from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, full_box
 
 _ONLY = "0"  # the key of an item's only storage
 
@@ -38,7 +38,7 @@ class ShardItem:
 
 
 def items_by_file(wanted: Layout, ranks: int) -> dict[str, list[ShardItem]]:
-    return {tensors_file(rank): items for rank, items in enumerate(items_per_rank(wanted, ranks))}
+    return {tensors_file_name(rank): items for rank, items in enumerate(items_per_rank(wanted, ranks))}
 
 
 def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
@@ -52,8 +52,8 @@ def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
         if blob.wrapper is not None:
             hint = "save the checkpoint again without `_extensions`, or drop the entry with --exclude"
             raise Unsupported(f"stored through the transform `{blob.wrapper}`", tensor=name, hint=hint)
-        envelope = None if blob.content is None else make_envelope(blob.content, {})
-        append(files[0], name, None, blob.length if envelope is None else envelope.nbytes, envelope)
+        envelope = None if blob.content is None else make_zip_template(blob.content, {})
+        append_item(files[0], name, None, blob.length if envelope is None else envelope.nbytes, envelope)
     is_sharded = any(len(tensor.chunks) > 1 for tensor in wanted.tensors.values())
     loads = [(0, rank) for rank in range(ranks)]  # a heap of (bytes of unsharded tensors, rank)
     for name, tensor in wanted.tensors.items():
@@ -61,12 +61,12 @@ def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
         if shape and is_sharded and len(tensor.chunks) == 1:
             load, rank = loads[0]
             heapreplace(loads, (load + tensor.spec.nbytes, rank))
-            boxes = [(rank, whole(shape))]
+            boxes = [(rank, full_box(shape))]
         else:
-            boxes = cut_rows(shape, ranks)
+            boxes = row_shards(shape, ranks)
         for rank, box in boxes:
-            envelope = wrap_chunk(name, tensor, box)
-            append(files[rank], name, box, envelope.nbytes, envelope)
+            envelope = template_of_chunk(name, tensor, box)
+            append_item(files[rank], name, box, envelope.nbytes, envelope)
     return files
 
 
@@ -74,22 +74,22 @@ def lay_out(shards: Iterable[tuple[str, Spec, Box]]) -> list[ShardItem]:
     """Return the items of a file with these boxes of tensors. Raises `Unsupported` for a quantized dtype."""
     items: list[ShardItem] = []
     for name, spec, box in shards:
-        envelope = wrap_chunk(name, StoredTensor(spec, ()), box)
-        append(items, name, box, envelope.nbytes, envelope)
+        envelope = template_of_chunk(name, StoredTensor(spec, ()), box)
+        append_item(items, name, box, envelope.nbytes, envelope)
     return items
 
 
-def append(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: ZipTemplate | None) -> None:
-    file.append(ShardItem(name, box, end_of(file), nbytes, envelope))
+def append_item(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: ZipTemplate | None) -> None:
+    file.append(ShardItem(name, box, size_of_file(file), nbytes, envelope))
 
 
-def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
+def row_shards(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
     """Return rank and box of each shard of dim 0: equal numbers of rows, fewer in the last, then one empty box.
 
     In torch every rank past the end records the same empty chunk, so one is enough.
     """
     if not shape:
-        return [(0, whole(shape))]
+        return [(0, full_box(shape))]
     rows = -(-shape[0] // ranks)
     shards = []
     for rank in range(ranks):
@@ -101,18 +101,18 @@ def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
     return shards
 
 
-def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> ZipTemplate:
+def template_of_chunk(name: str, tensor: StoredTensor, box: Box) -> ZipTemplate:
     """Return the archive around the bytes of a box of a tensor."""
     try:
-        return wrap(Spec(tensor.spec.dtype, box.size))
+        return template_of_spec(Spec(tensor.spec.dtype, box.size))
     except CkptError as error:
         raise error.blame(tensor=name) from None
 
 
 @lru_cache(maxsize=4096)
-def wrap(spec: Spec) -> ZipTemplate:
+def template_of_spec(spec: Spec) -> ZipTemplate:
     """Return the archive around a tensor. It is the same for all tensors of one shape and dtype."""
-    return make_envelope(dump(describe_tensor(spec, _ONLY)), {_ONLY: spec.nbytes})
+    return make_zip_template(dump(tensor_rebuild_record(spec, _ONLY)), {_ONLY: spec.nbytes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,35 +127,35 @@ class KnownBytes:
                 yield item.offset + offset, content
 
 
-def end_of(items: list[ShardItem]) -> int:
+def size_of_file(items: list[ShardItem]) -> int:
     """Return the size of a file in bytes."""
     return items[-1].offset + items[-1].nbytes if items else 0
 
 
-def crc_at(spec: Spec, offset: int) -> list[int]:
+def checksum_offsets_in_file(spec: Spec, offset: int) -> list[int]:
     """Return the offsets in the file of the CRC-32 of a chunk whose data is at `offset`."""
-    hole = wrap(spec).holes[_ONLY]
+    hole = template_of_spec(spec).holes[_ONLY]
     return [offset - hole.offset + at for at in hole.crc_at]
 
 
-def parts_around(envelope: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:
+def bytes_around_data(template: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:
     """Return the bytes before and after a tensor's data. Only those after it depend on its CRC-32, `checksum`."""
-    (_, head), (start, known) = envelope.parts
-    (hole,) = envelope.holes.values()
+    (_, head), (start, known) = template.parts
+    (hole,) = template.holes.values()
     tail = bytearray(known)
     for at in hole.crc_at:
         tail[at - start : at - start + 4] = checksum.to_bytes(4, "little")
     return head, bytes(tail)
 
 
-def sum_items(items: Iterable[ShardItem], checksums: Mapping[int, int]) -> int:
+def checksum_of_items(items: Iterable[ShardItem], checksums: Mapping[int, int]) -> int:
     """Return the CRC-32 of a file of items. `checksums` has the CRC-32 of each tensor's data, by its item's offset."""
     total = 0
     for item in items:
         assert item.envelope is not None
         checksum = checksums[item.offset]
-        head, tail = parts_around(item.envelope, checksum)
+        head, tail = bytes_around_data(item.envelope, checksum)
         total = crc32(head, total)
-        total = combine(total, checksum, item.nbytes - len(head) - len(tail))
+        total = combine_crc32(total, checksum, item.nbytes - len(head) - len(tail))
         total = crc32(tail, total)
     return total

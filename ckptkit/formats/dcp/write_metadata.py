@@ -50,10 +50,10 @@ def pickled_metadata(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> by
     for file, items in files.items():
         for item in items:
             placed[item.name].append((file, item))
-    return _MetadataPickle(wanted, files).write(placed)
+    return _MetadataPickle(wanted, files).write_metadata(placed)
 
 
-def describe_files(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: Mapping[str, Blob]) -> bytes:
+def dump_metadata(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: Mapping[str, Blob]) -> bytes:
     """Return the metadata of a checkpoint with these items in `files`, and non-tensor entries in further files."""
     placed = {name: list(items) for name, items in files.items()}
     for name, blob in blobs.items():
@@ -70,32 +70,32 @@ class _MetadataPickle:
         keys = {step: None for name in (*wanted.tensors, *wanted.blobs) for step in (name, *wanted.key(name))}
         fields = {field: None for fields in _FIELDS.values() for field in fields}
         texts = (text for text in (_VERSION, *fields, *keys, *files) if isinstance(text, str))
-        self.text = {text: self.pickler.declare(text) for text in texts}
-        self.new = {name: self.pickler.declare(of) + b")\x81" for name, of in _CLASSES.items()}
-        self.pickler.declare(_SIZE)
+        self.text = {text: self.pickler.memoize_strings_of(text) for text in texts}
+        self.new = {name: self.pickler.memoize_strings_of(of) + b")\x81" for name, of in _CLASSES.items()}
+        self.pickler.memoize_strings_of(_SIZE)
         dtypes = {tensor.spec.dtype: None for tensor in wanted.tensors.values()}
-        self.properties = {dtype: self.describe(dtype) for dtype in dtypes}
+        self.properties = {dtype: self.pickle_properties(dtype) for dtype in dtypes}
         self.sizes: dict[Shape, bytes] = {}
 
-    def describe(self, dtype: DType) -> bytes:
+    def pickle_properties(self, dtype: DType) -> bytes:
         """Return the `TensorProperties` of a plain tensor; their state is a tuple."""
         for value in (Global("torch", dtype.name), _STRIDED, _CONTIGUOUS):
-            self.pickler.declare(value)
+            self.pickler.memoize_strings_of(value)
         state = (Global("torch", dtype.name), _STRIDED, False, _CONTIGUOUS, False)
-        return self.new["TensorProperties"] + self.pickler.piece(state) + b"b"
+        return self.new["TensorProperties"] + self.pickler.opcodes_of(state) + b"b"
 
-    def size(self, shape: Shape) -> bytes:
+    def pickle_size(self, shape: Shape) -> bytes:
         """Return a `torch.Size`, pickled once per shape since the same few recur."""
         if shape not in self.sizes:
-            self.sizes[shape] = self.pickler.piece(Record(_SIZE, (shape,)))
+            self.sizes[shape] = self.pickler.opcodes_of(Record(_SIZE, (shape,)))
         return self.sizes[shape]
 
-    def write(self, placed: dict[str, list[Placed]]) -> bytes:
-        keys = {name: self.wanted.key(name) for name in placed}
+    def write_metadata(self, placed_items: dict[str, list[Placed]]) -> bytes:
+        keys = {name: self.wanted.key(name) for name in placed_items}
         parts: tuple[Iterable[bytes], ...] = (
-            dictionary(self.entries(placed)),
-            [self.pickler.piece(keys)],
-            dictionary(self.storage(placed)),
+            pickle_dict(self.pickle_entries(placed_items)),
+            [self.pickler.opcodes_of(keys)],
+            pickle_dict(self.pickle_locations(placed_items)),
             [b"N"],
             [self.text[_VERSION]],
         )
@@ -108,45 +108,47 @@ class _MetadataPickle:
         out += b"ub."
         return bytes(out)
 
-    def entries(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
+    def pickle_entries(self, placed_items: dict[str, list[Placed]]) -> Iterator[bytes]:
         """Yield each name and its metadata: a tensor with its chunks, or bytes."""
-        for name, items in placed.items():
+        for name, items in placed_items.items():
             yield self.text[name]
             tensor = self.wanted.tensors.get(name)
             if tensor is None:
                 yield self.new["BytesStorageMetadata"]
             else:
-                yield from self.tensor(tensor.spec, [item for _, item in items])
+                yield from self.pickle_tensor(tensor.spec, [item for _, item in items])
 
-    def tensor(self, spec: Spec, items: list[ShardItem]) -> Iterator[bytes]:
+    def pickle_tensor(self, spec: Spec, items: list[ShardItem]) -> Iterator[bytes]:
         """Yield a `TensorStorageMetadata`, in parts."""
         properties, size, chunks = (self.text[field] for field in _FIELDS["TensorStorageMetadata"])
         yield self.new["TensorStorageMetadata"] + b"}("
-        yield properties + self.properties[spec.dtype] + size + self.size(spec.shape) + chunks + b"]("
-        start, offsets, sizes = self.opening("ChunkStorageMetadata")
+        yield properties + self.properties[spec.dtype] + size + self.pickle_size(spec.shape) + chunks + b"]("
+        start, offsets, sizes = self.opening_opcodes("ChunkStorageMetadata")
         for item in items:
             if item.box is not None:
-                yield start + offsets + self.size(item.box.start) + sizes + self.size(item.box.size) + b"ub"
+                yield (
+                    start + offsets + self.pickle_size(item.box.start) + sizes + self.pickle_size(item.box.size) + b"ub"
+                )
         yield b"eub"
 
-    def storage(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
+    def pickle_locations(self, placed_items: dict[str, list[Placed]]) -> Iterator[bytes]:
         """Yield the `MetadataIndex` of each chunk and blob, and its location as a `_StorageInfo`."""
-        index, fqn, position, start = self.opening("MetadataIndex")
-        info, path, offset, length = self.opening("_StorageInfo")
-        number = self.pickler.piece
-        for name, items in placed.items():
+        index, fqn, position, start = self.opening_opcodes("MetadataIndex")
+        info, path, offset, length = self.opening_opcodes("_StorageInfo")
+        number = self.pickler.opcodes_of
+        for name, items in placed_items.items():
             for i, (file, item) in enumerate(items):
                 yield index + fqn + self.text[name] + position
-                yield b"Nub" if item.box is None else number(i) + start + self.size(item.box.start) + b"ub"
+                yield b"Nub" if item.box is None else number(i) + start + self.pickle_size(item.box.start) + b"ub"
                 yield info + path + self.text[file] + offset + number(item.offset) + length + number(item.nbytes)
                 yield b"ub"
 
-    def opening(self, name: str) -> tuple[bytes, ...]:
+    def opening_opcodes(self, name: str) -> tuple[bytes, ...]:
         """Return the opcodes for a new object and the start of its state, and the names of its fields."""
         return self.new[name] + b"}(", *(self.text[field] for field in _FIELDS[name])
 
 
-def dictionary(pairs: Iterable[bytes]) -> Iterator[bytes]:
+def pickle_dict(pairs: Iterable[bytes]) -> Iterator[bytes]:
     """Yield a dict of keys and values that are already pickled."""
     yield b"}("
     yield from pairs

@@ -14,15 +14,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.indices import make_index, read_index
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import JOURNAL, FormatWriter
-from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_with_metadata
-from ckptkit.io.file import is_there, names_in, read_small
-from ckptkit.io.ranges import read_ahead
-from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
-from ckptkit.words import natural
+from ckptkit.formats.safetensors_headers import (
+    check_header_with_library,
+    make_header,
+    read_header_with_metadata,
+    require_storable_spec,
+)
+from ckptkit.io.file import is_existing_path, names_in, read_small
+from ckptkit.io.ranges import iterate_with_prefetch
+from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_chunks_tile
+from ckptkit.words import natural_sort_key
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,7 +48,7 @@ class HuggingFace(FormatWriter):
     known_by = "`*.safetensors` with its index"
     is_model_only = True
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         return name.endswith((_SUFFIX, _INDEX))
 
     def rank_of(self, name: str) -> int | None:
@@ -53,14 +58,14 @@ class HuggingFace(FormatWriter):
 
     def detect(self, path: Path) -> bool:
         if path.is_dir():
-            return any(map(self.owns, names_in(path)))
+            return any(map(self.owns_file, names_in(path)))
         return path.suffix == _SUFFIX
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report files that the index names and that are missing; raise if the files are ambiguous."""
         find_safetensors(path, report)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of a file, or of the files of a directory that belong together.
 
         The index, the single file or the numbers in their names determine these files. Of files per rank, those of the
@@ -71,9 +76,9 @@ class HuggingFace(FormatWriter):
         chunks: dict[str, list[Chunk]] = {}
         texts: dict[str, str] = {}
         unread = set(indexed.missing)
-        for file in read_ahead(indexed.root, indexed.names, lambda name: [(name, 0, _HEAD)]):
+        for file in iterate_with_prefetch(indexed.root, indexed.names, lambda name: [(name, 0, _HEAD)]):
             try:
-                header, more = read_with_metadata(indexed.root / file, is_shard=indexed.world_size is not None)
+                header, more = read_header_with_metadata(indexed.root / file, is_shard=indexed.world_size is not None)
             except CkptError as error:
                 unread.add(file)
                 report(error)
@@ -83,7 +88,7 @@ class HuggingFace(FormatWriter):
                 chunks.setdefault(name, []).append(chunk)
         if indexed.index is not None:
             check_index(indexed.root / indexed.described_by, indexed.index, chunks, unread, report)
-        tensors = {name: assemble(name, parts, indexed.root) for name, parts in chunks.items()}
+        tensors = {name: join_chunks(name, parts, indexed.root) for name, parts in chunks.items()}
         described_by = () if indexed.index is None else (indexed.described_by,)
         ranks = indexed.world_size
         layout = Layout(indexed.root, self.name, tensors, world_size=ranks, descriptions=described_by, texts=texts)
@@ -93,43 +98,44 @@ class HuggingFace(FormatWriter):
             absent = {name: file for name, file in indexed.index.items() if file in unread and name not in tensors}
             return replace(layout, absent=absent)
         gaps: list[CkptError] = []
-        check_cover(layout, gaps.append)
+        check_chunks_tile(layout, gaps.append)
         for gap in [indexed.lost] if gaps and indexed.lost else gaps:
             report(gap)
         return replace(layout, absent=dict.fromkeys(tensors, "")) if gaps and indexed.lost else layout
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:  # noqa: ARG002
         for name, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
                 yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
-    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
+    def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files for the tensors of `wanted`: headers, index, room for data. Writes no other entries."""
         specs = wanted.specs
         for name, spec in specs.items():
-            check_writable(name, spec)
+            require_storable_spec(name, spec)
         if options.file is not None:
-            return (new_file(options.file, specs, wanted.texts),)
+            return (new_safetensors_file(options.file, specs, wanted.texts),)
         shares = split_into_files(specs, options)
         files = [
-            new_file(file, {name: specs[name] for name in members}, wanted.texts) for file, members in shares.items()
+            new_safetensors_file(file, {name: specs[name] for name in members}, wanted.texts)
+            for file, members in shares.items()
         ]
         if len(files) > 1:
             index = make_index(specs, {name: file for file, members in shares.items() for name in members})
             files.append(NewFile(f"{options.stem}{_INDEX}", len(index), ((0, index),)))
         return tuple(files)
 
-    def check(self, made: Layout) -> None:
-        """Raise `Corrupt` unless the safetensors library reads the tensors of `made` from each file."""
+    def check_with_own_library(self, written: Layout) -> None:
+        """Raise `Corrupt` unless the safetensors library reads the tensors of `written` from each file."""
         files: dict[str, dict[str, Chunk]] = {}
-        for name, tensor in made.tensors.items():
+        for name, tensor in written.tensors.items():
             for chunk in tensor.chunks:
                 files.setdefault(chunk.path, {})[name] = chunk
         for file, chunks in files.items():
-            check_readable(made.root / file, chunks)
+            check_header_with_library(written.root / file, chunks)
 
 
-def new_file(name: str, specs: Mapping[str, Spec], texts: Mapping[str, str]) -> NewFile:
+def new_safetensors_file(name: str, specs: Mapping[str, Spec], texts: Mapping[str, str]) -> NewFile:
     """Return a safetensors file with its header, which has `texts` as metadata, and room for the tensors."""
     header = make_header(specs, {"format": "pt", **texts})
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
@@ -158,8 +164,8 @@ def find_safetensors(path: Path, report: Report) -> IndexedFiles:
     if not path.is_dir():
         if _DELTA.fullmatch(path.name):
             raise delta_error(path.parent)
-        is_indexed = _NUMBERED.fullmatch(path.name) and is_there(path.parent / INDEX)
-        check_is_model(path.parent, read_index(path.parent / INDEX)[1] if is_indexed else {})
+        is_indexed = _NUMBERED.fullmatch(path.name) and is_existing_path(path.parent / INDEX)
+        require_no_compressed_deltas(path.parent, read_index(path.parent / INDEX)[1] if is_indexed else {})
         if _SHARD.fullmatch(path.name):
             hint = "pass the directory that has all shards"
             raise Unsupported("this file is the shard of one rank", path=path, hint=hint)
@@ -170,19 +176,19 @@ def find_safetensors(path: Path, report: Report) -> IndexedFiles:
         report(Incomplete("a change of this model was interrupted", path=path / JOURNAL, hint=hint))
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
-        return find_shards(path, shards, present)
-    if index := find_index(path, present):
-        return find_indexed(path, index, present, report)
-    check_is_model(path, {})
+        return find_rank_safetensors(path, shards, present)
+    if index := find_index_name(path, present):
+        return read_indexed_files(path, index, present, report)
+    require_no_compressed_deltas(path, {})
     if any(map(_DELTA.fullmatch, present)):
         raise delta_error(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
-        return find_numbered(path, numbered, present, report)
+        return find_numbered_files(path, numbered, present, report)
     return IndexedFiles(path, [SINGLE if SINGLE in present else find_only_file(path, present)])
 
 
-def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:
+def find_rank_safetensors(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:
     """Return the files of all ranks. Raises `Corrupt` if a part is missing, or another model is in the directory too.
 
     A rank without shards in some part of the model has no file for that part.
@@ -193,7 +199,7 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
     if other is not None:
         hint = "move one of them elsewhere: they may be of different saves, or one was made from the other"
         raise Corrupt(f"both the shards of {len(ranks)} ranks and `{other}` are here", path=path, hint=hint)
-    lost = find_missing_number("shard-*-model-{:05d}-*", parts, count_of(path, shards, 3), path)
+    lost = find_missing_number("shard-*-model-{:05d}-*", parts, part_count_in_names(path, shards, 3), path)
     if lost is not None:
         raise lost
     return IndexedFiles(
@@ -201,11 +207,11 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
     )
 
 
-def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str], report: Report) -> IndexedFiles:
+def find_numbered_files(path: Path, files: Sequence[re.Match[str]], present: set[str], report: Report) -> IndexedFiles:
     """Return the files `model-0000i-of-0000N` without an index; report if one of the N is missing."""
     if SINGLE in present:
         raise two_exports_error(path, files[0][0])
-    count = count_of(path, files, 2)
+    count = part_count_in_names(path, files, 2)
     lost = find_missing_number(
         f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", {int(match[1]) for match in files}, count, path
     )
@@ -214,7 +220,7 @@ def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str],
     return IndexedFiles(path, [match[0] for match in files])
 
 
-def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
+def part_count_in_names(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
     """Return the number of parts that all file names contain. Raises `Corrupt` where they disagree."""
     counts = {int(match[group]) for match in files}
     if len(counts) > 1:
@@ -247,14 +253,14 @@ def delta_error(path: Path) -> Unsupported:
     return Unsupported("expected a checkpoint, found a delta", path=path, hint=hint)
 
 
-def check_is_model(folder: Path, metadata: Mapping[str, Any]) -> None:
+def require_no_compressed_deltas(directory: Path, metadata: Mapping[str, Any]) -> None:
     """Raise `Unsupported` if the safetensors in a directory are compressed weight updates of an RL trainer.
 
     `metadata` comes from their index. Sources: `disk_delta.py` of slime and miles, whose index names an encoding;
     `delta_checkpoint.py` of SkyRL, which writes a `manifest.json`.
     """
-    manifest = folder / "manifest.json"
-    value = parse_json(read_small(manifest, _MANIFEST), manifest) if is_there(manifest) else None
+    manifest = directory / "manifest.json"
+    value = parse_json(read_small(manifest, _MANIFEST), manifest) if is_existing_path(manifest) else None
     if isinstance(value, dict) and {"base_version", "tensors"} <= value.keys():
         trainer = "SkyRL"
     elif _ENCODING in metadata:
@@ -262,10 +268,10 @@ def check_is_model(folder: Path, metadata: Mapping[str, Any]) -> None:
     else:
         return
     message = f"weight updates of {trainer}, which ckptkit stopped reading in 0.1"
-    raise Unsupported(message, path=folder, hint=f"apply them with {trainer}, and pass the model")
+    raise Unsupported(message, path=directory, hint=f"apply them with {trainer}, and pass the model")
 
 
-def find_index(path: Path, present: set[str]) -> str | None:
+def find_index_name(path: Path, present: set[str]) -> str | None:
     """Return the name of the index in a directory, None without an index. Some libraries name it after their files."""
     indices = sorted(name for name in present if name.endswith(_INDEX))
     if len(indices) > 1 and INDEX not in indices:
@@ -274,10 +280,10 @@ def find_index(path: Path, present: set[str]) -> str | None:
     return INDEX if INDEX in indices else next(iter(indices), None)
 
 
-def find_indexed(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
+def read_indexed_files(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
     """Return the files that the index names; report missing ones. Refuses a single file beside them as ambiguous."""
     index, metadata = read_index(path / described_by)
-    check_is_model(path, metadata)
+    require_no_compressed_deltas(path, metadata)
     single = described_by.removesuffix(".index.json")
     names = sorted(set(index.values()))
     if single in present and single not in names:
@@ -300,21 +306,25 @@ def find_only_file(path: Path, present: set[str]) -> str:
 
 
 def check_index(
-    path: Path, places: Mapping[str, str], chunks: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
+    path: Path,
+    file_by_tensor: Mapping[str, str],
+    chunks: Mapping[str, Sequence[Chunk]],
+    unread: Container[str],
+    report: Report,
 ) -> None:
     """Report where the index and the headers of the files, except `unread` ones, do not name the same tensors."""
-    for name, file in places.items():
+    for name, file in file_by_tensor.items():
         files = [chunk.path for chunk in chunks.get(name, ())]
         if files != [file] and file not in unread:
             where = f"found it in {' and '.join(f'`{file}`' for file in files)}" if files else "found it in no file"
             report(Corrupt(f"expected the tensor in `{file}` (index), {where}", path=path, tensor=name))
     for name in chunks:
-        if name not in places:
+        if name not in file_by_tensor:
             message = f"`{chunks[name][0].path}` contains a tensor that the index does not list"
             report(Corrupt(message, path=path, tensor=name))
 
 
-def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
+def join_chunks(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
     """Return the tensor of these chunks. Its shape ends where the last chunk does: nothing records it."""
     first, *others = chunks
     for chunk in others:
@@ -325,11 +335,11 @@ def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
     return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
 
 
-def split_names(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
+def split_names_by_size(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
     """Return the names in each file of at most `limit` bytes, in natural order; a larger tensor has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name in sorted(specs, key=lambda name: (natural(name), name)):
+    for name in sorted(specs, key=lambda name: (natural_sort_key(name), name)):
         nbytes = specs[name].nbytes
         if shards[-1] and filled + nbytes > limit:
             shards.append([])
@@ -346,7 +356,7 @@ def split_into_files(specs: Mapping[str, Spec], options: WriterOptions) -> dict[
         for name in specs:
             shares.setdefault(options.places[name], []).append(name)
         return dict(sorted(shares.items()))
-    shards, stem = split_names(specs, options.max_shard_size), options.stem
+    shards, stem = split_names_by_size(specs, options.max_shard_size), options.stem
     if len(shards) == 1:
         return {f"{stem}{_SUFFIX}": shards[0]}
     return {f"{stem}-{i:05d}-of-{len(shards):05d}{_SUFFIX}": names for i, names in enumerate(shards, start=1)}

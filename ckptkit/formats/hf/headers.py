@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.formats.safetensors_headers import check_contiguous, load_header, read_entry, read_starts
+from ckptkit.formats.safetensors_headers import load_raw_header, parse_header_entry, read_shard_starts, require_no_gaps
 from ckptkit.io.file import names_in
 from ckptkit.layout import Layout, Spec, StoredTensor
 
@@ -25,7 +25,7 @@ class HeaderFiles:
     is_series: bool
 
 
-def layout_of_headers(root: Path, format_name: str) -> HeaderFiles | None:
+def find_layout_in_headers(root: Path, format_name: str) -> HeaderFiles | None:
     """Return the contents of all safetensors files in a directory as a layout of the format `format_name`.
 
     Returns None if that is ambiguous: two files have a tensor of one name, or a rank wrote only its shards.
@@ -34,22 +34,24 @@ def layout_of_headers(root: Path, format_name: str) -> HeaderFiles | None:
     empty: dict[str, str] = {}
     files = set()
     for file in sorted(file for file in names_in(root) if file.endswith(_SUFFIX)):
-        header, start, size = load_header(root / file)
-        if read_starts(header.pop("__metadata__", None), root / file):
+        header, start, size = load_raw_header(root / file)
+        if read_shard_starts(header.pop("__metadata__", None), root / file):
             return None
-        dropped = {key for key, entry in header.items() if is_empty(entry)}
-        chunks = {key: read_entry(key, header[key], None, root / file, start) for key in header.keys() - dropped}
-        check_contiguous(chunks, root / file, start, size)
+        dropped = {key for key, entry in header.items() if is_empty_header_entry(entry)}
+        chunks = {
+            key: parse_header_entry(key, header[key], None, root / file, start) for key in header.keys() - dropped
+        }
+        require_no_gaps(chunks, root / file, start, size)
         if chunks.keys() & tensors.keys():
             return None
         for key, chunk in sorted(chunks.items()):
             tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,))
         empty |= dict.fromkeys(dropped, file)
         files |= {file} if chunks else set()
-    return HeaderFiles(Layout(root, format_name, tensors), empty, is_series(files))
+    return HeaderFiles(Layout(root, format_name, tensors), empty, is_numbered_series(files))
 
 
-def is_empty(entry: Any) -> bool:
+def is_empty_header_entry(entry: Any) -> bool:
     """Return whether an entry is empty, without dtype and elements, like torch's `_FqnData` before it is filled."""
     if not isinstance(entry, dict) or entry.get("dtype") != "":
         return False
@@ -57,7 +59,7 @@ def is_empty(entry: Any) -> bool:
     return isinstance(offsets, list) and len(offsets) == 2 and offsets[0] == offsets[1]
 
 
-def is_series(files: set[str]) -> bool:
+def is_numbered_series(files: set[str]) -> bool:
     """Return whether file names count from 1 to their number, such as `model-00001-of-00002.safetensors`."""
     matches = [match for file in files if (match := _SERIES.fullmatch(file))]
     kinds = {(match[1], int(match[3]), match[4]) for match in matches}

@@ -139,8 +139,8 @@ def _new_record(of: Global, *args: Any) -> Record:
 class FlatInstance(list[Any]):
     """An instance of a class with possibly millions of instances: a list, created and filled without calls in Python.
 
-    It has the names and values of a state dict in turn, or any other state as its only element. `columns` reads many
-    instances at once.
+    It has the names and values of a state dict in turn, or any other state as its only element. `attribute_columns`
+    reads many instances at once.
     """
 
     __slots__ = ()
@@ -157,7 +157,7 @@ class FlatInstance(list[Any]):
         return dict(zip(names, self[1::2], strict=True))
 
 
-def columns(instances: Sequence[FlatInstance], names: Sequence[str]) -> list[Sequence[Any]]:
+def attribute_columns(instances: Sequence[FlatInstance], names: Sequence[str]) -> list[Sequence[Any]]:
     """Return the attributes of many instances with these names: a sequence of values for each name.
 
     The value is None where an instance lacks the attribute. Fast if all have the same first names, in this order.
@@ -206,7 +206,7 @@ class Dict(dict[Any, Any]):
             if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
                 raise NotTabular
         elif not isinstance(key, (str, FlatInstance)):
-            check_key(key)
+            require_cheap_hash(key)
         super().__setitem__(key, value)
 
 
@@ -252,9 +252,9 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     of one class. If these are keys and values of a dict, the table is a key with the value None.
     """
     if is_flat and len(data) - at >= TABLES_FROM:
-        from ckptkit.formats.pickles.tables import Tables, has_long_runs  # only large checkpoints need them
+        from ckptkit.formats.pickles.tables import Tables, has_many_instances  # only large checkpoints need them
 
-        if has_long_runs(data, at):
+        if has_many_instances(data, at):
             # if the tables fail, read again without them, which also decides whether the pickle is damaged
             with suppress(NotTabular, *_MALFORMED):
                 return _load(data, names, at, is_flat=True, tables=Tables(data, at))
@@ -288,11 +288,11 @@ class _Unpickler(pickle.Unpickler):
                 hint = "report the name if you trust the producer: ckptkit never runs code from a checkpoint"
                 raise Unsupported(f"ckptkit does not expect `{module}.{name}` in the pickle of a checkpoint", hint=hint)
             is_getattr = (module, name) in _GETATTR
-            global_ = _Attribute(module, name, self.name_it) if is_getattr else self.name_it(module, name)
+            global_ = _Attribute(module, name, self.make_global) if is_getattr else self.make_global(module, name)
             self._known[module, name] = global_
         return global_
 
-    def name_it(self, module: str, name: str) -> Any:
+    def make_global(self, module: str, name: str) -> Any:
         """Return the `Global` of a name, always the same one. Raises `Unsupported` if there are too many names."""
         global_ = self._known.get((module, name))
         if global_ is None:
@@ -314,7 +314,7 @@ class _Unpickler(pickle.Unpickler):
             case (("module", Global() as of, *_),):
                 return of
             case (int(number), Global(), *_) if self._tables:  # references of the pickle itself are 1-tuples
-                sides = self._tables.name_it(number, pid[1:], _tuple_itself)
+                sides = self._tables.table_columns(number, pid[1:], _tuple_itself)
                 if sides is None:
                     raise NotTabular
                 return InstanceTable(sides)
@@ -322,7 +322,7 @@ class _Unpickler(pickle.Unpickler):
                 return PersistentId(*pid)
 
 
-def parts_of(value: Any) -> Sequence[Any]:
+def members_of_value(value: Any) -> Sequence[Any]:
     """Return the direct members of a loaded value of any kind."""
     if isinstance(value, Record):
         return [value.of, value.args, value.members, value.items, value.state]
@@ -333,8 +333,8 @@ def parts_of(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else ()
 
 
-def walk(value: Any, parts: Callable[[Any], Sequence[Any]] = parts_of) -> Iterator[Any]:
-    """Yield a loaded value and its nested members (or those that `parts` returns), each once, in the pickle's order."""
+def walk_members(value: Any, members_of: Callable[[Any], Sequence[Any]] = members_of_value) -> Iterator[Any]:
+    """Yield a loaded value and its nested members (those that `members_of` returns), each once, in their order."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -342,10 +342,10 @@ def walk(value: Any, parts: Callable[[Any], Sequence[Any]] = parts_of) -> Iterat
         if id(member) not in seen:
             seen.add(id(member))
             yield member
-            waiting.extend(reversed(parts(member)))
+            waiting.extend(reversed(members_of(member)))
 
 
-def check_key(key: Any) -> None:
+def require_cheap_hash(key: Any) -> None:
     """Raise `TypeError` for a dict key whose hash may take forever: nested tuples of shared tuples."""
     if isinstance(key, tuple):
         if not all(isinstance(member, SCALARS) for member in key):

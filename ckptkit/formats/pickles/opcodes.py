@@ -54,13 +54,15 @@ WITH_OPERANDS = b"%b|%b" % (_OPERANDS, counted_pattern(b"X", 4, SHORT))
 class TableReader(Protocol):
     """Reads consecutive instances of one class into tables while a pickle is rewritten: `tables.Tables`."""
 
-    def pass_on(self, start: int, end: int) -> None:
+    def record_unchanged(self, start: int, end: int) -> None:
         """Note that the opcodes between two offsets are passed on unchanged."""
 
-    def follow(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
+    def replacements_at(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
         """Yield replacements for the instances at an offset. Returns the offset after them."""
 
-    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> Sequence[Mapping[str, Sequence[Any]]] | None:
+    def table_columns(
+        self, number: int, fetched: Sequence[Any], size: Any
+    ) -> Sequence[Mapping[str, Sequence[Any]]] | None:
         """Return the columns of a table by name, for keys and values; None if the fetched values do not fit a table."""
 
 
@@ -92,8 +94,8 @@ class SanitizedPickle(RawIOBase):
 
     def _rewrite(self, data: bytes, at: int, *, is_flat: bool, tables: TableReader | None) -> Iterator[bytes]:
         """Yield the rewritten pickle in non-empty pieces."""
-        allowed = allowed_run()
-        instances = flat_instances() if is_flat else None  # compile only if needed: it takes milliseconds
+        allowed = allowed_sequence_pattern()
+        instances = flat_instance_pattern() if is_flat else None  # compile only if needed: it takes milliseconds
         window = _WINDOW_BETWEEN_TABLES if tables else _WINDOW
         done = at
         while True:
@@ -106,11 +108,11 @@ class SanitizedPickle(RawIOBase):
                 yield data[done:at] + flat
                 at = done = at + len(flat) + _SHORTER * len(flat_ones)
                 if tables:
-                    at = done = yield from tables.follow((before for before, *_ in flat_ones), start, at)
+                    at = done = yield from tables.replacements_at((before for before, *_ in flat_ones), start, at)
                 continue
             at = next(allowed.finditer(data, at)).end()
             if tables:
-                tables.pass_on(start, at)
+                tables.record_unchanged(start, at)
             if data[at : at + 1] == _STOP:
                 break
             replacement, end = replacement_opcode(data, at)
@@ -130,10 +132,12 @@ def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     if replacement is not None:
         return replacement, at + 1
     if opcode == _FRAME:
-        past_end(data, at + 9, read_number(data, at + 1, 8))
+        end_within_data(data, at + 9, read_little_endian(data, at + 1, 8))
         return b"", at + 9
     if opcode == _LONG_BINPUT:
-        past_end(data, 0, read_number(data, at + 1, 4))  # a valid memo never has more entries than the pickle has bytes
+        end_within_data(
+            data, 0, read_little_endian(data, at + 1, 4)
+        )  # a valid memo never has more entries than the pickle has bytes
         return None, at + 5
     if not opcode or opcode in _FIXED:
         raise IndexError(at)
@@ -141,14 +145,14 @@ def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     if width is None:
         raise Unsupported(f"damaged or not torch's: unknown pickle opcode 0x{opcode[0]:02x} at byte {at}")
     start = at + 1 + width
-    return None, past_end(data, start, read_number(data, at + 1, width))
+    return None, end_within_data(data, start, read_little_endian(data, at + 1, width))
 
 
-def read_number(data: bytes, at: int, width: int) -> int:
+def read_little_endian(data: bytes, at: int, width: int) -> int:
     return int.from_bytes(data[at : at + width], "little")
 
 
-def past_end(data: bytes, start: int, length: int) -> int:
+def end_within_data(data: bytes, start: int, length: int) -> int:
     """Return the end of `length` bytes from `start`. Raises `IndexError` if there are fewer bytes."""
     if start + length > len(data):
         raise IndexError(start)
@@ -156,21 +160,24 @@ def past_end(data: bytes, start: int, length: int) -> int:
 
 
 @cache
-def allowed_run() -> re.Pattern[bytes]:
-    return re.compile(b"%b*+" % allowed_opcodes(_ALWAYS + _NOT_IN_STATES, WITH_OPERANDS), re.DOTALL)
+def allowed_sequence_pattern() -> re.Pattern[bytes]:
+    return re.compile(b"%b*+" % allowed_opcode_pattern(_ALWAYS + _NOT_IN_STATES, WITH_OPERANDS), re.DOTALL)
 
 
 @cache
-def flat_instances() -> re.Pattern[bytes]:
+def flat_instance_pattern() -> re.Pattern[bytes]:
     """Return the pattern of an object whose state is a dict.
 
     Its groups are the opcodes before the dict, the dict's items, and, without such an object, the remaining bytes.
     Strings must be as protocol 4 writes them.
     """
-    before, items = allowed_opcodes(_ALWAYS + _NOT_IN_STATES, _OPERANDS), allowed_opcodes(_ALWAYS, _OPERANDS)
+    before, items = (
+        allowed_opcode_pattern(_ALWAYS + _NOT_IN_STATES, _OPERANDS),
+        allowed_opcode_pattern(_ALWAYS, _OPERANDS),
+    )
     return re.compile(rb"(%b*+)\}(\x94?\(%b*+)ub|(.).*" % (before, items), re.DOTALL)
 
 
-def allowed_opcodes(single: bytes, others: bytes) -> bytes:
+def allowed_opcode_pattern(single: bytes, others: bytes) -> bytes:
     """Return the pattern of allowed opcodes: these single-byte ones, and those with operands."""
     return rb"(?:[%b]++|q.|r..\0\0|%b)" % (single, others)

@@ -80,7 +80,7 @@ class InstanceShape(NamedTuple):
             yield from (attribute.name, attribute.size or self.of)
 
 
-def has_long_runs(data: bytes, at: int) -> bool:
+def has_many_instances(data: bytes, at: int) -> bool:
     """Return whether a pickle has many more instances than lists, so that many instances are consecutive."""
     return data.count(b")\x81\x94}\x94(", at) >= _MANY * data.count(b"]\x94", at)
 
@@ -91,23 +91,23 @@ class Tables:
     def __init__(self, data: bytes, at: int) -> None:
         self._data = data
         self._is_off = data[at : at + 2] not in _PROTOCOLS
-        self._fetched = [] if self._is_off else fetched_places(data, at)
+        self._fetched = [] if self._is_off else fetched_memo_indices(data, at)
         self._texts: dict[int, str] = {}  # strings that may be fetched, by memo index
         self._values = _Values(self._texts)
         self._memo_size = 0  # the number of memo entries so far
         self._is_key_next: bool | None = None  # if instances are keys and values of a dict; None if unknown
         self._made: list[tuple[Sequence[InstanceShape], list[Sequence[Any]]]] = []
 
-    def follow(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
+    def replacements_at(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
         """Yield replacements for the instances at an offset, and return the offset after them; `heads` came before."""
-        self.pass_on(start, at)
+        self.record_unchanged(start, at)
         self._track_keys(heads)
         while taken := self._replace_instances(at):
             piece, at = taken
             yield piece
         return at
 
-    def pass_on(self, start: int, end: int) -> None:
+    def record_unchanged(self, start: int, end: int) -> None:
         """Record the memo entries of the opcodes between two offsets, which the unpickler gets unchanged."""
         if self._is_off:
             return
@@ -116,10 +116,10 @@ class Tables:
         # they name the memo index that they fill
         self._is_off = b"q" in bare or b"r" in bare + self._data[end : end + 1]
         before, self._memo_size = self._memo_size, self._memo_size + bare.count(b"\x94")
-        wanted = set(self._fetched_in(before, self._memo_size))
+        wanted = set(self._fetched_between(before, self._memo_size))
         if wanted:
             memoized = enumerate((match[1] for match in _MEMOIZED.finditer(piece) if match[2]), before)
-            self._note_texts((index, text) for index, text in memoized if text is not None and index in wanted)
+            self._record_texts((index, text) for index, text in memoized if text is not None and index in wanted)
 
     def _track_keys(self, heads: Iterable[bytes]) -> None:
         """Track whether the next instance is a key, from the opcodes before the state of each instance passed on."""
@@ -141,7 +141,7 @@ class Tables:
         if not shapes or (len(shapes) > 1 and not self._is_key_next):
             return None
         end = min(at + _WINDOW, len(self._data))
-        rows = _rows(shapes).findall(self._data, at, end)
+        rows = _rows_pattern(shapes).findall(self._data, at, end)
         if rows and rows[-1][-1]:
             end -= len(rows.pop()[-1])
         if len(rows) < _FEWEST:
@@ -160,12 +160,12 @@ class Tables:
         from them, or they fetch something else.
         """
         end = self._memo_size + count_memoized(shapes, rows)
-        wanted = self._fetched_in(self._memo_size, end)
+        wanted = self._fetched_between(self._memo_size, end)
         texts = dict(memoized_texts(shapes, rows, self._memo_size)) if wanted else {}
         if not all(index in texts for index in wanted):
             return None
         kept = [(index, texts[index]) for index in wanted]
-        self._note_texts(kept)
+        self._record_texts(kept)
         if len(self._values) > _MOST_VALUES:
             self._values.clear()
         *columns, _ = zip(*rows, strict=True)
@@ -175,9 +175,9 @@ class Tables:
             # an unknown memo index or invalid string: leave the instances to the unpickler
             return None
         before, self._memo_size = self._memo_size, end
-        return b"".join(fillers(before, end, kept))
+        return b"".join(memo_filling_opcodes(before, end, kept))
 
-    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> list[dict[str, Sequence[Any]]] | None:
+    def table_columns(self, number: int, fetched: Sequence[Any], size: Any) -> list[dict[str, Sequence[Any]]] | None:
         """Return the columns of a table by name, for keys and values; None if the fetched values do not fit a table.
 
         The unpickler has `fetched` the common part of the instances; `size` is its object for torch.Size.
@@ -199,10 +199,10 @@ class Tables:
             sides.append(side)
         return sides
 
-    def _fetched_in(self, start: int, end: int) -> Sequence[int]:
+    def _fetched_between(self, start: int, end: int) -> Sequence[int]:
         return self._fetched[bisect_left(self._fetched, start) : bisect_left(self._fetched, end)]
 
-    def _note_texts(self, strings: Iterable[tuple[int, bytes]]) -> None:
+    def _record_texts(self, strings: Iterable[tuple[int, bytes]]) -> None:
         self._texts.update((index, decode_text(opcodes)) for index, opcodes in strings)
 
 
@@ -214,12 +214,12 @@ class _Values(dict[bytes, Any]):
         self._texts = texts
 
     def __missing__(self, opcodes: bytes) -> Any:
-        value = self._texts[int.from_bytes(opcodes[1:], "little")] if opcodes[0] in b"hj" else decode(opcodes)
+        value = self._texts[int.from_bytes(opcodes[1:], "little")] if opcodes[0] in b"hj" else decode_opcodes(opcodes)
         self[opcodes] = value
         return value
 
 
-def decode(opcodes: bytes) -> int | str | tuple[int, ...] | None:
+def decode_opcodes(opcodes: bytes) -> int | str | tuple[int, ...] | None:
     """Return the value of opcodes that are not a fetch."""
     if opcodes == b"N":
         return None
@@ -243,15 +243,15 @@ def decode_text(opcodes: bytes) -> str:
 
 def shapes_at(data: bytes, at: int) -> tuple[InstanceShape, ...]:
     """Return the shapes of the instance at an offset, and of the next one if its class differs; () without one."""
-    first = shape_at(data, at)
+    first = find_shape_at(data, at)
     if first is None:
         return ()
     shape, end = first
-    second = shape_at(data, end)
+    second = find_shape_at(data, end)
     return (shape,) if second is None or second[0].of == shape.of else (shape, second[0])
 
 
-def shape_at(data: bytes, at: int) -> tuple[InstanceShape, int] | None:
+def find_shape_at(data: bytes, at: int) -> tuple[InstanceShape, int] | None:
     """Return the shape of the instance at an offset and the offset after it; None if it does not fit a table."""
     match = _INSTANCE.match(data, at)
     if match is None:
@@ -291,7 +291,7 @@ def memoized_texts(
                     index += 1
 
 
-def fillers(start: int, end: int, texts: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
+def memo_filling_opcodes(start: int, end: int, texts: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
     """Yield opcodes that fill the memo from index `start` to `end` with strings and None."""
     for index, text in texts:
         yield b"N%b0%b\x940" % (b"\x94" * (index - start), text)
@@ -299,7 +299,7 @@ def fillers(start: int, end: int, texts: Iterable[tuple[int, bytes]]) -> Iterato
     yield b"N%b0" % (b"\x94" * (end - start))
 
 
-def fetched_places(data: bytes, at: int) -> list[int]:
+def fetched_memo_indices(data: bytes, at: int) -> list[int]:
     """Return the memo indices fetched with four bytes, and maybe more. Skips the few frequent ones once known."""
     fetched: set[bytes] = set()
     highest = min(len(data) >> 24, 255)  # byte of a place
@@ -319,6 +319,6 @@ def memo_get_pattern(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]
 
 
 @lru_cache(maxsize=8)
-def _rows(shapes: tuple[InstanceShape, ...]) -> re.Pattern[bytes]:
+def _rows_pattern(shapes: tuple[InstanceShape, ...]) -> re.Pattern[bytes]:
     """Return the pattern of instances of these shapes in turn. Its groups are the values, then the remaining bytes."""
     return re.compile(b"%b|(.+)" % b"".join(shape.pattern for shape in shapes), re.DOTALL)

@@ -105,7 +105,7 @@ class TensorRecord:
     strides: Shape
 
     @property
-    def span(self) -> int:
+    def numel_spanned(self) -> int:
         """Return the number of storage elements from the tensor's first to its last element, inclusive."""
         if 0 in self.shape:
             return 0
@@ -126,7 +126,7 @@ class TensorRecord:
 def parse_tensor(data: bytes) -> TensorRecord:
     """Return the tensor that a `data.pkl` describes. Cached, since chunks of one shape have equal pickles."""
     value, _ = inert_pickle.load(data, _Names())
-    return as_tensor(value)
+    return as_tensor_record(value)
 
 
 def is_tensor(value: object) -> bool:
@@ -149,10 +149,10 @@ def is_subclass(value: object, name: str, modules: str | tuple[str, ...]) -> boo
     return False
 
 
-def as_tensor(value: object) -> TensorRecord:
+def as_tensor_record(value: object) -> TensorRecord:
     """Return the tensor of a pickled value. Raises `Unsupported` for any other kind of object."""
     call = plain_tensor_call(value)
-    if not any(is_call(call, name) for name in _TENSORS):
+    if not any(is_torch_utils_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
         what = _REFUSED.get(made_by, f"a tensor that is not a plain one ({made_by or type(call).__name__})")
         if made_by.endswith(_MADE_ANEW):
@@ -166,19 +166,19 @@ def as_tensor(value: object) -> TensorRecord:
 def plain_tensor_call(value: object) -> Any:
     """Return the call that rebuilds the plain tensor in a parameter, a buffer or a tensor with attributes."""
     while isinstance(value, Record) and isinstance(value.args, tuple):
-        if any(is_call(value, name) for name in _PARAMETERS) and value.args:
+        if any(is_torch_utils_call(value, name) for name in _PARAMETERS) and value.args:
             value = value.args[0]
         elif value.of == REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
             function, _, arguments, _ = value.args
             value = Record(function, arguments)
-        elif (inner := unquantized_tensor(value)) is not None:
+        elif (inner := find_unquantized_tensor(value)) is not None:
             value = inner
         else:
             break
     return value
 
 
-def unquantized_tensor(value: Record) -> Any | None:
+def find_unquantized_tensor(value: Record) -> Any | None:
     """Return the unquantized tensor in one of torchao's, else None. Raises `Corrupt` if its shape differs."""
     match value:
         case Record(of=of, args=(function, Global() as kind, (_, _, size, *_), state)):
@@ -187,13 +187,13 @@ def unquantized_tensor(value: Record) -> Any | None:
             if of != REBUILD_OF_TYPE or function != REBUILD_WRAPPER or attribute is None:
                 return None
             tensor = attributes.get(attribute) if isinstance(attributes, dict) else None
-            if tensor is None or as_tensor(tensor).shape != as_shape(size):
+            if tensor is None or as_tensor_record(tensor).shape != as_shape(size):
                 raise Corrupt(f"a `{kind}` of shape {size} has no tensor of this shape in `{attribute}`")
             return tensor
     return None
 
 
-def is_call(value: object, name: str) -> bool:
+def is_torch_utils_call(value: object, name: str) -> bool:
     return isinstance(value, Record) and value.of == _in_torch_utils(name)
 
 
@@ -207,7 +207,7 @@ def parse_rebuild(call: Record) -> TensorRecord:
         shape, strides = as_shape(shape), as_shape(strides)
         kind, storage_type, key, _location, _numel, *view = storage.value
         offset += view[0][1] if view and view[0] else 0
-        typed = not is_call(call, "_rebuild_tensor_v3")
+        typed = not is_torch_utils_call(call, "_rebuild_tensor_v3")
         dtype = DTYPES[STORAGES[storage_type.name] if typed else call.args[6].name]
         bits = call.args[6 if typed else 7 :]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:

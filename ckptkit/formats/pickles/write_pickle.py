@@ -44,13 +44,13 @@ class Pickler:
         self.by_identity = by_identity
         self.memo: dict[object, int] = {}  # strings and globals by value, other objects by id()
 
-    def declare(self, value: Any) -> bytes:
+    def memoize_strings_of(self, value: Any) -> bytes:
         """Write a value and discard it, so that its strings are in the memo; return its opcodes from now on."""
         self.save(value)
         self.out += b"0"
-        return self.piece(value)
+        return self.opcodes_of(value)
 
-    def piece(self, value: Any) -> bytes:
+    def opcodes_of(self, value: Any) -> bytes:
         """Return the opcodes that `value` would have now."""
         out, self.out = self.out, bytearray()
         self.save(value)
@@ -65,13 +65,13 @@ class Pickler:
 
     # constants
 
-    def _none(self, _: None) -> None:
+    def _save_none(self, _: None) -> None:
         self.out += b"N"
 
-    def _boolean(self, value: bool) -> None:
+    def _save_boolean(self, value: bool) -> None:
         self.out += b"\x88" if value else b"\x89"
 
-    def _integer(self, value: int) -> None:
+    def _save_integer(self, value: int) -> None:
         if 0 <= value < 256:
             self.out += b"K%c" % value
         elif -(1 << 31) <= value < 1 << 31:
@@ -82,25 +82,25 @@ class Pickler:
                 raise Unsupported(f"an integer of {len(data)} bytes cannot be pickled here")
             self.out += b"\x8a%c" % len(data) + data
 
-    def _floating(self, value: float) -> None:
+    def _save_float(self, value: float) -> None:
         self.out += b"G" + _f64.pack(value)
 
-    def _string(self, value: str) -> None:
-        if not self._recall(value):
+    def _save_string(self, value: str) -> None:
+        if not self._write_memo_get(value):
             data = value.encode("utf-8", "surrogatepass")
             self.out += b"X" + _u32.pack(len(data)) + data
-            self._remember(value)
+            self._write_memo_put(value)
 
-    def _bytestring(self, value: bytes) -> None:
-        self._name(_BYTES)
-        self._string(value.decode("latin-1"))
-        self._string("latin1")
+    def _save_bytes(self, value: bytes) -> None:
+        self._save_global(_BYTES)
+        self._save_string(value.decode("latin-1"))
+        self._save_string("latin1")
         self.out += b"\x86R"
 
     # containers
 
-    def _tuple(self, value: tuple[Any, ...]) -> None:
-        if value and self._recall(id(value)):
+    def _save_tuple(self, value: tuple[Any, ...]) -> None:
+        if value and self._write_memo_get(id(value)):
             return
         small = _SMALL_TUPLES.get(len(value))
         if small is None:
@@ -109,27 +109,27 @@ class Pickler:
             self.save(member)
         self.out += small or b"t"
         if value:
-            self._remember(id(value))
+            self._write_memo_put(id(value))
 
-    def _list(self, value: list[Any]) -> None:
-        if not self._recall(id(value)):
+    def _save_list(self, value: list[Any]) -> None:
+        if not self._write_memo_get(id(value)):
             self.out += b"]"
-            self._remember(id(value))
-            self._members(value)
+            self._write_memo_put(id(value))
+            self._save_members(value)
 
-    def _dict(self, value: dict[Any, Any]) -> None:
-        if not self._recall(id(value)):
+    def _save_dict(self, value: dict[Any, Any]) -> None:
+        if not self._write_memo_get(id(value)):
             self.out += b"}"
-            self._remember(id(value))
-            self._pairs(value.items())
+            self._write_memo_put(id(value))
+            self._save_pairs(value.items())
 
-    def _members(self, members: Iterable[Any]) -> None:
+    def _save_members(self, members: Iterable[Any]) -> None:
         self.out += b"("
         for member in members:
             self.save(member)
         self.out += b"e"
 
-    def _pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+    def _save_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         self.out += b"("
         for key, value in pairs:
             self.save(key)
@@ -138,48 +138,48 @@ class Pickler:
 
     # names and calls of code
 
-    def _name(self, value: Global) -> None:
-        if self._recall(value):
+    def _save_global(self, value: Global) -> None:
+        if self._write_memo_get(value):
             return
         above, _, last = value.name.rpartition(".")
         if above:  # protocol 2 has no nested classes: a call of getattr finds one
-            self._name(_GETATTR)
-            self._name(Global(value.module, above))
-            self._string(last)
+            self._save_global(_GETATTR)
+            self._save_global(Global(value.module, above))
+            self._save_string(last)
             self.out += b"\x86R"
         else:
             self.out += f"c{value.module}\n{value.name}\n".encode()
-        self._remember(value)
+        self._write_memo_put(value)
 
-    def _call(self, value: Record) -> None:
-        if self._recall(id(value)):
+    def _save_call(self, value: Record) -> None:
+        if self._write_memo_get(id(value)):
             return
         self.save(value.of)
         self.save(value.args)
         self.out += b"\x81" if value.is_new else b"R"
-        self._remember(id(value))
+        self._write_memo_put(id(value))
         if value.members is not None:
-            self._members(value.members)
+            self._save_members(value.members)
         if value.items is not None:
-            self._pairs(value.items)
+            self._save_pairs(value.items)
         if value.state is not None:
             self.save(value.state)
             self.out += b"b"
 
-    def _persistent(self, value: PersistentId) -> None:
+    def _save_persistent_id(self, value: PersistentId) -> None:
         self.save(value.value)
         self.out += b"Q"
 
     # memo
 
-    def _recall(self, key: object) -> bool:
+    def _write_memo_get(self, key: object) -> bool:
         index = self.memo.get(key)
         if index is None:
             return False
         self.out += b"h%c" % index if index < 256 else b"j" + _u32.pack(index)
         return True
 
-    def _remember(self, key: object) -> None:
+    def _write_memo_put(self, key: object) -> None:
         if type(key) is int and not self.by_identity:
             return
         index = self.memo[key] = len(self.memo)
@@ -188,8 +188,9 @@ class Pickler:
 
 _P = Pickler
 _SAVES: Final[dict[type, Callable[[Pickler, Any], None]]] = {
-    type(None): _P._none, bool: _P._boolean, int: _P._integer, float: _P._floating, TuplePlace: _P._integer,
-    str: _P._string, NumberKey: _P._string, bytes: _P._bytestring,
-    tuple: _P._tuple, list: _P._list, dict: _P._dict, Dict: _P._dict,
-    Global: _P._name, Record: _P._call, PersistentId: _P._persistent,
+    type(None): _P._save_none, bool: _P._save_boolean, int: _P._save_integer, float: _P._save_float,
+    TuplePlace: _P._save_integer,
+    str: _P._save_string, NumberKey: _P._save_string, bytes: _P._save_bytes,
+    tuple: _P._save_tuple, list: _P._save_list, dict: _P._save_dict, Dict: _P._save_dict,
+    Global: _P._save_global, Record: _P._save_call, PersistentId: _P._save_persistent_id,
 }  # fmt: skip

@@ -12,22 +12,22 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import flatten, unflatten
 from ckptkit.formats.archives.state_files import (
     HEAD,
+    archive_extents_of,
+    checksum_offsets_in,
     entries_in,
-    extents_of,
     is_torch_save,
-    places_in,
     read_state_file,
 )
-from ckptkit.formats.archives.write_archive import Storages, make_envelope
+from ckptkit.formats.archives.write_archive import Storages, make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.formats.rank_names import find_set, not_joined
-from ckptkit.io.file import is_there, names_in
-from ckptkit.io.ranges import read_ahead
+from ckptkit.formats.rank_names import names_of_set, not_joined_error
+from ckptkit.io.file import is_existing_path, names_in
+from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 MAIN = "state.pt"
@@ -53,24 +53,24 @@ class Pt(FormatWriter):
     suffixes = _SUFFIXES
     ties = True
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Return True for the name that is always the model's."""
         return name == MAIN
 
     def detect(self, path: Path) -> bool:
         """Return True for a torch.save file of any name, or a directory with one under a usual name."""
-        return bool(find_state_file(path))
+        return bool(find_state_files(path))
 
-    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - with one file there is one problem
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:  # noqa: ARG002 - with one file there is one problem
         """Raise `Unsupported` if several files are candidates, `Corrupt` if the file is truncated.
 
         An archive is complete if it has its directory, which torch writes last; an old file if it has all its storages.
         """
-        entries_in(choose_file(path))
+        entries_in(require_single_file(path))
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - with one file there is one problem
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:  # noqa: ARG002 - with one file there is one problem
         """Return the layout of the file. A non-tensor entry becomes a blob with its own pickle."""
-        file = choose_file(path)
+        file = require_single_file(path)
         state = read_state_file(file.parent, file.name)
         try:
             flat = flatten(state.value, state.entries, state.name)
@@ -78,15 +78,15 @@ class Pt(FormatWriter):
             raise error.blame(path=file) from None
         return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        return extents_of(layout, layout.paths, report)
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
+        return archive_extents_of(layout, layout.paths, report)
 
-    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:  # noqa: ARG002
+    def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:  # noqa: ARG002
         """Return the one file, with room for the data of all tensors. Tensors with the same chunks share bytes."""
         storages = Storages(wanted)
-        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
+        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.pickled_value_of)
         # without other entries, `embed` may add some
-        envelope = make_envelope(dump(state), storages.contents, is_ordered=bool(wanted.blobs))
+        envelope = make_zip_template(dump(state), storages.contents, is_ordered=bool(wanted.blobs))
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
     def entries_file(self, rank: int) -> str:
@@ -96,32 +96,32 @@ class Pt(FormatWriter):
     def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:  # noqa: ARG002
         """Return a second pickle, and the archive's directory that lists it instead of the first."""
         storages = Storages(wanted)
-        first = dump(unflatten(wanted.tensors, wanted.key, storages.value))
-        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
-        yield MAIN, make_envelope(dump(state), storages.contents, instead_of=first).parts[-1]
+        first = dump(unflatten(wanted.tensors, wanted.key, storages.pickled_value_of))
+        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.pickled_value_of)
+        yield MAIN, make_zip_template(dump(state), storages.contents, instead_of=first).parts[-1]
 
-    def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
-        return places_in(made, [MAIN])
+    def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
+        return checksum_offsets_in(written, [MAIN])
 
 
-def find_state_file(path: Path) -> list[Path]:
+def find_state_files(path: Path) -> list[Path]:
     """Return `path` if it is a torch.save file; of a directory its `state.pt`, or else all candidates for the model."""
     if not path.is_dir():
         return [path] if is_torch_save(path) else []
-    if is_there(path / MAIN):  # whatever it is: the error then names it
+    if is_existing_path(path / MAIN):  # whatever it is: the error then names it
         return [path / MAIN]
     names = sorted(name for name in names_in(path) if name.endswith(_NAMES) and not _BESIDE.match(name))
-    ahead = read_ahead(path, names, lambda name: [(name, 0, HEAD)])
+    ahead = iterate_with_prefetch(path, names, lambda name: [(name, 0, HEAD)])
     return [path / name for name in ahead if is_torch_save(path / name)]
 
 
-def choose_file(path: Path) -> Path:
+def require_single_file(path: Path) -> Path:
     """Return the one file at `path`. Raises `Unsupported` if there are several."""
-    files = find_state_file(path)
+    files = find_state_files(path)
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
-    if len(ranks := find_set(files[0].name, [file.name for file in files]) if files else []) > 1:
-        raise not_joined(ranks, path)
+    if len(ranks := names_of_set(files[0].name, [file.name for file in files]) if files else []) > 1:
+        raise not_joined_error(ranks, path)
     hint = "pass the file that you want"
     raise Unsupported(f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}", path=path, hint=hint)

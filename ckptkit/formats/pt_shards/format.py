@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
-from ckptkit.formats.archives.state_files import entries_in, extents_of, read_state_file
+from ckptkit.formats.archives.state_files import archive_extents_of, entries_in, read_state_file
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import FormatReader
-from ckptkit.io.file import check_name, is_there, names_in
+from ckptkit.io.file import is_existing_path, names_in, require_plain_file_name
 from ckptkit.layout import Extent, KeyPath, Layout
 
 _INDEX = re.compile(r".*\.(?:bin|pt|pth)\.index\.json")
@@ -48,34 +48,34 @@ class PtShards(FormatReader):
     name = "pt_shards"
     known_by = "`*.bin.index.json`"
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         return any(pattern.fullmatch(name) for pattern in (_INDEX, _NUMBERED, _SHARD))
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with an index, or with files that are numbered like indexed ones."""
         return path.is_dir() and any(_INDEX.fullmatch(name) or _NUMBERED.fullmatch(name) for name in names_in(path))
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each file that the index names and that is missing or truncated."""
-        index = find_index(path)
+        index = read_directory_index(path)
         for name in index.files:
             try:
-                if not is_there(path / name):
-                    raise missing_entry(index, name)
+                if not is_existing_path(path / name):
+                    raise missing_file_error(index, name)
                 entries_in(path / name)
             except CkptError as error:
                 report(error)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of a model, or of an optimizer under `optimizer`. Reports files and names amiss."""
-        index = find_index(path)
+        index = read_directory_index(path)
         whole = FlatState()
         unread: list[str] = []
         for file in index.files:
             try:
-                if not is_there(path / file):
-                    raise missing_entry(index, file)
-                add_all(whole, index, file, report)
+                if not is_existing_path(path / file):
+                    raise missing_file_error(index, file)
+                add_file_contents(whole, index, file, report)
             except CkptError as error:
                 report(error)
                 unread.append(file)
@@ -84,11 +84,11 @@ class PtShards(FormatReader):
         absent = {f"{above}{name}": file for name, file in index.places.items() if file in unread}
         return Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, descriptions=described, absent=absent)
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        return extents_of(layout, layout.descriptions[1:], report)
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
+        return archive_extents_of(layout, layout.descriptions[1:], report)
 
 
-def find_index(path: Path) -> Index:
+def read_directory_index(path: Path) -> Index:
     """Return the index in a directory, or the model's if there are several. Raises `Unsupported` for several models."""
     names = sorted(filter(_INDEX.fullmatch, names_in(path)))
     numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
@@ -110,11 +110,11 @@ def find_index(path: Path) -> Index:
     if groups is not None:
         if not isinstance(groups, str):
             raise Corrupt(f"`{_GROUPS}` in the metadata is not a file name", path=path / name)
-        check_name(groups, path)
+        require_plain_file_name(groups, path)
     return Index(path, name, places, groups)
 
 
-def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
+def add_file_contents(whole: FlatState, index: Index, file: str, report: Report) -> None:
     """Add the contents of one of the files. Every error names the file."""
     above: KeyPath = () if index.groups is None else (_OPTIMIZER, _GROUPS if file == index.groups else "state")
     try:
@@ -122,8 +122,8 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
         flattening = Flattening(state.entries, file)
         children = flattening.members(state.value)
         if file != index.groups:
-            compare_names(index, file, children, report)
-        flattening.add_all(children, above)
+            compare_names_with_index(index, file, children, report)
+        flattening.add_children(children, above)
         duplicate = next((name for name in flattening.flat.keys if name in whole.keys), None)
         if duplicate is not None:
             raise Corrupt("another file contains the tensor too", tensor=duplicate)
@@ -132,7 +132,7 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
     whole.update(flattening.flat)
 
 
-def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]], report: Report) -> None:
+def compare_names_with_index(index: Index, file: str, children: list[tuple[str | int, Any]], report: Report) -> None:
     """Report names that the index lists for a file and that are not in it, and the reverse."""
     listed = {name for name, place in index.places.items() if place == file}
     in_file = {str(name) for name, _ in children}
@@ -144,6 +144,6 @@ def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]]
         report(Corrupt(message, path=index.root / file, tensor=name))
 
 
-def missing_entry(index: Index, name: str) -> Incomplete:
+def missing_file_error(index: Index, name: str) -> Incomplete:
     hint = "download the missing files again, to this directory"
     return Incomplete(f"the file is missing, but `{index.name}` lists it", path=index.root / name, hint=hint)

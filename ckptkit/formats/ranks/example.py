@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckptkit.errors import Corrupt, IOFailure, Unsupported, ignore
-from ckptkit.formats.archives.flatten import pairs_of
-from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk
+from ckptkit.errors import Corrupt, IOFailure, Unsupported, skip_problem
+from ckptkit.formats.archives.flatten import find_dict_items
+from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk_members
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_model_files
 from ckptkit.formats.shards.dtensors import Placed, is_dtensor
 from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
@@ -40,7 +40,7 @@ class Example:
     calls: Mapping[str, Record] = field(default_factory=dict)
     was_sharded: bool = False
 
-    def for_world(self, world: int) -> RankMesh:
+    def mesh_for_world(self, world: int) -> RankMesh:
         """Return the mesh of `world` ranks. The other axes keep their size; the first axis gets the quotient."""
         rest = self.grid.shape[1:]
         if world % prod(rest):
@@ -52,9 +52,9 @@ class Example:
         return self.grid._replace(shape=(world // prod(rest), *rest))
 
 
-def example_of(wanted: Layout) -> Example:
+def example_from_layout(wanted: Layout) -> Example:
     """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
-    rank_files = find_model_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
+    rank_files = find_model_files(names_in(wanted.root), skip_problem) if wanted.format == "ranks" else None
     if rank_files is None:
         return Example()
     if not rank_files.naming.templates:
@@ -64,8 +64,8 @@ def example_of(wanted: Layout) -> Example:
     if any(len(mesh.ranks) != rank_files.world or mesh != meshes[0] for mesh in meshes):
         hint = "use `convert --to dcp`"
         raise Unsupported("the tensors are on several meshes, or on some of the ranks only", hint=hint)
-    calls = {f"{MODEL}.{name}": value for name, value in pairs_of(model.value) or () if is_dtensor(value)}
-    grid = RankMesh((rank_files.world,), device=device_of(model.value))
+    calls = {f"{MODEL}.{name}": value for name, value in find_dict_items(model.value) or () if is_dtensor(value)}
+    grid = RankMesh((rank_files.world,), device=device_type_of(model.value))
     if meshes:
         like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
         grid = RankMesh(meshes[0].shape, meshes[0].names, meshes[0].device, like)
@@ -97,9 +97,9 @@ def placements_of(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...
     return (_ROWS,) if isinstance(spread, ShardedTensor) else None
 
 
-def device_of(value: Any) -> str:
+def device_type_of(value: Any) -> str:
     """Return the device type of the tensors in a state dict."""
-    for member in walk(value):
+    for member in walk_members(value):
         if isinstance(member, PersistentId) and isinstance(member.value, tuple) and len(member.value) > 3:
             return str(member.value[3]).partition(":")[0]
     return "cuda"

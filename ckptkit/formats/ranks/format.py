@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import check_files, extents_of, read_pickle
-from ckptkit.formats.each_file import read_each
+from ckptkit.formats.archives.state_files import archive_extents_of, check_files, read_raw_pickle
+from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.formats.ranks.example import example_of
+from ckptkit.formats.ranks.example import example_from_layout
 from ckptkit.formats.ranks.names import (
     BARE,
     CONFIG,
@@ -27,14 +27,14 @@ from ckptkit.formats.ranks.names import (
     WITH_WORLD,
     RankFiles,
     find_model_files,
-    is_there,
+    has_model_files,
 )
 from ckptkit.formats.ranks.optimizer import join_optimizer
-from ckptkit.formats.ranks.write_files import arrange_files, seal_files
+from ckptkit.formats.ranks.write_files import lay_out_rank_files, patch_rank_files
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
 from ckptkit.io.file import names_in, read_small
-from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, StoredTensor, WriterOptions, check_cover
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, StoredTensor, WriterOptions, check_chunks_tile
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import is_flat_name
 
@@ -43,16 +43,16 @@ from ckptkit.layout.wrappers import is_flat_name
 #
 # Source: torch/distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`, with `use_orig_params=True`: a
 # rank's shard of each parameter, flattened, is a view of the flat parameter in the same file.
-def without_views(files: Sequence[RankFile]) -> list[RankFile]:
+def without_flat_views(files: Sequence[RankFile]) -> list[RankFile]:
     """Return the files of all ranks without the tensors that are views of flat parameters in them."""
-    views = {name for file in files for name in views_in(file)}
+    views = {name for file in files for name in view_names_in(file)}
     if not views:
         return list(files)
     kept = ({name: one for name, one in file.flat.tensors.items() if name not in views} for file in files)
     return [replace(file, flat=replace(file.flat, tensors=own)) for file, own in zip(files, kept, strict=True)]
 
 
-def views_in(file: RankFile) -> Iterator[str]:
+def view_names_in(file: RankFile) -> Iterator[str]:
     """Yield the names of plain tensors inside a flat parameter's storage."""
     tensors = file.tensors
     spans = [
@@ -71,7 +71,7 @@ def views_in(file: RankFile) -> Iterator[str]:
 _OWN = ("rng",)  # keys that are per-rank state even if all ranks have equal values
 
 
-def join_rest(files: Sequence[RankFile]) -> FlatState:
+def join_other_entries(files: Sequence[RankFile]) -> FlatState:
     """Return the further entries of the files, by their keys. Per-rank entries are under `rank_N` below their key."""
     joined = FlatState()
     for top in dict.fromkeys(key[0] for file in files for key in file.flat.keys.values()):
@@ -116,15 +116,15 @@ class FilePerRank(FormatWriter):
     is_sharded = True
     repeats = True
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Return True for the file of a rank, and for the file with the number of ranks."""
-        return name == CONFIG or any(naming.match(name) for naming in NAMINGS)
+        return name == CONFIG or any(naming.match_name(name) for naming in NAMINGS)
 
     def rank_of(self, name: str) -> int | None:
-        kind_and_match = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
+        kind_and_match = next((match for naming in (*NAMINGS, BARE) if (match := naming.match_name(name))), None)
         return int(kind_and_match[1]["rank"]) if kind_and_match else None
 
-    def is_bound(self, path: Path) -> bool:  # noqa: ARG002
+    def is_bound_to_world_size(self, path: Path) -> bool:  # noqa: ARG002
         """Return True: each rank reads its own file, and some names contain the number of ranks."""
         return True
 
@@ -133,56 +133,56 @@ class FilePerRank(FormatWriter):
         if not path.is_dir():
             return False
         names = names_in(path)
-        bare = min(filter(BARE.match, names), default=None)
-        return is_there(names) or (bare is not None and has_shards(path / bare))
+        bare = min(filter(BARE.match_name, names), default=None)
+        return has_model_files(names) or (bare is not None and has_pickled_shards(path / bare))
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
         check_files(path, find_rank_files(path).names, report)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout with the keys `model` and `optimizer`. Raises an error for a tensor that cannot be read."""
         rank_files = find_rank_files(path, report)
         with collector_paused():
             try:
-                flat = join_all(path, rank_files, report)
+                flat = join_rank_files(path, rank_files, report)
             except CkptError as error:
                 raise error.blame(path=path) from None
             descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(rank_files.names))
             flats = (flat.tensors, flat.blobs, flat.keys)
             layout = Layout(path, self.name, *flats, rank_files.world, descriptions, spares=flat.spares)
-            check_cover(layout, report)
+            check_chunks_tile(layout, report)
         return layout
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        return extents_of(layout, find_rank_files(layout.root, report).names, report)
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
+        return archive_extents_of(layout, find_rank_files(layout.root, report).names, report)
 
-    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
+    def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, named and sharded like the files of `wanted`, if any."""
-        return tuple(arrange_files(wanted, example_of(wanted), options.world_size))
+        return tuple(lay_out_rank_files(wanted, example_from_layout(wanted), options.world_size))
 
-    def remarks(self, wanted: Layout) -> Iterator[str]:
+    def remarks_on_changes(self, wanted: Layout) -> Iterator[str]:
         """Yield a sentence that ShardedTensors become DTensors."""
-        if example_of(wanted).was_sharded:
+        if example_from_layout(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 
-    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
+    def patches_after_data(self, written: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the replicas that several ranks store, and the CRC-32 of each storage."""
-        rank_files = find_rank_files(made.root)
-        files = [read_files(made.root, rank_files, kind, (kind,), refuse) for kind in rank_files.files]
-        return seal_files(made.root, files, checksums)
+        rank_files = find_rank_files(written.root)
+        files = [read_rank_files(written.root, rank_files, kind, (kind,), raise_problem) for kind in rank_files.files]
+        return patch_rank_files(written.root, files, checksums)
 
 
-def has_shards(path: Path) -> bool:
+def has_pickled_shards(path: Path) -> bool:
     """Return whether the pickle in a file of torch.save has shards of tensors."""
     try:
-        return any(kind in read_pickle(path) for kind in SHARD_KINDS)
+        return any(kind in read_raw_pickle(path) for kind in SHARD_KINDS)
     except (Corrupt, Unsafe, Unsupported):
         # not a readable file of this format; another format may claim it
         return False
 
 
-def find_rank_files(path: Path, report: Report = refuse) -> RankFiles:
+def find_rank_files(path: Path, report: Report = raise_problem) -> RankFiles:
     """Return the files of ranks in a directory; report missing ones. Raises `Corrupt` if they are not of one run."""
     try:
         rank_files = find_model_files(names_in(path), lambda problem: report(problem.blame(path=path)))
@@ -199,35 +199,41 @@ def find_rank_files(path: Path, report: Report = refuse) -> RankFiles:
     return rank_files
 
 
-def join_all(path: Path, rank_files: RankFiles, report: Report) -> FlatState:
+def join_rank_files(path: Path, rank_files: RankFiles, report: Report) -> FlatState:
     """Return model, optimizer and other entries of all ranks; report files that cannot be read, and skip them."""
-    model = without_views(read_files(path, rank_files, MODEL, () if rank_files.naming is BARE else (MODEL,), report))
+    model = without_flat_views(
+        read_rank_files(path, rank_files, MODEL, () if rank_files.naming is BARE else (MODEL,), report)
+    )
     if not model:
         raise Corrupt("no rank's file with a model can be read")
-    whole = join_files(model, naming_files(path, rank_files, MODEL, report))
+    whole = join_files(model, report_naming_file(path, rank_files, MODEL, report))
     try:
-        if files := read_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report):
-            report_file = naming_files(path, rank_files, OPTIMIZER, report)
+        if files := read_rank_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report):
+            report_file = report_naming_file(path, rank_files, OPTIMIZER, report)
             is_in_order = rank_files.naming.is_in_order
             whole.update(join_optimizer(files, model, report_file, rank_files.world, is_in_order=is_in_order))
     except CkptError as error:
         report(error)
-    if files := read_files(path, rank_files, REST, (), report):
-        whole.update(join_rest(files))
+    if files := read_rank_files(path, rank_files, REST, (), report):
+        whole.update(join_other_entries(files))
     return whole
 
 
-def naming_files(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
+def report_naming_file(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
     """Return a report that names the file of the rank whose shard of a tensor is missing."""
 
     def report_file(problem: CkptError) -> None:
         if isinstance(problem, Incomplete) and problem.ranks:
-            problem.blame(path=path / rank_files.name_of(kind, problem.ranks[0]))
+            problem.blame(path=path / rank_files.file_name_of(kind, problem.ranks[0]))
         report(problem)
 
-    return report if report is refuse else report_file
+    return report if report is raise_problem else report_file
 
 
-def read_files(path: Path, rank_files: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
+def read_rank_files(
+    path: Path, rank_files: RankFiles, kind: str, above: tuple[str, ...], report: Report
+) -> list[RankFile]:
     files = dict(sorted(rank_files.files.get(kind, {}).items()))
-    return list(read_each(path, files, lambda rank, name: read_rank_file(path, name, rank, above), report).values())
+    return list(
+        read_each_file(path, files, lambda rank, name: read_rank_file(path, name, rank, above), report).values()
+    )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptkit.errors import ELSEWHERE, SALVAGE, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, SALVAGE, Corrupt, Incomplete, Report, Unsupported, raise_problem
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 CONFIG = "fsdp_config.json"  # beside files whose names contain the number of ranks
@@ -24,7 +24,7 @@ class Naming:
     templates: dict[str, str] = field(default_factory=dict)
     is_in_order: bool = False
 
-    def match(self, name: str) -> tuple[str, re.Match[str]] | None:
+    def match_name(self, name: str) -> tuple[str, re.Match[str]] | None:
         """Return the kind of a file, and the match of its name; None if it does not belong to a rank."""
         matches = ((kind, re.fullmatch(pattern, name)) for kind, pattern in self.patterns.items())
         return next(((kind, match) for kind, match in matches if match), None)
@@ -66,7 +66,7 @@ class RankFiles:
     def names(self) -> list[str]:
         return [name for by_rank in self.files.values() for name in by_rank.values()]
 
-    def name_of(self, kind: str, rank: int) -> str:
+    def file_name_of(self, kind: str, rank: int) -> str:
         """Return the name of the file of a kind and rank, whether it is there or not."""
         known = next(iter(self.files[kind].values()))
         match = re.fullmatch(self.naming.patterns[kind], known)
@@ -76,27 +76,27 @@ class RankFiles:
         return self.files[kind].get(rank, f"{known[:start]}{rank:0{width}d}{known[end:]}")
 
 
-def find_model_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
+def find_model_files(names: Iterable[str], report: Report = raise_problem) -> RankFiles | None:
     """Return the files of ranks in a directory, None if none of them has a model.
 
     Reports ranks whose files are missing. Raises `Corrupt` for files of several runs, `Unsupported` for several models.
     """
     names = sorted(names)
     for naming in (*NAMINGS, BARE):
-        matches = [(name, *match) for name in names if (match := naming.match(name))]
+        matches = [(name, *match) for name in names if (match := naming.match_name(name))]
         if any(kind == MODEL for _, kind, _ in matches) and (naming is not OTHER or len(matches) > 1):
-            return gather(naming, matches, report)
+            return group_by_kind_and_rank(naming, matches, report)
     return None
 
 
-def is_there(names: Iterable[str]) -> bool:
+def has_model_files(names: Iterable[str]) -> bool:
     """Return whether a directory has files of ranks with a model."""
-    kinds = [(naming, match[0]) for name in names for naming in NAMINGS if (match := naming.match(name))]
+    kinds = [(naming, match[0]) for name in names for naming in NAMINGS if (match := naming.match_name(name))]
     models = [naming for naming, kind in kinds if kind == MODEL]
     return any(naming is not OTHER or models.count(OTHER) > 1 for naming in models)
 
 
-def gather(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
+def group_by_kind_and_rank(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
     worlds = sorted({int(match["world"]) for *_, match in matches if "world" in match.re.groupindex})
     if len(worlds) > 1:
         message = f"expected files of one run, found files of runs with {' and '.join(map(str, worlds))} ranks"
@@ -112,11 +112,11 @@ def gather(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report
             files.setdefault(kind, {})[int(match["rank"])] = name
     world = worlds[0] if worlds else 1 + max(files[MODEL])
     gathered = RankFiles(naming, labels[0], world, files)
-    check_ranks(gathered, report)
+    check_ranks_have_files(gathered, report)
     return gathered
 
 
-def check_ranks(files: RankFiles, report: Report) -> None:
+def check_ranks_have_files(files: RankFiles, report: Report) -> None:
     """Report ranks without a file of each kind. Raises `Corrupt` for files of additional ranks."""
     for kind, by_rank in files.files.items():
         missing = [rank for rank in range(files.world) if rank not in by_rank]
@@ -124,7 +124,7 @@ def check_ranks(files: RankFiles, report: Report) -> None:
         if missing:
             ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             message = f"{len(missing)} of {files.world} files like `{name}` are missing: of rank {ranks_text}"
-            names = [files.name_of(kind, rank) for rank in missing]
+            names = [files.file_name_of(kind, rank) for rank in missing]
             report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=names, ranks=missing))
         if len(by_rank) > files.world:
             message = (

@@ -13,17 +13,23 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Mismatch, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Mismatch, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.values import lists_of, numbers_of, with_value
+from ckptkit.formats.archives.values import find_group_values, find_parameter_indices_by_group, with_new_value
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
-from ckptkit.layout.axes import cut_out, pieces_in_turn
+from ckptkit.layout.axes import consecutive_pieces, cut_tensor_from_flat
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import is_counted_through, match_by_size_if_certain, match_if_certain
-from ckptkit.layout.wrappers import PARAM_NAMES, is_flat_name, match_recorded, read_recorded, unwrapped
+from ckptkit.layout.matching import find_match_by_size, find_match_in_order, is_counted_from_zero
+from ckptkit.layout.wrappers import (
+    PARAM_NAMES,
+    is_flat_name,
+    parameters_by_index,
+    read_recorded_names,
+    without_inner_prefixes,
+)
 
 _STEP = "step"  # a state with one element, whatever the parameter's shape
 AT = 2  # position of the parameter in a key path: `("optimizer", "state", "3", "exp_avg")`
@@ -71,9 +77,9 @@ def match_parameters(
     if recorded:
         return match_names(recorded, shapes, sizes)
     unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
-    if unknown or not is_counted_through(groups):
+    if unknown or not is_counted_from_zero(groups):
         return None
-    return (match_if_certain if is_in_order else match_by_size_if_certain)(groups, shapes, sizes)
+    return (find_match_in_order if is_in_order else find_match_by_size)(groups, shapes, sizes)
 
 
 def match_names(
@@ -83,44 +89,44 @@ def match_names(
     known = {parameter.name: parameter for parameter in sizes}
     shown = {number: shape for number, shape in shapes.items() if shape != ()}  # states of several shapes do not count
     try:
-        matched = match_recorded(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
+        matched = parameters_by_index(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
     except Mismatch:
         return None
     return {number: known[name] for number, name in matched.items()}
 
 
-def read_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
+def find_recorded_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
     """Return the names that an optimizer recorded, {} for none; None for lists that do not fit."""
     try:
-        return read_recorded(groups, lists_of(value, PARAM_NAMES) or [])
+        return read_recorded_names(groups, find_group_values(value, PARAM_NAMES) or [])
     except Unsupported:
         return None
 
 
-def is_moment(key: KeyPath, tensor: RankTensor) -> bool:
+def is_elementwise_state(key: KeyPath, tensor: RankTensor) -> bool:
     """Return whether a tensor is an elementwise state of a parameter, such as `exp_avg`."""
     return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and tensor.spec.shape != ()
 
 
 def moments_of(file: RankFile) -> dict[str, RankTensor]:
-    return {name: tensor for name, tensor in file.tensors.items() if is_moment(file.flat.keys[name], tensor)}
+    return {name: tensor for name, tensor in file.tensors.items() if is_elementwise_state(file.flat.keys[name], tensor)}
 
 
-def is_flattened(files: Sequence[RankFile], model: RankFile) -> bool:
+def has_flattened_states(files: Sequence[RankFile], model: RankFile) -> bool:
     """Return whether the states are flattened shards: plain 1-D tensors while the model's tensors are sharded."""
     moments = [tensor for file in files for tensor in moments_of(file).values()]
     is_spread = any(tensor.spread is not None for tensor in model.tensors.values())
     return is_spread and bool(moments) and all(h.spread is None and len(h.spec.shape) == 1 for h in moments)
 
 
-def has_strays(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bool:
+def has_ungrouped_states(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bool:
     """Return whether a file has the state of a parameter that is in no group."""
     known = {str(number) for group in groups for number in group}
     keys = (key for file in files for key in file.flat.keys.values() if len(key) > AT and key[1] == "state")
     return any(key[AT] not in known for key in keys)
 
 
-def moment_shapes(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
+def elementwise_state_shapes(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
     """Return the shape of each index's states, or the number of elements on all ranks if they are flattened."""
     shapes: dict[int, Shape | int] = {}
     of_moment: dict[tuple[int, Any], int] = {}
@@ -147,7 +153,7 @@ def ranks_with_full_model(model: Sequence[RankFile]) -> list[int]:
     ]
 
 
-def join_flattened(
+def join_flattened_states(
     files: Sequence[RankFile], parameters: Mapping[int, Parameter] | None
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the states from their flattened shards, in the parameters' shapes, or in one dimension if unknown."""
@@ -156,17 +162,20 @@ def join_flattened(
         total = sum(tensor.spec.numel for _, tensor in by_file)
         key = by_file[0][0].flat.keys[name]
         shape = parameters[int(key[AT])].shape if parameters else (total,)
-        pieces = pieces_in_turn(piece_of(tensor) for _, tensor in by_file)
-        yield name, StoredTensor(replace(by_file[0][1].spec, shape=shape), tuple(cut_out(pieces, 0, shape)))
+        pieces = consecutive_pieces(chunk_and_numel(tensor) for _, tensor in by_file)
+        yield (
+            name,
+            StoredTensor(replace(by_file[0][1].spec, shape=shape), tuple(cut_tensor_from_flat(pieces, 0, shape))),
+        )
 
 
-def piece_of(moment: RankTensor) -> tuple[Chunk, int]:
+def chunk_and_numel(state: RankTensor) -> tuple[Chunk, int]:
     """Return a rank's chunk of a flattened state, and its number of elements."""
-    (chunk,) = moment.chunks
-    return chunk, moment.spec.numel
+    (chunk,) = state.chunks
+    return chunk, state.spec.numel
 
 
-def name_key(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
+def with_parameter_name(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
     """Return a key path with the name of the parameter in place of its index."""
     if len(key) > AT and key[1] == "state":
         return (*key[:AT], parameters[int(key[AT])].name, *key[AT + 1 :])
@@ -191,33 +200,33 @@ def match_units(
     recorded: Mapping[int, str],
 ) -> list[Unit] | None:
     """Return the units behind the indices, None if uncertain. `totals` count elements on all ranks, with padding."""
-    if len(groups) != 1 or not is_counted_through(groups):
+    if len(groups) != 1 or not is_counted_from_zero(groups):
         return None
-    supposed = [units_of_names(recorded, parameters)] if recorded else candidate_wrappings(parameters)
+    supposed = [units_by_recorded_names(recorded, parameters)] if recorded else candidate_wrappings(parameters)
     fitting: list[list[Unit]] = []
     for units in supposed:
-        if units not in fitting and fits(units, groups, totals, world):
+        if units not in fitting and is_fitting_units(units, groups, totals, world):
             fitting.append(units)
     return fitting[0] if len(fitting) == 1 else None
 
 
-def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
+def units_by_recorded_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
     """Return the unit of each flat parameter by its recorded name; [] if a parameter belongs to no unit."""
-    flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
+    flat = [without_inner_prefixes(recorded[number]) for number in sorted(recorded)]
     prefixes = [name[: name.rfind(".") + 1] for name in flat]
     inside: dict[str, list[Parameter]] = {prefix: [] for prefix in prefixes}
     for parameter in parameters:
-        name = unwrapped(parameter.name)
+        name = without_inner_prefixes(parameter.name)
         above = [prefix for prefix in inside if name.startswith(prefix)]
         if not above or not all(map(is_flat_name, flat)):
             return []
         inside[max(above, key=len)].append(parameter)
-    return [unit_of(inside[prefix]) for prefix in prefixes]
+    return [make_unit(inside[prefix]) for prefix in prefixes]
 
 
 def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
     """Yield the possible units: only the root was wrapped, or also the members of one list of layers."""
-    yield [unit_of(parameters)]
+    yield [make_unit(parameters)]
     lists = dict.fromkeys(match[1] for p in parameters for match in [_MEMBER.match(p.name)] if match)
     for above in lists:
         inside: dict[int, list[Parameter]] = {}
@@ -226,11 +235,11 @@ def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]
             match = _MEMBER.match(parameter.name)
             belongs = match is not None and match[1] == above
             (inside.setdefault(int(match[2]), []) if match and belongs else root).append(parameter)
-        layers = [unit_of(inside[index]) for index in sorted(inside)]
-        yield [unit_of(root), *layers] if root else layers
+        layers = [make_unit(inside[index]) for index in sorted(inside)]
+        yield [make_unit(root), *layers] if root else layers
 
 
-def unit_of(parameters: Sequence[Parameter]) -> Unit:
+def make_unit(parameters: Sequence[Parameter]) -> Unit:
     unit: Unit = []
     at = 0
     for parameter in parameters:
@@ -239,15 +248,17 @@ def unit_of(parameters: Sequence[Parameter]) -> Unit:
     return unit
 
 
-def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int) -> bool:
+def is_fitting_units(
+    units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int
+) -> bool:
     """Return whether the indices can belong to the units, which all ranks shard equally."""
     sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
     padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
-    return match_if_certain(groups, totals, padded) is not None
+    return find_match_in_order(groups, totals, padded) is not None
 
 
-def join_units(
-    files: Sequence[RankFile], units: Sequence[Unit], rest: FlatState, order: Sequence[Parameter]
+def join_unit_states(
+    files: Sequence[RankFile], units: Sequence[Unit], other_entries: FlatState, order: Sequence[Parameter]
 ) -> FlatState:
     """Return the optimizer by names. States are cut out of units; a unit's scalar state goes to all its parameters."""
     joined = FlatState()
@@ -259,15 +270,15 @@ def join_units(
                 continue
             named = (*key[:AT], parameter.name, key[-1])
             rank_tensor = files[0].tensors[name]
-            if is_moment(key, rank_tensor):
-                pieces = pieces_in_turn(piece_of(file.tensors[name]) for file in files)
-                chunks = tuple(cut_out(pieces, at, parameter.shape))
+            if is_elementwise_state(key, rank_tensor):
+                pieces = consecutive_pieces(chunk_and_numel(file.tensors[name]) for file in files)
+                chunks = tuple(cut_tensor_from_flat(pieces, at, parameter.shape))
                 joined.put(named, StoredTensor(replace(rank_tensor.spec, shape=parameter.shape), chunks))
             else:
-                joined.put(named, rest.tensors[name])
-    for name, key in rest.keys.items():
+                joined.put(named, other_entries.tensors[name])
+    for name, key in other_entries.keys.items():
         if key[1:2] != ("state",):
-            joined.put(key, rest.tensors.get(name) or rest.blobs[name])
+            joined.put(key, other_entries.tensors.get(name) or other_entries.blobs[name])
     return joined
 
 
@@ -283,21 +294,21 @@ def join_optimizer(
     of an index is not certain, all indices stay, and flattened states keep one dimension. Raises `Corrupt` for
     flattened states if a file of one of the `world` ranks is missing: nothing else says where its shards belong.
     """
-    groups = numbers_of(files[0].value)
-    recorded = read_names(files[0].value, groups) if groups is not None else None
-    if groups is None or recorded is None or has_strays(files, groups):
+    groups = find_parameter_indices_by_group(files[0].value)
+    recorded = find_recorded_names(files[0].value, groups) if groups is not None else None
+    if groups is None or recorded is None or has_ungrouped_states(files, groups):
         return join_files(files, report)
-    flattened = is_flattened(files, model[0])
+    flattened = has_flattened_states(files, model[0])
     if flattened and {len(files), len(model)} != {world}:
         message = f"its moments are flattened over the files of {world} ranks, and some of these files cannot be read"
         raise Corrupt(message)
     holding = ranks_with_full_model(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
-    shapes = moment_shapes(own, flattened=flattened)
+    shapes = elementwise_state_shapes(own, flattened=flattened)
     parameters = parameters_of(model[0])
     parameter_of = match_parameters(groups, parameters, shapes, recorded, is_in_order=is_in_order)
     if flattened:
-        rest = join_files([without_moments(file) for file in files])
+        rest = join_files([without_elementwise_states(file) for file in files])
         totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
         units = (
             match_units(groups, parameters, totals, len(own), recorded)
@@ -305,39 +316,41 @@ def join_optimizer(
             else None
         )
         if units is not None:
-            return with_lists(join_units(own, units, rest, parameters), [parameters])
-        tensors = {**dict(join_flattened(own, parameter_of)), **rest.tensors}
+            return with_names_in_groups(join_unit_states(own, units, rest, parameters), [parameters])
+        tensors = {**dict(join_flattened_states(own, parameter_of)), **rest.tensors}
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = FlatState(tensors, rest.blobs, keys)
     else:
-        joined = join_files(files, report if parameter_of is None else naming_parameters(files, parameter_of, report))
+        joined = join_files(
+            files, report if parameter_of is None else report_naming_parameter(files, parameter_of, report)
+        )
     return joined if parameter_of is None else with_parameter_names(joined, groups, parameter_of)
 
 
-def naming_parameters(files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report) -> Report:
+def report_naming_parameter(files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report) -> Report:
     """Return a report that names states by their parameters."""
     keys = {name: key for file in files for name, key in file.flat.keys.items()}
 
     def report_named(problem: CkptError) -> None:
         if problem.tensor in keys:
-            problem.tensor = ".".join(map(str, name_key(keys[problem.tensor], parameter_of)))
+            problem.tensor = ".".join(map(str, with_parameter_name(keys[problem.tensor], parameter_of)))
         report(problem)
 
-    return report if report is refuse else report_named
+    return report if report is raise_problem else report_named
 
 
-def without_moments(file: RankFile) -> RankFile:
+def without_elementwise_states(file: RankFile) -> RankFile:
     moments = moments_of(file)
     tensors = {name: tensor for name, tensor in file.flat.tensors.items() if name not in moments}
     return replace(file, flat=replace(file.flat, tensors=tensors))
 
 
-def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> FlatState:
+def with_names_in_groups(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> FlatState:
     """Return the optimizer with parameter names in the lists of its groups, including recorded names."""
     for name, blob in joined.blobs.items():
         key = joined.keys[name]
         if key[-3:-2] == ("param_groups",) and key[-1] in (PARAMS, PARAM_NAMES):
-            joined.blobs[name] = with_value(blob, [parameter.name for parameter in groups[int(key[-2])]])
+            joined.blobs[name] = with_new_value(blob, [parameter.name for parameter in groups[int(key[-2])]])
     return joined
 
 
@@ -347,9 +360,9 @@ def with_parameter_names(
     """Return the optimizer with parameter names in place of indices."""
     named = FlatState()
     for old, key in joined.keys.items():
-        new = name_key(key, parameter_of)
+        new = with_parameter_name(key, parameter_of)
         if entry := joined.tensors.get(old) or joined.blobs.get(old):
             named.put(new, entry)
         if old in joined.spares:
             named.spares[".".join(map(str, new))] = joined.spares[old]
-    return with_lists(named, [[parameter_of[number] for number in group] for group in groups])
+    return with_names_in_groups(named, [[parameter_of[number] for number in group] for group in groups])

@@ -19,7 +19,7 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.flatten import unflatten
 from ckptkit.formats.archives.state_files import entries_in
 from ckptkit.formats.archives.values import load_value
-from ckptkit.formats.archives.write_archive import Storages, describe_tensor, make_envelope
+from ckptkit.formats.archives.write_archive import Storages, make_zip_template, tensor_rebuild_record
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.ranks.example import Example
@@ -27,10 +27,10 @@ from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WOR
 from ckptkit.formats.ranks.optimizer import AT
 from ckptkit.formats.shards.dtensors import unravel
 from ckptkit.formats.shards.sharded_tensors import RankFile
-from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
+from ckptkit.formats.shards.write_dtensors import RankMesh, dtensor_record, mesh_record, rank_tensor_content
 from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
-from ckptkit.layout.placements import Placement, Shard, place
+from ckptkit.layout.placements import Placement, Shard, local_shape_and_boxes
 from ckptkit.layout.wrappers import PARAM_NAMES, is_record_of
 
 _GROUPS, _PARAMS = "param_groups", "params"
@@ -38,17 +38,17 @@ _WORLD_SIZE = "world_size"  # a key in SkyRL's states
 _PIECE = 1 << 20  # bytes per copy
 
 
-def arrange_files(wanted: Layout, example: Example, world: int) -> Iterator[NewFile]:
+def lay_out_rank_files(wanted: Layout, example: Example, world: int) -> Iterator[NewFile]:
     """Yield the files of `world` ranks, and the config file with the number of ranks if names contain it too."""
-    writing = Writing(wanted, example, example.for_world(world))
-    for kind, names in writing.kinds().items():
+    writing = Writing(wanted, example, example.mesh_for_world(world))
+    for kind, names in writing.names_by_kind().items():
         template = example.naming.templates.get(kind)
         if template is None:
             hint = f"drop it with --exclude '{names[0].partition('.')[0]}*'"
             raise Unsupported("files with such names cannot store this entry", tensor=names[0], hint=hint)
         for rank in range(world):
             name = template.format(world=world, rank=rank, set=example.label)
-            yield writing.file(name, names, rank)
+            yield writing.make_rank_file(name, names, rank)
     if example.naming is WITH_WORLD:
         config = json.dumps({"FSDP_version": 2, "world_size": world}, indent=4).encode()
         yield NewFile(CONFIG, len(config), ((0, config),))
@@ -65,9 +65,9 @@ class Writing:
     @cached_property
     def numbers(self) -> Mapping[str, int]:
         """Return the indices of the optimizer's parameters by name, {} if the files store names."""
-        return number_parameters(self.wanted) if self.example.naming is WITH_WORLD else {}
+        return indices_of_parameters(self.wanted) if self.example.naming is WITH_WORLD else {}
 
-    def kinds(self) -> dict[str, list[str]]:
+    def names_by_kind(self) -> dict[str, list[str]]:
         """Return the names of entries by the kind of file that stores them."""
         kinds: dict[str, list[str]] = {}
         for name in self.wanted.names:
@@ -88,17 +88,17 @@ class Writing:
         """Return whether a state with a shape belongs to a parameter that the model does not have."""
         key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
         is_state = len(key) == AT + 2 and key[1] == "state"
-        return bool(is_state and stored and stored.spec.shape and self.parameter(str(key[AT])) is None)
+        return bool(is_state and stored and stored.spec.shape and self.find_parameter_tensor(str(key[AT])) is None)
 
-    def file(self, name: str, names: list[str], rank: int) -> NewFile:
+    def make_rank_file(self, name: str, names: list[str], rank: int) -> NewFile:
         """Return the file of a rank with the entries that belong to this rank or to all ranks."""
         storages = RankStorages(self, rank)
-        mine = [entry for entry in names if rank_of_entry(self.wanted.key(entry)) in (None, rank)]
-        value = unflatten(mine, self.key, storages.value)
-        envelope = make_envelope(dump(value), storages.contents)
+        mine = [entry for entry in names if find_rank_of_entry(self.wanted.key(entry)) in (None, rank)]
+        value = unflatten(mine, self.key_in_rank_file, storages.pickled_value_of)
+        envelope = make_zip_template(dump(value), storages.contents)
         return NewFile(name, envelope.nbytes, envelope.parts)
 
-    def key(self, name: str) -> KeyPath:
+    def key_in_rank_file(self, name: str) -> KeyPath:
         """Return the key path of an entry in the file of a rank."""
         key = self.wanted.key(name)
         if key[0] == MODEL:
@@ -106,16 +106,16 @@ class Writing:
         if key[0] == OPTIMIZER:
             numbered = len(key) > AT and key[1] == "state" and key[AT] in self.numbers
             return (key[1], str(self.numbers[str(key[AT])]), *key[AT + 1 :]) if numbered else key[1:]
-        return key if rank_of_entry(key) is None else (key[0], *key[2:])
+        return key if find_rank_of_entry(key) is None else (key[0], *key[2:])
 
-    def placements(self, name: str) -> tuple[Placement, ...] | None:
+    def find_placements(self, name: str) -> tuple[Placement, ...] | None:
         """Return the placements of a tensor on the mesh, None if it is replicated."""
         key = self.wanted.key(name)
         spec = self.wanted.tensors[name].spec
         if key[0] == OPTIMIZER and len(key) == AT + 2 and key[1] == "state":
-            parameter = self.parameter(str(key[AT]))
+            parameter = self.find_parameter_tensor(str(key[AT]))
             is_moment = parameter is not None and self.wanted.tensors[parameter].spec.shape == spec.shape
-            return self.placements(parameter) if parameter is not None and is_moment else None
+            return self.find_placements(parameter) if parameter is not None and is_moment else None
         if key[0] != MODEL or not spec.shape:
             return None
         if name in self.example.spread:
@@ -136,10 +136,10 @@ class Writing:
     @cached_property
     def optimized_names(self) -> frozenset[str]:
         """Return the names of the model's tensors that the optimizer has."""
-        return frozenset(f"{MODEL}.{name}" for name in self.numbers or number_parameters(self.wanted))
+        return frozenset(f"{MODEL}.{name}" for name in self.numbers or indices_of_parameters(self.wanted))
 
-    def parameter(self, step: str) -> str | None:
-        name = f"{MODEL}.{step}"
+    def find_parameter_tensor(self, parameter_name: str) -> str | None:
+        name = f"{MODEL}.{parameter_name}"
         return name if name in self.wanted.tensors else None
 
 
@@ -153,70 +153,72 @@ class RankStorages(Storages):
         self.where = unravel(rank, writing.grid.shape)
         self._local: dict[object, str] = {}
 
-    def value(self, name: str) -> Any:
+    def pickled_value_of(self, name: str) -> Any:
         """Return the rank's shard of a tensor, or a non-tensor entry, as `write_pickle.dump` takes it."""
         key = self.wanted.key(name)
         if key == (_WORLD_SIZE,):
             return prod(self.writing.grid.shape)
         if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] in (_PARAMS, PARAM_NAMES) and self.writing.numbers:
-            names = names_in_group(self.wanted, key[:-1])
+            names = parameters_in_group(self.wanted, key[:-1])
             if key[-1] == _PARAMS:
                 return [self.writing.numbers[parameter] for parameter in names]
             recorded = load_value(self.wanted.root, self.wanted.blobs[name])
             return recorded if is_record_of(recorded, names) else names
-        placements = self.writing.placements(name) if name in self.wanted.tensors else None
+        placements = self.writing.find_placements(name) if name in self.wanted.tensors else None
         if placements is None:
-            return super().value(name)
+            return super().pickled_value_of(name)
         try:
-            return self.dtensor(name, placements)
+            return self.make_dtensor(name, placements)
         except CkptError as error:
             raise error.blame(tensor=name) from None
 
-    def dtensor(self, name: str, placements: tuple[Placement, ...]) -> Record:
+    def make_dtensor(self, name: str, placements: tuple[Placement, ...]) -> Record:
         """Return a DTensor with its own storage; tied ones share theirs."""
         stored = self.wanted.tensors[name]
         grid = self.writing.grid
-        local_shape, pieces = place(stored.spec.shape, grid.shape, self.where, placements)
+        local_shape, pieces = local_shape_and_boxes(stored.spec.shape, grid.shape, self.where, placements)
         if len(pieces) > 1:
             raise Unsupported(f"expected one piece of the tensor on rank {self.rank}, found {len(pieces)}")
         local = Spec(stored.spec.dtype, local_shape)
         place_of = stored.chunks or name
         if place_of not in self._local:
-            self._local[place_of] = self.add(local.nbytes)
-        record = describe_tensor(local, self._local[place_of])
+            self._local[place_of] = self.add_storage(local.nbytes)
+        record = tensor_rebuild_record(local, self._local[place_of])
         key, calls = self.wanted.key(name), self.writing.example.calls
         # a state that the example lacks is written like its parameter
         like = calls.get(name) or (calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None)
-        return describe_dtensor(stored.spec, placements, self.mesh, record, "cpu", like)
+        return dtensor_record(stored.spec, placements, self.mesh_record, record, "cpu", like)
 
     @cached_property
-    def mesh(self) -> Record:
+    def mesh_record(self) -> Record:
         """Return the mesh, which all tensors of the file share."""
-        spec, content = rank_map(self.writing.grid)
-        return describe_mesh(self.writing.grid, self.rank, describe_tensor(spec, self.add(content)))
+        spec, content = rank_tensor_content(self.writing.grid)
+        return mesh_record(self.writing.grid, self.rank, tensor_rebuild_record(spec, self.add_storage(content)))
 
 
-def rank_of_entry(key: KeyPath) -> int | None:
+def find_rank_of_entry(key: KeyPath) -> int | None:
     """Return the rank whose per-rank state an entry is, None for shared entries."""
     step = str(key[1]) if len(key) > 1 and key[0] not in (MODEL, OPTIMIZER) else ""
     rank = step.removeprefix("rank_")
     return int(rank) if rank != step and rank.isdecimal() else None
 
 
-def number_parameters(wanted: Layout) -> dict[str, int]:
+def indices_of_parameters(wanted: Layout) -> dict[str, int]:
     """Return the index of each parameter by name, as the optimizer's groups list them; {} if they list indices."""
     keys = map(wanted.key, wanted.blobs)
     groups = [key[AT] for key in keys if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] == _PARAMS]
-    names = [name for group in sorted(groups, key=int) for name in names_in_group(wanted, (OPTIMIZER, _GROUPS, group))]
+    names = [
+        name for group in sorted(groups, key=int) for name in parameters_in_group(wanted, (OPTIMIZER, _GROUPS, group))
+    ]
     return {name: i for i, name in enumerate(names)} if all(isinstance(name, str) for name in names) else {}
 
 
-def names_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
+def parameters_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
     name = next(name for name in wanted.blobs if wanted.key(name) == (*group, _PARAMS))
     return list(load_value(wanted.root, wanted.blobs[name]))
 
 
-def seal_files(
+def patch_rank_files(
     root: Path, files: list[list[RankFile]], checksums: Mapping[FileOffset, int]
 ) -> Iterator[tuple[str, Patch]]:
     """Yield the replicas and CRC-32s to write, by file. `files` are those of all ranks by kind, as read back now."""

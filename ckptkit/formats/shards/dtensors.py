@@ -13,12 +13,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.zip_entries import ZipEntry, place_tensor
+from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles.inert_pickle import Global, Record
-from ckptkit.formats.pickles.tensor_calls import REBUILD_WRAPPER, TensorRecord, as_shape, as_tensor, is_subclass
+from ckptkit.formats.pickles.tensor_calls import REBUILD_WRAPPER, TensorRecord, as_shape, as_tensor_record, is_subclass
 from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
-from ckptkit.layout.placements import PlacedBox, Placement, Shard, place
+from ckptkit.layout.placements import PlacedBox, Placement, Shard, local_shape_and_boxes
 
 # Source of meshes: torch/distributed/device_mesh.py. Until torch 2.8 a mesh is an integer tensor of ranks, with a list
 # of them beside it; since then a layout (shape and stride of each axis) over a map of ranks.
@@ -48,30 +48,32 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
         device = str(state.get("_device_type", state.get("device_type")))
         names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
         if layout is None:
-            shape = as_tensor(state["mesh"]).shape
+            shape = as_tensor_record(state["mesh"]).shape
             every = state.get("_flatten_mesh_list")
             ranks = tuple(every if every is not None else read_integers(state["mesh"]))
         else:
-            shape, ranks = spread(layout, tuple(state["_flatten_rank_map"]), rank)
+            shape, ranks = mesh_shape_and_ranks(layout, tuple(state["_flatten_rank_map"]), rank)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("the pickle describes a mesh in an unknown way") from error
     if not all(type(one) is int for one in ranks) or len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
-        message = f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {few_ranks(ranks)}"
+        message = (
+            f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {join_first_ranks(ranks)}"
+        )
         raise Corrupt(message)
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
-        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {few_ranks(ranks)}"
+        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {join_first_ranks(ranks)}"
         hint = "check whether the file was renamed"
         raise Corrupt(f"expected the mesh of rank {rank} (file name), found {found_text}", hint=hint)
     where = unravel(ranks.index(rank), shape)
     return Mesh(shape, ranks, where, tuple(map(str, names)) if names else None, device)
 
 
-def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tuple[int, ...]]:
+def mesh_shape_and_ranks(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tuple[int, ...]]:
     """Return shape and ranks of the mesh that a layout forms from a map of ranks; of several, the one with `rank`."""
     if len(every) > _MOST_RANKS:
         raise ValueError("ranks")
-    axes = axes_of(layout.attributes())
+    axes = sizes_and_strides_by_axis(layout.attributes())
     shape = tuple(prod(size for size, _ in axis) for axis in axes)
     steps = [step for axis in axes for step in axis]
     if prod(shape) > len(every) or any(step < 0 for _, step in steps):
@@ -86,7 +88,7 @@ def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tu
     return shape, tuple(every[index] for index in indices)
 
 
-def axes_of(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
+def sizes_and_strides_by_axis(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """Return sizes and strides of each axis of a layout: several of a flattened axis, none of an axis of size 1.
 
     torch 2.9 stores all shapes in one tuple, all strides too.
@@ -108,7 +110,7 @@ def unravel(index: int, shape: Shape) -> Shape:
     return tuple(reversed(coordinate))
 
 
-def few_ranks(ranks: tuple[int, ...]) -> str:
+def join_first_ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
@@ -131,9 +133,11 @@ class Placed(NamedTuple):
         return any(shard is None and i for shard, i in zip(self.placements, self.mesh.coordinate, strict=True))
 
     @property
-    def pieces(self) -> list[PlacedBox]:
+    def placed_boxes(self) -> list[PlacedBox]:
         """Return the boxes of this rank. Raises `Corrupt` if its local tensor has another shape."""
-        local_shape, pieces = place(self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order)
+        local_shape, pieces = local_shape_and_boxes(
+            self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order
+        )
         if self.held.shape != local_shape:
             where = ", ".join(map(str, self.mesh.coordinate))
             raise Corrupt(
@@ -144,10 +148,10 @@ class Placed(NamedTuple):
             raise Unsupported(f"expected one shard of the tensor on this rank, found {len(pieces)}")
         return pieces
 
-    def of_rank(self, rank: int) -> Placed:
+    def as_seen_by_rank(self, rank: int) -> Placed:
         """Return the tensor as another rank of the mesh must have it."""
         mesh = self.mesh._replace(coordinate=unravel(self.mesh.ranks.index(rank), self.mesh.shape))
-        shape, _ = place(self.spec.shape, mesh.shape, mesh.coordinate, self.placements, self.order)
+        shape, _ = local_shape_and_boxes(self.spec.shape, mesh.shape, mesh.coordinate, self.placements, self.order)
         return self._replace(mesh=mesh, held=replace(self.held, shape=shape))
 
 
@@ -164,36 +168,36 @@ class Specs:
     meshes: dict[int, Mesh] = field(default_factory=dict)
     placements: dict[int, tuple[Placement, ...]] = field(default_factory=dict)
 
-    def open(self, value: Record) -> Placed:
+    def read_dtensor(self, value: Record) -> Placed:
         """Return the tensor of a pickled DTensor. Raises `Unsupported` for a partial sum."""
         try:
             function, _, (_, _, size, *_), state = value.args
             if function != REBUILD_WRAPPER:
                 raise Unsupported("the pickle builds the DTensor in an unknown way")
             attributes = state[-1] if isinstance(state, tuple) else state
-            local = as_tensor(attributes["_local_tensor"])
+            local = as_tensor_record(attributes["_local_tensor"])
             spec = attributes["_spec"].attributes()
-            mesh = self.mesh(spec["mesh"])
-            placements = self.placed(spec["placements"], mesh)
+            mesh = self.cached_mesh_of(spec["mesh"])
+            placements = self.cached_placements_of(spec["placements"], mesh)
             shape = as_shape(size)
             meta = spec.get("tensor_meta")
             if meta is not None and as_shape(meta.args[0]) != shape:
                 raise Corrupt(f"expected shape {list(as_shape(meta.args[0]))} (spec), found {list(shape)}")
             strided = any(shard is not None and shard.stride > 1 for shard in placements)
-            order = None if strided else read_order(spec.get("shard_order"), placements)
+            order = None if strided else find_mesh_axis_order(spec.get("shard_order"), placements)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise Unsupported("the pickle describes the DTensor in an unknown way") from error
         if any(shard is not None and shard.dim >= len(shape) for shard in placements):
             raise Corrupt(f"a placement shards a dimension that shape {list(shape)} does not have")
         return Placed(Spec(local.dtype, shape), mesh, placements, order, local)
 
-    def mesh(self, value: Any) -> Mesh:
+    def cached_mesh_of(self, value: Any) -> Mesh:
         known = self.meshes.get(id(value))
         if known is None:
             known = self.meshes[id(value)] = read_mesh(value, self.rank, self.read_integers)
         return known
 
-    def placed(self, value: Any, mesh: Mesh) -> tuple[Placement, ...]:
+    def cached_placements_of(self, value: Any, mesh: Mesh) -> tuple[Placement, ...]:
         """Return the placements, one per axis of the mesh."""
         known = self.placements.get(id(value))
         if known is None:
@@ -214,14 +218,14 @@ def read_placement(value: Record, mesh: Mesh) -> Placement:
         raise Unsupported(f"this is a partial sum (`{of.name}`): each rank has a summand, and no rank has the tensor")
     if of.name not in ("Shard", "_StridedShard"):
         raise Unsupported(f"a placement of class `{of}`")
-    state = attributes_of(value)
+    state = state_attributes_of(value)
     dim, stride = state["dim"], state.get("split_factor", 1)
     if type(dim) is not int or type(stride) is not int or dim < 0 or not 0 < stride <= prod(mesh.shape):
         raise ValueError("placement")
     return Shard(dim, stride)
 
 
-def attributes_of(value: Record) -> Mapping[str, Any]:
+def state_attributes_of(value: Record) -> Mapping[str, Any]:
     """Return the state of an object: also of one with slots, or of a call with positional arguments."""
     state = value.state
     if isinstance(state, tuple):
@@ -231,7 +235,7 @@ def attributes_of(value: Record) -> Mapping[str, Any]:
     return value.attributes()
 
 
-def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
+def find_mesh_axis_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
     """Return the order of the mesh axes that shard a tensor, None for the mesh's. It is recorded per dimension."""
     if not value:
         return None
@@ -244,8 +248,10 @@ def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...]
     return tuple(order)
 
 
-def chunk_of(local: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
+def chunk_of_local_tensor(
+    local: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str
+) -> Chunk:
     """Return the location of a box that begins at index `at` of the local tensor."""
     start = local.offset + sum(i * stride for i, stride in zip(at, local.strides, strict=True))
     record = TensorRecord(local.key, local.dtype, start, box.size, local.strides)
-    return place_tensor(record, entries).chunk(box, path)
+    return locate_storage_of(record, entries).as_chunk(box, path)

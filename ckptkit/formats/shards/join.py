@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, ShardedTensor
@@ -15,11 +15,11 @@ from ckptkit.layout.box import Box
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def join_files(files: Sequence[RankFile], report: Report = refuse) -> FlatState:
+def join_files(files: Sequence[RankFile], report: Report = raise_problem) -> FlatState:
     """Return the joined entries of all ranks. Replicas are spares; entries that differ become one per rank."""
     tensors = join_tensors(files, report)
     every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
-    joined = FlatState(tensors, {}, {name: every[name] for name in tensors}, spares_of(files, tensors))
+    joined = FlatState(tensors, {}, {name: every[name] for name in tensors}, replicas_by_name(files, tensors))
     for name in dict.fromkeys(name for file in files for name in file.flat.blobs):
         by_rank = {file.rank: file.flat.blobs[name] for file in files if name in file.flat.blobs}
         if len({blob.content for blob in by_rank.values()}) == 1:
@@ -30,7 +30,7 @@ def join_files(files: Sequence[RankFile], report: Report = refuse) -> FlatState:
     return joined
 
 
-def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str, StoredTensor]:
+def join_tensors(files: Sequence[RankFile], report: Report = raise_problem) -> dict[str, StoredTensor]:
     """Return every tensor with the chunks of all ranks. Reports missing ranks, and tensors that do not fit together."""
     names = dict.fromkeys(name for file in files for name in file.flat.tensors)
     by_rank = {file.rank: file.tensors for file in files}
@@ -38,17 +38,19 @@ def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str
     for name in names:
         parts = {rank: tensors[name] for rank, tensors in by_rank.items() if name in tensors}
         try:
-            joined[name] = join_ranks(parts, naming(name, report), may_differ=name.endswith(STATISTICS))
+            joined[name] = join_rank_tensors(
+                parts, report_naming_tensor(name, report), may_differ=name.endswith(STATISTICS)
+            )
         except CkptError as error:
             report(error.blame(tensor=name))
     return joined
 
 
-def naming(name: str, report: Report) -> Report:
+def report_naming_tensor(name: str, report: Report) -> Report:
     return lambda problem: report(problem.blame(tensor=name))
 
 
-def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> dict[str, tuple[Chunk, ...]]:
+def replicas_by_name(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> dict[str, tuple[Chunk, ...]]:
     """Return the replicas of chunks in the joined tensors, except for statistics."""
     spares: dict[str, list[Chunk]] = {}
     chosen = {name: set(tensor.chunks) for name, tensor in joined.items() if not name.endswith(STATISTICS)}
@@ -59,63 +61,65 @@ def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> 
     return {name: tuple(chunks) for name, chunks in spares.items() if chunks}
 
 
-def join_ranks(parts: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False) -> StoredTensor:
+def join_rank_tensors(
+    tensor_by_rank: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False
+) -> StoredTensor:
     """Return one tensor with all ranks' chunks. Raises `Unsupported` if plain copies differ, unless `may_differ`."""
-    first, tensor = next(iter(parts.items()))
-    for rank, other in parts.items():
+    first, tensor = next(iter(tensor_by_rank.items()))
+    for rank, other in tensor_by_rank.items():
         if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
-            message = (
-                f"expected {describe_part(tensor)} as on rank {first}, found {describe_part(other)} on rank {rank}"
-            )
+            expected, found = describe_rank_tensor(tensor), describe_rank_tensor(other)
+            message = f"expected {expected} as on rank {first}, found {found} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
-        return StoredTensor(tensor.spec, unique_chunks(join_placed(parts, tensor.spread, report)))
+        return StoredTensor(tensor.spec, unique_chunks(join_dtensor_chunks(tensor_by_rank, tensor.spread, report)))
     if isinstance(tensor.spread, ShardedTensor):
-        check_same_shards(parts, tensor.spread, report)
-        return StoredTensor(tensor.spec, unique_chunks(chunk for other in parts.values() for chunk in other.chunks))
-    for rank, other in parts.items():
+        check_shards_agree(tensor_by_rank, tensor.spread, report)
+        return StoredTensor(
+            tensor.spec, unique_chunks(chunk for other in tensor_by_rank.values() for chunk in other.chunks)
+        )
+    for rank, other in tensor_by_rank.items():
         if not may_differ:
-            compare(first, tensor, rank, other)
+            require_equal_replicas(first, tensor, rank, other)
     return StoredTensor(tensor.spec, tensor.chunks)
 
 
-def describe_part(tensor: RankTensor) -> str:
+def describe_rank_tensor(tensor: RankTensor) -> str:
     kinds = {Placed: "a DTensor", ShardedTensor: "a ShardedTensor"}
     return f"{kinds.get(type(tensor.spread), 'a plain tensor')} {tensor.spec}"
 
 
-def join_placed(parts: Mapping[int, RankTensor], of_first: Placed, report: Report) -> Iterable[Chunk]:
+def join_dtensor_chunks(tensor_by_rank: Mapping[int, RankTensor], of_first: Placed, report: Report) -> Iterable[Chunk]:
     """Yield a DTensor's chunks without replicas, in the order of the mesh. Ranks outside the mesh have replicas."""
-    for rank, other in parts.items():
+    for rank, other in tensor_by_rank.items():
         spread = other.spread
         assert isinstance(spread, Placed)
         own = (spread.mesh.shape, spread.placements, spread.order)
         wanted = (of_first.mesh.shape, of_first.placements, of_first.order)
         if own != wanted:
-            message = (
-                f"expected a mesh of {list(wanted[0])} as on rank {min(parts)}, found {list(own[0])} on rank {rank}"
-            )
+            first = min(tensor_by_rank)
+            message = f"expected a mesh of {list(wanted[0])} as on rank {first}, found {list(own[0])} on rank {rank}"
             raise Corrupt(f"{message}, or other placements", hint="check that all files come from one run")
-    missing = [rank for rank in of_first.mesh.ranks if rank not in parts]
+    missing = [rank for rank in of_first.mesh.ranks if rank not in tensor_by_rank]
     if missing:
         message = f"expected a shard from each of {len(of_first.mesh.ranks)} ranks, found none from rank {missing[0]}"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=missing))
-    first = {}
-    for rank in (rank for rank in of_first.mesh.ranks if rank in parts):
-        spread = parts[rank].spread
+    first_rank = {}
+    for rank in (rank for rank in of_first.mesh.ranks if rank in tensor_by_rank):
+        spread = tensor_by_rank[rank].spread
         assert isinstance(spread, Placed)
-        first[spread.mesh.coordinate] = rank
+        first_rank[spread.mesh.coordinate] = rank
         if not spread.is_replica:
-            yield from parts[rank].chunks
-    for rank, other in parts.items():
+            yield from tensor_by_rank[rank].chunks
+    for rank, other in tensor_by_rank.items():
         if rank not in of_first.mesh.ranks:
             assert isinstance(other.spread, Placed)
-            same = first.get(other.spread.mesh.coordinate)
+            same = first_rank.get(other.spread.mesh.coordinate)
             if same is not None:
-                compare(same, parts[same], rank, other)
+                require_equal_replicas(same, tensor_by_rank[same], rank, other)
 
 
-def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> None:
+def require_equal_replicas(one: int, held: RankTensor, other: int, other_held: RankTensor) -> None:
     """Raise `Unsupported` if checksums show that replicas differ. Those of storages with other tensors do not count."""
     for chunk, replica in zip(held.chunks, other_held.chunks, strict=True):
         is_comparable = None not in (chunk.crc32, replica.crc32) and chunk.run is None
@@ -125,20 +129,21 @@ def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> N
             raise Unsupported(message, hint=hint)
 
 
-def check_same_shards(parts: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report) -> None:
+def check_shards_agree(tensor_by_rank: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report) -> None:
     """Raise `Corrupt` unless all ranks agree on all boxes, and each has one of them; report a missing rank."""
-    for rank, other in parts.items():
+    for rank, other in tensor_by_rank.items():
         spread = other.spread
         assert isinstance(spread, ShardedTensor)
         if spread.boxes != of_first.boxes:
             message = (
-                f"expected the list of {len(of_first.boxes)} shards that rank {min(parts)} has, found another list of "
+                f"expected the list of {len(of_first.boxes)} shards that rank {min(tensor_by_rank)} has, "
+                f"found another list of "
                 f"{len(spread.boxes)} on rank {rank}"
             )
             raise Corrupt(message, hint="check that all files come from one run")
         if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
             raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")
-    beyond = [rank for rank in of_first.ranks if rank is not None and rank not in parts]
+    beyond = [rank for rank in of_first.ranks if rank is not None and rank not in tensor_by_rank]
     if beyond:
         message = f"expected a shard from each of {len(of_first.ranks)} ranks, found none from rank {beyond[0]}"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=beyond))

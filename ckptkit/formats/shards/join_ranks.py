@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.layout import Chunk, StoredTensor
-from ckptkit.layout.axes import concatenate, cut, replace_at
+from ckptkit.layout.axes import concatenate, cut_axis, replace_sizes_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ BY_HALVES = JoinRule(0, sections=2)
 JoinRules = Sequence[tuple[str, JoinRule]]  # patterns of full names; the first match counts
 
 
-def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
+def require_join_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
     """Return the rule for a tensor. Raises `Unsupported` without a rule: ckptkit does not guess."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
@@ -47,38 +47,38 @@ def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
     return found
 
 
-def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
+def join_by_rule(shards: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
     """Return the tensor from the ranks' shards, in order. Raises `Corrupt` where they do not fit together."""
     if rule.axis is None:
-        return join_copies(parts)
-    first = parts[0].spec
-    rest = replace_at(first.shape, rule.axis, 1, ())
-    for shard in parts[1:]:
-        if shard.spec.dtype != first.dtype or replace_at(shard.spec.shape, rule.axis, 1, ()) != rest:
+        return first_readable_replica(shards)
+    first = shards[0].spec
+    rest = replace_sizes_at(first.shape, rule.axis, 1, ())
+    for shard in shards[1:]:
+        if shard.spec.dtype != first.dtype or replace_sizes_at(shard.spec.shape, rule.axis, 1, ()) != rest:
             raise Corrupt(f"expected a tensor that fits {first} of another rank, found {shard.spec}")
     if len(first.shape) <= rule.axis:
         raise Corrupt(f"expected a tensor that ranks split along axis {rule.axis}, found {first}")
-    sections = zip(*(split_sections(shard, rule.axis, rule) for shard in parts), strict=True)
+    sections = zip(*(split_sections(shard, rule.axis, rule) for shard in shards), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
 
-def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
+def first_readable_replica(replicas: Sequence[StoredTensor]) -> StoredTensor:
     """Return the copy of the first rank whose file can be read. Raises `Corrupt` if dtype or shape differ."""
-    for copy in parts[1:]:
-        if copy.spec != parts[0].spec:
-            raise Corrupt(f"expected {parts[0].spec} as on another rank, found {copy.spec}")
-    return next((copy for copy in parts if not copy.is_unreadable), parts[0])
+    for copy in replicas[1:]:
+        if copy.spec != replicas[0].spec:
+            raise Corrupt(f"expected {replicas[0].spec} as on another rank, found {copy.spec}")
+    return next((copy for copy in replicas if not copy.is_unreadable), replicas[0])
 
 
-def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
+def replica_chunks_of(tensor: StoredTensor, shards: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
     """Return the chunks of the other replicas if a joined tensor is one of the ranks' copies, else ()."""
-    if not any(tensor is copy for copy in parts):
+    if not any(tensor is copy for copy in shards):
         return ()
-    return tuple(chunk for copy in parts if copy is not tensor for chunk in copy.chunks)
+    return tuple(chunk for copy in shards if copy is not tensor for chunk in copy.chunks)
 
 
-def as_lost(flat: FlatState, path: str) -> FlatState:
+def as_lost_tensors(flat: FlatState, path: str) -> FlatState:
     """Return the tensors that a rank's unreadable file must have had, derived from another rank's file."""
     lost = {
         name: replace(tensor, chunks=tuple(Chunk.unreadable(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
@@ -93,4 +93,4 @@ def split_sections(tensor: StoredTensor, axis: int, rule: JoinRule) -> list[Stor
     if sum(extents) != tensor.spec.shape[axis]:
         parts = f"parts of {', '.join(map(str, rule.extents))}" if rule.extents else f"{rule.sections} equal parts"
         raise Corrupt(f"expected {parts} along axis {axis}, found {tensor.spec}")
-    return [cut(tensor, axis, start, stop) for start, stop in pairwise((0, *accumulate(extents)))]
+    return [cut_axis(tensor, axis, start, stop) for start, stop in pairwise((0, *accumulate(extents)))]

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.flatten import FlatState, Flattening, pairs_of
+from ckptkit.formats.archives.flatten import FlatState, Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import read_state_file
-from ckptkit.formats.archives.zip_entries import ZipEntry, place_tensor
+from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor, is_subclass
-from ckptkit.formats.shards.dtensors import Placed, Specs, attributes_of, chunk_of, is_dtensor
+from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor_record, is_subclass
+from ckptkit.formats.shards.dtensors import Placed, Specs, chunk_of_local_tensor, is_dtensor, state_attributes_of
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
@@ -57,26 +57,26 @@ class _RankFlattening(Flattening):
         self.root = root
         self.specs = Specs(rank, self.read_integers)
 
-    def tensor_of(self, value: Any) -> StoredTensor:
+    def make_stored_tensor(self, value: Any) -> StoredTensor:
         if is_dtensor(value):
-            placed = self.specs.open(value)
-            parts = ((placed.held, piece.box, piece.at) for piece in placed.pieces)
+            placed = self.specs.read_dtensor(value)
+            parts = ((placed.held, piece.box, piece.at) for piece in placed.placed_boxes)
             return RankTensor(placed.spec, self.chunks_of(parts), spread=placed)
         if is_subclass(value, "ShardedTensor", "torch.distributed._shard"):
-            sharded = open_sharded(value)
+            sharded = read_sharded_tensor(value)
             zeros = (0,) * len(sharded.spec.shape)
             parts = ((tensor, box, zeros) for box, tensor in sharded.held)
             return RankTensor(sharded.spec, self.chunks_of(parts), spread=sharded)
-        plain = super().tensor_of(value)
+        plain = super().make_stored_tensor(value)
         return RankTensor(plain.spec, plain.chunks)
 
     def chunks_of(self, parts: Iterable[tuple[TensorRecord, Box, Shape]]) -> tuple[Chunk, ...]:
         """Return the location of each part: a box that begins at an index of a local tensor."""
-        return tuple(chunk_of(local, box, at, self.entries, self.path) for local, box, at in parts)
+        return tuple(chunk_of_local_tensor(local, box, at, self.entries, self.path) for local, box, at in parts)
 
     def read_integers(self, value: Any) -> list[int]:
         """Return the numbers in a small tensor of integers, row by row."""
-        located = place_tensor(as_tensor(value), self.entries)
+        located = locate_storage_of(as_tensor_record(value), self.entries)
         size = located.tensor.dtype.itemsize
         if located.strides is not None or located.length > _MOST_INTEGERS or located.tensor.dtype.kind != "int":
             raise ValueError("mesh")
@@ -93,22 +93,22 @@ def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict:
     state = read_state_file(root, name)
     try:
         holding = _RankFlattening(root, rank, state.entries, name)
-        if is_dict or pairs_of(state.value) == []:
-            holding.add_all(holding.members(state.value), above)
+        if is_dict or find_dict_items(state.value) == []:
+            holding.add_children(holding.members(state.value), above)
         else:
-            holding.add(state.value, above)
+            holding.add_nested(state.value, above)
     except CkptError as error:
         raise error.blame(path=root / name) from None
     return RankFile(rank, name, holding.flat, state.value)
 
 
-def lost_file(like: RankFile, rank: int, name: str) -> RankFile:
+def lost_rank_file(like: RankFile, rank: int, name: str) -> RankFile:
     """Return the DTensors that a rank's unreadable file must have had, derived from another rank's file."""
     tensors: dict[str, StoredTensor] = {}
     for own, tensor in like.tensors.items():
         if isinstance(tensor.spread, Placed) and rank in tensor.spread.mesh.ranks:
-            placed = tensor.spread.of_rank(rank)
-            chunks = (Chunk.unreadable(box, name, tensor.spec.dtype) for box, _ in placed.pieces)
+            placed = tensor.spread.as_seen_by_rank(rank)
+            chunks = (Chunk.unreadable(box, name, tensor.spec.dtype) for box, _ in placed.placed_boxes)
             tensors[own] = RankTensor(tensor.spec, tuple(chunks), spread=placed)
     return RankFile(rank, name, FlatState(tensors, {}, like.flat.keys), None)
 
@@ -122,13 +122,13 @@ class ShardedTensor(NamedTuple):
     ranks: tuple[int | None, ...]
 
 
-def open_sharded(value: Record) -> ShardedTensor:
+def read_sharded_tensor(value: Record) -> ShardedTensor:
     try:
         shards, metadata, *_ = value.args[3]
-        described = attributes_of(metadata)
+        described = state_attributes_of(metadata)
         shape = as_shape(described["size"])
         every = [box_and_rank(one) for one in described["shards_metadata"]]
-        own_shards = tuple(open_shard(attributes_of(shard)) for shard in shards)
+        own_shards = tuple(read_shard(state_attributes_of(shard)) for shard in shards)
         # a rank may have no shard
         dtype = own_shards[0][1].dtype if own_shards else DTYPES[value.args[2][1].name]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -138,9 +138,9 @@ def open_sharded(value: Record) -> ShardedTensor:
     )
 
 
-def open_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
+def read_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
     box, _ = box_and_rank(shard["metadata"])
-    tensor = as_tensor(shard["tensor"])
+    tensor = as_tensor_record(shard["tensor"])
     if prod(tensor.shape) != box.numel or (tensor.shape != box.size and box.numel):
         raise Corrupt(f"expected a shard of shape {list(box.size)}, found {list(tensor.shape)}")
     # torch may have given an empty tensor another shape than its box
@@ -149,10 +149,10 @@ def open_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
 
 def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
     """Return the box of a shard, and its rank if it is recorded."""
-    state = attributes_of(metadata)
+    state = state_attributes_of(metadata)
     box = Box(as_shape(state["shard_offsets"]), as_shape(state["shard_sizes"]))
     if len(box.start) != len(box.size):
         raise ValueError("shard")
     placement = state.get("placement")
-    rank = attributes_of(placement).get("_rank") if isinstance(placement, Record) else None
+    rank = state_attributes_of(placement).get("_rank") if isinstance(placement, Record) else None
     return box, rank if type(rank) is int else None

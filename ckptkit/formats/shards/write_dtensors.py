@@ -14,7 +14,7 @@ from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.tensor_calls import REBUILD_OF_TYPE, REBUILD_WRAPPER
 from ckptkit.formats.shards.dtensors import DEVICE_MESH, unravel
 from ckptkit.layout import Spec
-from ckptkit.layout.box import Shape, row_major
+from ckptkit.layout.box import Shape, row_major_strides
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.placements import Placement
 
@@ -39,25 +39,25 @@ class RankMesh(NamedTuple):
     like: Record | None = None
 
 
-def new_object(of: Global, state: dict[str, Any]) -> Record:
+def new_object_record(of: Global, state: dict[str, Any]) -> Record:
     """Return an object as a pickle creates one without calling `__init__`."""
     record = Record(of, (), is_new=True)
     record.state = state
     return record
 
 
-def describe_mesh(grid: RankMesh, rank: int, ranks: Record) -> Record:
-    """Return the mesh as `rank` sees it. `ranks` is the tensor of all ranks, in the shape of `rank_map`."""
+def mesh_record(grid: RankMesh, rank: int, ranks: Record) -> Record:
+    """Return the mesh as `rank` sees it. `ranks` is the tensor of all ranks, in the shape of `rank_tensor_content`."""
     world = tuple(range(prod(grid.shape)))
     where = unravel(rank, grid.shape)
     old = grid.like.attributes() if grid.like is not None else None
     if old is not None and "_layout" not in old:
         kept = {name: value for name, value in old.items() if name not in _OF_PROCESS}
         changes: dict[str, Any] = {"mesh": ranks, "_flatten_mesh_list": world, "_coordinate_on_dim": list(where)}
-        return new_object(DEVICE_MESH, {name: changes.get(name, value) for name, value in kept.items()})
+        return new_object_record(DEVICE_MESH, {name: changes.get(name, value) for name, value in kept.items()})
     changes = {
         "_device_type": grid.device,
-        "_layout": describe_layout(grid, old["_layout"] if old else None),
+        "_layout": mesh_layout_record(grid, old["_layout"] if old else None),
         "_rank_map": ranks,
         "_mesh_dim_names": grid.names,
         "_root_mesh": None,
@@ -70,10 +70,10 @@ def describe_mesh(grid: RankMesh, rank: int, ranks: Record) -> Record:
     }
     if len(grid.shape) == 1:
         changes["_dim_group_names"] = list(_WHOLE_WORLD)
-    return new_object(DEVICE_MESH, changes)
+    return new_object_record(DEVICE_MESH, changes)
 
 
-def rank_map(grid: RankMesh) -> tuple[Spec, bytes]:
+def rank_tensor_content(grid: RankMesh) -> tuple[Spec, bytes]:
     """Return spec and bytes of a mesh's tensor of ranks: in one dimension, or until torch 2.8 in the mesh's shape."""
     world = prod(grid.shape)
     is_old = grid.like is not None and "_layout" not in grid.like.attributes()
@@ -81,33 +81,37 @@ def rank_map(grid: RankMesh) -> tuple[Spec, bytes]:
     return Spec(DTYPES["int32"], shape), b"".join(rank.to_bytes(4, "little") for rank in range(world))
 
 
-def describe_layout(grid: RankMesh, like: Record | None) -> Record:
+def mesh_layout_record(grid: RankMesh, like: Record | None) -> Record:
     """Return the shape and stride of each axis. As in torch, an axis of size 1 has empty ones."""
-    strides = row_major(grid.shape)
+    strides = row_major_strides(grid.shape)
     if like is not None and "axes" not in like.attributes():
         is_bare = isinstance(like.attributes()["shape"], int)  # keep its form, or torch 2.10 considers it another mesh
         shape, stride = (grid.shape[0], strides[0]) if is_bare else (grid.shape, strides)
-        return new_object(like.of if isinstance(like.of, Global) else _LAYOUT, {"shape": shape, "stride": stride})
+        return new_object_record(
+            like.of if isinstance(like.of, Global) else _LAYOUT, {"shape": shape, "stride": stride}
+        )
     axes = [((n,), (step,)) if n > 1 else ((), ()) for n, step in zip(grid.shape, strides, strict=True)]
-    return new_object(_LAYOUT, {"axes": tuple(new_object(_AXIS, {"shape": n, "stride": step}) for n, step in axes)})
+    return new_object_record(
+        _LAYOUT, {"axes": tuple(new_object_record(_AXIS, {"shape": n, "stride": step}) for n, step in axes)}
+    )
 
 
-def describe_dtensor(
+def dtensor_record(
     spec: Spec, placements: Sequence[Placement], mesh: Record, local: Record, device: str, like: Record | None
 ) -> Record:
     """Return torch's call that rebuilds a DTensor from the local tensor of a rank."""
     dtype = Global("torch", spec.dtype.name)
-    strides = row_major(spec.shape)
+    strides = row_major_strides(spec.shape)
     of = like.args[1] if like is not None else _DTENSOR
     where = Record(Global("torch", "device"), (device,))
     layout = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     call = (of, dtype, spec.shape, strides, 0, layout, where, False)
-    described = describe_spec(spec, placements, mesh, None if like is None else like.args[3][-1]["_spec"])
+    described = dtensor_spec_record(spec, placements, mesh, None if like is None else like.args[3][-1]["_spec"])
     state = (None, {"_local_tensor": local, "_spec": described})
     return Record(REBUILD_OF_TYPE, (REBUILD_WRAPPER, of, call, state))
 
 
-def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, like: Record | None) -> Record:
+def dtensor_spec_record(spec: Spec, placements: Sequence[Placement], mesh: Record, like: Record | None) -> Record:
     """Return the spec of a DTensor: the spec of `like` on another mesh, or a new one."""
     dtype = Global("torch", spec.dtype.name)
     size = Record(Global("torch", "Size"), (spec.shape,))
@@ -115,24 +119,24 @@ def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, lik
         old = like.attributes()
         meta = old.get("tensor_meta")
         kind = meta.of if isinstance(meta, Record) else _META
-        fresh = Record(kind, (size, row_major(spec.shape), dtype), is_new=True)
+        fresh = Record(kind, (size, row_major_strides(spec.shape), dtype), is_new=True)
         changes = {"mesh": mesh, "tensor_meta": fresh, "_hash": None}
-        return new_object(
+        return new_object_record(
             like.of if isinstance(like.of, Global) else _SPEC, {n: changes.get(n, v) for n, v in old.items()}
         )
     order = [
         Record(_ORDER, (dim, tuple(axis for axis, p in enumerate(placements) if p and p.dim == dim)), is_new=True)
         for dim in sorted({p.dim for p in placements if p})
     ]
-    return new_object(
+    return new_object_record(
         _SPEC,
         {
             "mesh": mesh,
             "placements": tuple(
-                new_object(Global(_PLACEMENTS, "Shard" if p else "Replicate"), {"dim": p.dim} if p else {})
+                new_object_record(Global(_PLACEMENTS, "Shard" if p else "Replicate"), {"dim": p.dim} if p else {})
                 for p in placements
             ),
-            "tensor_meta": Record(_META, (size, row_major(spec.shape), dtype), is_new=True),
+            "tensor_meta": Record(_META, (size, row_major_strides(spec.shape), dtype), is_new=True),
             "shard_order": tuple(order),
             "use_strided_shard_as_shard_order": False,
             "_hash": None,

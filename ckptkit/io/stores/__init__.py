@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
-from ckptkit.entry_points import PluginTable, load
+from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import CkptError, IOFailure
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class KnownStore(NamedTuple):
     `store` creates a `Store` from the URL of its root. The others are "" for features that ckptkit lacks there:
     `destination` creates a `Destination`, `small_files` the `SmallFiles`, `keeper` the `RunBackend` of the run at a
     path. `describe` returns a text for the user's consent about what would be written to a path; `uploads` is the
-    module with `find_uploads` and `abort` for unfinished uploads.
+    module with `find_uploads` and `abort_open_upload` for unfinished uploads.
     """
 
     store: str
@@ -47,10 +47,10 @@ _S3 = KnownStore(
     uploads="ckptkit.plugins.s3_runs.uploads",
 )
 _OBJECTS = KnownStore(
-    "ckptkit.plugins.object_stores.store:open_objects",
+    "ckptkit.plugins.object_stores.store:open_object_files",
     destination="ckptkit.plugins.object_stores.destination:ObjectDestination",
 )
-_DESCRIBE_HUB = "ckptkit.plugins.hub_writing.bucket_destination:describe_place"
+_DESCRIBE_HUB = "ckptkit.plugins.hub_writing.bucket_destination:describe_hub_destination"
 
 # keys are the scheme of a URL, or the beginning of the URL
 STORES = PluginTable(
@@ -102,16 +102,16 @@ class Store(Protocol):
 
     hint: str
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
 
-    def entries(self, key: str) -> list[StoreEntry]:
+    def list_entries(self, key: str) -> list[StoreEntry]:
         """Return the entries in the directory at `key`."""
 
-    def open(self, key: str, entry: StoreEntry) -> Read:
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
         """Return a function, for one thread, that reads from the file at `key` as long as it still matches `entry`."""
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         """Drop all cached responses."""
 
 
@@ -119,7 +119,7 @@ class Store(Protocol):
 class TranslatesErrors(Protocol):
     """A store that translates its library's errors into ckptkit's."""
 
-    def refusal(self, error: Exception, path: Path) -> CkptError:
+    def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
         """Return ckptkit's error for an exception of a method that was called for `path`."""
 
 
@@ -140,7 +140,7 @@ class StoredSum:
 class ChecksumStore(Protocol):
     """A store that keeps checksums of files, which it computed itself when they were written."""
 
-    def stored_sum(self, key: str) -> StoredSum:
+    def read_stored_sum(self, key: str) -> StoredSum:
         """Return the checksums of the file at `key`, in one or two requests."""
 
 
@@ -156,61 +156,61 @@ class CachedStore:
     found: dict[str, StoreEntry | None] = field(default_factory=dict)
     listed: dict[str, dict[str, StoreEntry]] = field(default_factory=dict)
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
         folder, _, name = key.rpartition("/")
         # a listing also answers for missing entries, without a request
         if key and folder in self.listed:
             return self.listed[folder].get(name)
         if key not in self.found:
-            self.found[key] = None if self._rules_out(folder) else self.store.find(key)
+            self.found[key] = None if self._is_known_absent(folder) else self.store.find_entry(key)
         return self.found[key]
 
-    def entries(self, key: str) -> dict[str, StoreEntry]:
+    def entries_by_name(self, key: str) -> dict[str, StoreEntry]:
         """Return the entries of the directory at `key`, by name.
 
         Raises `FileNotFoundError` or `NotADirectoryError`.
         """
         if key not in self.listed:
-            entry = self.find(key)
+            entry = self.find_entry(key)
             if entry is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if not entry.is_dir:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            self.listed[key] = {child.name: child for child in self.store.entries(key)}
+            self.listed[key] = {child.name: child for child in self.store.list_entries(key)}
         return self.listed[key]
 
     def find_change(self, key: str) -> str | None:
         """Return the key of an entry at or below `key` that has changed since it was cached, or None."""
-        self.store.forget()
+        self.store.drop_cache()
         fresh = CachedStore(self.store)
         below = f"{key}/" if key else ""
         for folder, before in self.listed.items():
             if folder == key or folder.startswith(below):
-                after = fresh.entries(folder) if fresh.find(folder) else {}
+                after = fresh.entries_by_name(folder) if fresh.find_entry(folder) else {}
                 changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
                 if changed:
                     return f"{folder}/{changed[0]}".lstrip("/")
         seen = self.found.get(key)
-        return key if seen is not None and fresh.find(key) != seen else None
+        return key if seen is not None and fresh.find_entry(key) != seen else None
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         """Drop all cached responses, because the store was written to."""
-        self.store.forget()
+        self.store.drop_cache()
         self.store = self.reopen() if self.reopen else self.store
         self.found.clear()
         self.listed.clear()
 
-    def _rules_out(self, folder: str) -> bool:
+    def _is_known_absent(self, directory: str) -> bool:
         """Return whether the cache shows that a directory does not exist."""
-        above, _, name = folder.rpartition("/")
-        if folder and above in self.listed:
+        above, _, name = directory.rpartition("/")
+        if directory and above in self.listed:
             entry = self.listed[above].get(name)
             return entry is None or not entry.is_dir
-        return bool(folder) and self._rules_out(above)
+        return bool(directory) and self._is_known_absent(above)
 
 
-def known_by_url(url: str) -> KnownStore:
+def store_row_for_url(url: str) -> KnownStore:
     """Return the row of the store table for a URL at or below a store's root."""
     scheme, _, rest = url.partition("://")
     return STORES.get(f"{scheme}://{rest.partition('/')[0]}") or STORES.get(scheme, OTHERS)
@@ -219,7 +219,7 @@ def known_by_url(url: str) -> KnownStore:
 @cache
 def open_store(url: str) -> CachedStore:
     """Return the store whose root is `url`, shared by all callers. Raises `Usage` for an unknown scheme."""
-    reopen = partial(load(known_by_url(url).store), url)
+    reopen = partial(import_object(store_row_for_url(url).store), url)
     return CachedStore(cast(Store, reopen()), reopen)
 
 
@@ -237,7 +237,7 @@ def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
         raise
     except Exception as error:  # every library has its own exceptions, and those of its dependencies
         if isinstance(store, TranslatesErrors):
-            raise store.refusal(error, path) from error
+            raise store.to_ckpt_error(error, path) from error
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         what = "access denied" if isinstance(error, PermissionError) else "the store does not answer"
         raise IOFailure(f"{what}: {reason}", path=path, hint=store.hint) from error

@@ -37,11 +37,11 @@ class FileSystem:
             raise Usage(f"{error}", hint="use hf://, s3:// or a scheme that fsspec knows") from error
         self._base = base.rstrip("/")
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None. The root counts as a directory if it can be listed."""
         try:
             if key:
-                return entry_of(self._files.info(self._path(key)))
+                return entry_from_fsspec(self._files.info(self._path(key)))
             self._list(key)
         except FileNotFoundError as error:
             if self._is_absent(error):
@@ -49,18 +49,18 @@ class FileSystem:
             raise LookupError(str(error)) from error
         return StoreEntry("", is_dir=True)
 
-    def entries(self, key: str) -> list[StoreEntry]:
+    def list_entries(self, key: str) -> list[StoreEntry]:
         """Return the entries of the directory at `key`, without the empty placeholder object that some tools create."""
         directory = self._path(key).strip("/")
-        return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != directory]
+        return [entry_from_fsspec(info) for info in self._list(key) if info["name"].strip("/") != directory]
 
-    def open(self, key: str, entry: StoreEntry) -> Read:
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`. On S3, reads only the listed object, by ETag."""
         path = self._path(key)
         if not self._files.async_impl:
-            return lambda start, stop: self._read_alone(path, start, stop)
+            return lambda start, stop: self._read_range(path, start, stop)
         file = self._files.open(path, "rb", cache_type="none")
-        if entry_of(file.details) != entry:
+        if entry_from_fsspec(file.details) != entry:
             raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
 
         def read(start: int, stop: int) -> bytes:
@@ -70,7 +70,7 @@ class FileSystem:
 
         return lambda start, stop: with_retries(lambda: read(start, stop), dropped_connections())
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         self._files.invalidate_cache()
 
     def _is_absent(self, error: FileNotFoundError) -> bool:  # noqa: ARG002
@@ -84,13 +84,13 @@ class FileSystem:
         listing: list[dict[str, Any]] = self._files.ls(self._path(key), detail=True)
         return listing
 
-    def _read_alone(self, path: str, start: int, stop: int) -> bytes:
+    def _read_range(self, path: str, start: int, stop: int) -> bytes:
         with _SYNC_LOCK:
             data: bytes = self._files.cat_file(path, start=start, end=stop)
         return data
 
 
-def entry_of(info: Mapping[str, Any]) -> StoreEntry:
+def entry_from_fsspec(info: Mapping[str, Any]) -> StoreEntry:
     """Return an entry from fsspec's description. The tag is the store's content hash, or else the time."""
     times = [info[name] for name in _TIMES if info.get(name)]
     changed = to_epoch_seconds(times[0]) if times else 0.0

@@ -32,8 +32,8 @@ class HubStore:
     hint = "check the network and the name; if the repository is private, run `hf auth login` or set HF_TOKEN"
 
     def __init__(self, url: str) -> None:
-        self._kind, self._id, self._revision = parse_repository(url.partition("://")[2])
-        self._api = connect()
+        self._kind, self._id, self._revision = parse_repository_path(url.partition("://")[2])
+        self._api = make_hub_client()
         self._sources: dict[str, HubDownload] = {}
 
     @cached_property
@@ -41,35 +41,35 @@ class HubStore:
         """Return the commit of the revision, looked up once."""
         return str(self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind).sha)
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         if not key:
             return StoreEntry("", is_dir=bool(self.commit))
         folder, _, name = key.rpartition("/")
         try:
-            return next((entry for entry in self.entries(folder) if entry.name == name), None)
+            return next((entry for entry in self.list_entries(folder) if entry.name == name), None)
         except FileNotFoundError:
             return None
 
-    def entries(self, key: str) -> list[StoreEntry]:
+    def list_entries(self, key: str) -> list[StoreEntry]:
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
             tree = self._api.list_repo_tree(self._id, key or None, revision=self.commit, repo_type=self._kind)
-            return [entry_of(item) for item in tree]
+            return [entry_from_hub(item) for item in tree]
         except EntryNotFoundError as error:
             raise FileNotFoundError(key) from error
 
-    def open(self, key: str, entry: StoreEntry) -> Read:
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`. A commit never changes, so `entry` is not checked."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._id, key, revision=self.commit, repo_type=self._kind, endpoint=self._api.endpoint)
         return self._sources.setdefault(key, HubDownload(url, entry.size)).read
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         """Do nothing: a commit never changes."""
 
-    def refusal(self, error: Exception, path: Path) -> CkptError:
+    def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
         from ckptkit.io.stores.hub_errors import MAIN, to_hub_error
 
         return to_hub_error(error, self._id, self._revision or MAIN).blame(path=path)
@@ -89,25 +89,25 @@ class HubDownload:
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
-            return self._ask(start, stop)
+            return self._request_range(start, stop)
         except HfHubHTTPError as error:
             if error.response.status_code not in (401, 403, 404, 410):
                 raise
             self._location = None  # the signed URL has expired, after an hour or so
-            return self._ask(start, stop)
+            return self._request_range(start, stop)
 
-    def _ask(self, start: int, stop: int) -> bytes:
+    def _request_range(self, start: int, stop: int) -> bytes:
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
         with self._lock:
             if self._location is None:
-                file = get_hf_file_metadata(self._url, token=None, headers=our_headers(), retry_on_errors=True)
+                file = get_hf_file_metadata(self._url, token=None, headers=request_headers(), retry_on_errors=True)
                 self._location = file.location
             location = self._location
         is_hub = urlsplit(location)[:2] == urlsplit(self._url)[:2]  # the token is only sent to the Hub
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        headers |= our_headers() if is_hub else {}
+        headers |= request_headers() if is_hub else {}
         answer = http_backoff(
             "GET", location, headers=headers, timeout=_TIMEOUT, max_retries=_TRIES, base_wait_time=0.5
         )
@@ -117,15 +117,15 @@ class HubDownload:
         return bytes(answer.content)
 
 
-def parse_repository(place: str) -> tuple[str, str, str | None]:
+def parse_repository_path(path: str) -> tuple[str, str, str | None]:
     """Return kind, id and revision of `[datasets/]org/name[@revision]`."""
-    parts = place.split("/")
+    parts = path.split("/")
     owner, name = parts[-2:]
     name, _, revision = name.partition("@")
     return _KINDS.get(parts[0], "model"), f"{owner}/{name}", unquote(revision) or None
 
 
-def find_snapshot(place: str) -> Path | None:
+def find_offline_snapshot(repository: str) -> Path | None:
     """Return the snapshot of `[datasets/]org/name[@revision]` in the Hub's cache, if HF_HUB_OFFLINE is set; else None.
 
     The snapshot of a partly downloaded repository contains only the downloaded files.
@@ -134,7 +134,7 @@ def find_snapshot(place: str) -> Path | None:
 
     if not constants.HF_HUB_OFFLINE:
         return None
-    kind, name, revision = parse_repository(place)
+    kind, name, revision = parse_repository_path(repository)
     try:
         return Path(snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
     except (OSError, ValueError):  # not in the cache, or an invalid name
@@ -142,7 +142,7 @@ def find_snapshot(place: str) -> Path | None:
 
 
 @contextmanager
-def downloading(model: str) -> Iterator[None]:
+def translate_download_errors(model: str) -> Iterator[None]:
     """Turn an error of the Hub's client inside the block into one of ckptkit's that names `model`."""
     from huggingface_hub import constants
 
@@ -159,22 +159,22 @@ def downloading(model: str) -> Iterator[None]:
         raise problem from error
 
 
-def connect() -> HfApi:
+def make_hub_client() -> HfApi:
     from huggingface_hub import HfApi
 
     return HfApi(library_name="ckptkit", library_version=__version__)
 
 
-def our_headers() -> dict[str, str]:
+def request_headers() -> dict[str, str]:
     """Return the headers of every request to the Hub, including the user's token."""
     from huggingface_hub.utils import build_hf_headers
 
     return build_hf_headers(library_name="ckptkit", library_version=__version__)
 
 
-def entry_of(found: Any) -> StoreEntry:
+def entry_from_hub(item: Any) -> StoreEntry:
     """Return the entry for a file or directory in huggingface_hub's listing."""
-    name = found.path.rpartition("/")[2]
-    if not hasattr(found, "blob_id"):
+    name = item.path.rpartition("/")[2]
+    if not hasattr(item, "blob_id"):
         return StoreEntry(name, is_dir=True)
-    return StoreEntry(name, False, found.size, tag=found.lfs.sha256 if found.lfs else found.blob_id)
+    return StoreEntry(name, False, item.size, tag=item.lfs.sha256 if item.lfs else item.blob_id)

@@ -15,8 +15,8 @@ from huggingface_hub.utils import logging
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe
-from ckptkit.io.stores.hub import connect
-from ckptkit.io.stores.hub_errors import MAIN, page_of, translate_hub_errors
+from ckptkit.io.stores.hub import make_hub_client
+from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,24 @@ class HubRepository:
 
     @property
     def url(self) -> str:
-        return page_of(self.repo_id)
+        return repository_url(self.repo_id)
 
 
 def find_repository(repo_id: str, revision: str) -> HubRepository | None:
     """Return the current state of a repository; None without the repository or revision."""
     try:
-        return look_up(repo_id, revision)
+        return require_repository(repo_id, revision)
     except NotACheckpoint:
         return None
 
 
-def look_up(repo_id: str, revision: str) -> HubRepository:
+def require_repository(repo_id: str, revision: str) -> HubRepository:
     """Return the current state of a repository.
 
     Raises `NotACheckpoint` if it does not exist or is not visible to us.
     """
     with translate_hub_errors(repo_id, revision):
-        info = connect().model_info(repo_id, revision=revision, files_metadata=True)
+        info = make_hub_client().model_info(repo_id, revision=revision, files_metadata=True)
     files = {}
     for file in info.siblings or ():
         if file.size is None or file.blob_id is None:
@@ -78,8 +78,8 @@ def require_token() -> None:
 def create_repository(repo_id: str, *, private: bool) -> HubRepository:
     """Create a repository. Raises `Unsafe` if the Hub made it public although `private` was requested."""
     with translate_hub_errors(repo_id):
-        connect().create_repo(repo_id, private=private)
-    repository = look_up(repo_id, MAIN)
+        make_hub_client().create_repo(repo_id, private=private)
+    repository = require_repository(repo_id, MAIN)
     if private and not repository.is_private:
         raise Unsafe("the Hub made the repository public; nothing was sent", path=repo_id)
     return repository
@@ -87,11 +87,11 @@ def create_repository(repo_id: str, *, private: bool) -> HubRepository:
 
 def create_branch(repo_id: str, branch: str, commit: str) -> None:
     with translate_hub_errors(repo_id):
-        connect().create_branch(repo_id, branch=branch, revision=commit)
+        make_hub_client().create_branch(repo_id, branch=branch, revision=commit)
 
 
 @contextmanager
-def silent() -> Iterator[None]:
+def silenced_hub_client() -> Iterator[None]:
     """Suppress progress bars and retry logs of `huggingface_hub` inside the block."""
     level, had_bars = logging.get_verbosity(), not are_progress_bars_disabled()
     logging.set_verbosity(ERROR)

@@ -50,7 +50,7 @@ def to_hub_error(error: Exception, repo_id: str, revision: str) -> CkptError:
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, HfHubHTTPError):
-            return refusal(behind, repo_id, revision)
+            return to_refused_response_error(behind, repo_id, revision)
         if isinstance(behind, OfflineModeIsEnabled):
             return IOFailure("HF_HUB_OFFLINE is set, so ckptkit does not contact the Hub", hint="unset it")
         if isinstance(behind, HFValidationError):
@@ -59,19 +59,19 @@ def to_hub_error(error: Exception, repo_id: str, revision: str) -> CkptError:
             # not the failed request, because it contains the token
             what = type(behind).__name__
             if "Connect" in what and str(behind):
-                what = redact(str(behind))
+                what = as_line_without_token(str(behind))
             hint = f"check the network and HF_ENDPOINT, then {AGAIN}"
             return IOFailure(f"no answer from {constants.ENDPOINT}: {what}", hint=hint)
         behind = behind.__cause__
-    said = redact(str(error).partition("\n")[0])  # further lines are advice for programmers
+    said = as_line_without_token(str(error).partition("\n")[0])  # further lines are advice for programmers
     return IOFailure(f"the Hub's client gave up: {said or type(error).__name__}", hint=AGAIN)
 
 
-def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
+def to_refused_response_error(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
     """Return the error for a response that refuses a request."""
-    status, said = error.response.status_code, redact(error.server_message or "")
+    status, said = error.response.status_code, as_line_without_token(error.server_message or "")
     if isinstance(error, GatedRepoError):
-        return IOFailure(f"access to `{repo_id}` must be requested", hint=f"request it at {page_of(repo_id)}")
+        return IOFailure(f"access to `{repo_id}` must be requested", hint=f"request it at {repository_url(repo_id)}")
     if isinstance(error, RepositoryNotFoundError) or error.response.headers.get("X-Error-Code") == "RepoNotFound":
         hint = f"check the name; if it is private, {_LOGIN}"
         return NotACheckpoint(f"the Hub does not have `{repo_id}`, or you may not see it", hint=hint)
@@ -85,10 +85,10 @@ def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
     return IOFailure(f"the Hub answered {status}: {said}", hint=_HINTS.get(status, AGAIN))
 
 
-def redact(text: str) -> str:
+def as_line_without_token(text: str) -> str:
     """Return a server's message as one line, without any token."""
     return _TOKEN.sub("hf_...", " ".join(text.split()))[:_MAX_SHOWN]
 
 
-def page_of(repo_id: str) -> str:
+def repository_url(repo_id: str) -> str:
     return f"{constants.ENDPOINT}/{repo_id}"

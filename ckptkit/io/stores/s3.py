@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.errors import CkptError, IOFailure
 from ckptkit.io.stores import StoredSum
 from ckptkit.io.stores.generic import FileSystem
-from ckptkit.io.stores.s3_errors import find_code, needs_reason, refusal
+from ckptkit.io.stores.s3_errors import error_code_of, has_no_reason, to_s3_error
 
 # ckptkit sends checksums explicitly: those that botocore adds by default break stores that do not know them.
 SETTINGS = {
@@ -28,10 +28,10 @@ class S3Store(FileSystem):
         super().__init__(url, **SETTINGS)
         self._files.retries = _TRIES
 
-    def refusal(self, error: Exception, path: Path) -> CkptError:
-        return refusal(fetch_error_detail(self._files, self._base, error), path)
+    def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
+        return to_s3_error(fetch_error_detail(self._files, self._base, error), path)
 
-    def stored_sum(self, key: str) -> StoredSum:
+    def read_stored_sum(self, key: str) -> StoredSum:
         """Return the store's CRC-32 of an object: of the full object, or of each part.
 
         https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
@@ -43,16 +43,16 @@ class S3Store(FileSystem):
             if name.startswith(_CHECKSUM_PREFIX)
         }
         kinds = tuple(
-            f"{kind} of parts" if is_of_parts(response, text) else kind
+            f"{kind} of parts" if is_checksum_of_parts(response, text) else kind
             for kind, text in sums.items()
             if kind not in _NOT_CHECKSUMS
         )
-        size, crc = int(response["ContentLength"]), crc_of(response)
+        size, crc = int(response["ContentLength"]), find_crc32_in(response)
         if crc is None and "CRC32 of parts" in kinds:
-            return StoredSum(size, self._sums_of_parts(key), kinds)
+            return StoredSum(size, self._list_part_sums(key), kinds)
         return StoredSum(size, () if crc is None else ((crc, size),), kinds)
 
-    def _sums_of_parts(self, key: str) -> tuple[tuple[int, int], ...]:
+    def _list_part_sums(self, key: str) -> tuple[tuple[int, int], ...]:
         """Return the CRC-32 and the size of each part of an object; () if the store lacks any of them."""
         sums: list[tuple[int, int]] = []
         while True:
@@ -65,7 +65,7 @@ class S3Store(FileSystem):
             if not page.get("Parts"):
                 return ()
             for part in page["Parts"]:
-                crc = crc_of(part)
+                crc = find_crc32_in(part)
                 if crc is None or int(part["PartNumber"]) != len(sums) + 1:
                     return ()
                 sums.append((crc, int(part["Size"])))
@@ -73,7 +73,7 @@ class S3Store(FileSystem):
                 return tuple(sums)
 
     def _is_absent(self, error: FileNotFoundError) -> bool:
-        return find_code(error) != "NoSuchBucket"
+        return error_code_of(error) != "NoSuchBucket"
 
 
 class S3Bucket:
@@ -84,10 +84,10 @@ class S3Bucket:
         self.root = root  # for the URLs in error messages
         self._files = S3Store(str(root))._files
 
-    def call(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
+    def call_operation(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
         """Return the response to an operation, such as `put_object`, on an object or on the bucket.
 
-        Raises `IOFailure` or `NoRoom` with the URL of the object; `find_code` gives the store's error code.
+        Raises `IOFailure` or `NoRoom` with the URL of the object; `error_code_of` gives the store's error code.
         """
         if "Body" in arguments:
             arguments["Body"] = RequestBody(arguments["Body"])
@@ -95,30 +95,30 @@ class S3Bucket:
         try:
             response: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
         except Exception as error:  # every library has its own exceptions, and those of its dependencies
-            raise self._refusal(error, key) from error
+            raise self._to_ckpt_error(error, key) from error
         return response
 
-    def read(self, key: str) -> bytes:
+    def read_object(self, key: str) -> bytes:
         """Return the content of a small object. Retries once if the connection breaks in the middle."""
         try:
-            return self._read(key)
+            return self._read_object_once(key)
         except IOFailure as error:
-            if find_code(error):
+            if error_code_of(error):
                 raise  # the store refused: no retry
-            return self._read(key)
+            return self._read_object_once(key)
 
-    def _read(self, key: str) -> bytes:
+    def _read_object_once(self, key: str) -> bytes:
         from fsspec.asyn import sync
 
-        body = self.call("get_object", key)["Body"]
+        body = self.call_operation("get_object", key)["Body"]
         try:
-            content: bytes = sync(self._files.loop, read_all, body)
+            content: bytes = sync(self._files.loop, read_body, body)
         except Exception as error:
-            raise self._refusal(error, key) from error
+            raise self._to_ckpt_error(error, key) from error
         return content
 
-    def _refusal(self, error: Exception, key: str) -> IOFailure:
-        return refusal(fetch_error_detail(self._files, self.name, error), self.root / key)
+    def _to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
+        return to_s3_error(fetch_error_detail(self._files, self.name, error), self.root / key)
 
 
 class RequestBody(IOBase):
@@ -141,7 +141,7 @@ class RequestBody(IOBase):
         return self._at
 
 
-async def read_all(body: Any) -> bytes:
+async def read_body(body: Any) -> bytes:
     """Return the content of a response, and always close its connection."""
     async with body:
         content: bytes = await body.read()
@@ -153,21 +153,21 @@ def fetch_error_detail(files: Any, bucket: str, error: Exception) -> Exception:
 
     Sends a request that does return a reason.
     """
-    if needs_reason(error):
+    if has_no_reason(error):
         try:
             files.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
         except Exception as other:  # noqa: BLE001 - as many kinds as the first
-            return error if needs_reason(other) else other
+            return error if has_no_reason(other) else other
     return error
 
 
-def crc_of(response: Mapping[str, Any]) -> int | None:
+def find_crc32_in(response: Mapping[str, Any]) -> int | None:
     """Return the CRC-32 of a part or a full object in a response; None if it has none."""
     text = response.get("ChecksumCRC32")
-    return None if text is None or is_of_parts(response, text) else int.from_bytes(b64decode(text))
+    return None if text is None or is_checksum_of_parts(response, text) else int.from_bytes(b64decode(text))
 
 
-def is_of_parts(response: Mapping[str, Any], text: str) -> bool:
+def is_checksum_of_parts(response: Mapping[str, Any], text: str) -> bool:
     """Return whether an object's checksum is a checksum of the checksums of its parts.
 
     Some stores neither return its type nor append the number of parts to it: then the ETag shows that there are parts.

@@ -19,12 +19,12 @@ from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import Check
-from ckptkit.io.file import destination_exists
-from ckptkit.io.path import RemotePath, at_once
-from ckptkit.io.pieces import FilePiece, is_large
-from ckptkit.io.stores.s3 import S3Bucket, crc_of
-from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, find_code
-from ckptkit.io.stores.s3_objects import abort_upload, list_objects, list_parts, list_uploads, read_object
+from ckptkit.io.file import destination_exists_error
+from ckptkit.io.path import RemotePath, map_in_parallel
+from ckptkit.io.pieces import FilePiece, is_sent_in_pieces
+from ckptkit.io.stores.s3 import S3Bucket, find_crc32_in
+from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, error_code_of
+from ckptkit.io.stores.s3_objects import abort_upload, find_object_content, list_objects, list_parts, list_uploads
 
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
@@ -72,7 +72,7 @@ class S3Destination:
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._bucket = S3Bucket(self.path.top)
+        self._bucket = S3Bucket(self.path.store_root)
         self._place = UploadTarget(self.path, self.is_file)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
@@ -80,23 +80,26 @@ class S3Destination:
         begun = self._read_claim()
         if begun is not None and begun.plan != self.plan:
             if not overwrite:
-                raise self._place.is_held(begun)
+                raise self._place.claimed_error(begun)
             self._uploads = dict(begun.uploads or {})
-            self.abandon()
+            self.abort_and_delete_claim()
         self.resumed = begun is not None and begun.plan == self.plan
         if begun is None or not self.resumed or begun.uploads is None:
-            self._begin(overwrite=overwrite, first=check() if begun is None and overwrite and self._list() else ())
+            self._start_new_upload(
+                overwrite=overwrite,
+                first=check() if begun is None and overwrite and self._existing_file_sizes() else (),
+            )
         else:
-            self._resume(begun)
+            self._resume_from_claim(begun)
 
-    def join(self) -> None:
+    def join_upload(self) -> None:
         """Join an upload that another process has claimed; see `Destination`."""
         for _ in range(_PATIENCE):
             begun = self._read_claim()
             if begun is None or begun.plan != self.plan:
-                raise self._place.is_not_begun()
+                raise self._place.no_claim_error()
             if begun.uploads is not None:
-                self._resume(begun)
+                self._resume_from_claim(begun)
                 return
             time.sleep(1)
         hint = "delete this object, then start all processes again"
@@ -108,71 +111,73 @@ class S3Destination:
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a part of a large file, or a small file, unless the store has it."""
         if piece.count == 1:
-            self.put_small(piece.name, data, crc)
+            self.put_small_file(piece.name, data, crc)
             return
         if piece.name in self.whole:
-            self._count(kept=len(data))
+            self._add_to_counts(kept=len(data))
             return
         parts = self._parts.setdefault(piece.name, {})
         stored_part = parts.get(piece.number)
         if stored_part is not None and stored_part.nbytes == len(data) and is_same_part(stored_part, data, crc):
             parts[piece.number] = SentPart(stored_part.etag, len(data), crc)
-            self._count(kept=len(data))
+            self._add_to_counts(kept=len(data))
             return
         more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
         response = self._call("upload_part", piece.name, Body=data, **more, **self._sum_arguments(crc))
         parts[piece.number] = SentPart(response["ETag"], len(data), crc)
-        self._count(sent=len(data))
+        self._add_to_counts(sent=len(data))
 
-    def complete(self, name: str, crc: int) -> None:
+    def finish_file(self, name: str, crc32: int) -> None:
         """Combine the parts of a large file into one object, whose CRC-32 the store compares.
 
         A mark never replaces an existing object. Raises `Occupied` if a different object exists.
         """
-        if not is_large(self.sizes[name]):
+        if not is_sent_in_pieces(self.sizes[name]):
             return
         if name not in self.whole:
             parts = sorted(self._parts[name].items())
-            listed = [{"PartNumber": n, "ETag": part.etag, **self._checksum(part.crc32)} for n, part in parts]
+            listed = [{"PartNumber": n, "ETag": part.etag, **self._checksum_argument(part.crc32)} for n, part in parts]
             kind = {"ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
             more = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
             condition = _ONLY_NEW if name in self.marks else {}
             try:
-                self._call("complete_multipart_upload", name, **more, **self._checksum(crc), **kind, **condition)
+                self._call(
+                    "complete_multipart_upload", name, **more, **self._checksum_argument(crc32), **kind, **condition
+                )
             except IOFailure as error:
-                if find_code(error) not in (*ABSENT, *TAKEN):
+                if error_code_of(error) not in (*ABSENT, *TAKEN):
                     raise
-                self._require_same(name, self.sizes[name], crc, error)
+                self._require_same_object(name, self.sizes[name], crc32, error)
                 return
-        self._require_same(name, self.sizes[name], crc)
+        self._require_same_object(name, self.sizes[name], crc32)
 
-    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+    def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
         """Send a complete file, unless the store has it.
 
         Raises `Occupied` if another upload has sent a different one or, before a mark, has taken over the prefix.
         """
-        if self._there.get(name) == len(data) and self._find_crc(name, len(data)) == crc:
-            self._count(kept=len(data))  # an earlier attempt has sent it
+        if self._there.get(name) == len(content) and self._find_crc(name, len(content)) == crc32:
+            self._add_to_counts(kept=len(content))  # an earlier attempt has sent it
             return
         is_mark = name in self.marks
         if is_mark:
             begun = self._read_claim()
             if begun is None or begun.plan != self.plan:
-                raise self._place.was_lost()
+                raise self._place.lost_claim_error()
         condition = _ONLY_NEW if is_mark or (self.has_conditions and name not in self._there) else {}
         try:
             retry_on_conflict(
-                lambda: self._call("put_object", name, Body=data, **self._sum_arguments(crc), **condition)
+                lambda: self._call("put_object", name, Body=content, **self._sum_arguments(crc32), **condition)
             )
-            self._count(sent=len(data))
+            self._add_to_counts(sent=len(content))
         except IOFailure as error:
-            if find_code(error) not in TAKEN:
+            if error_code_of(error) not in TAKEN:
                 raise
-            self._require_same(name, len(data), crc, error)
+            self._require_same_object(name, len(content), crc32, error)
 
-    mark = put_small
+    put_marker = put_small_file
 
-    def remarks(self) -> list[str]:
+    def remarks_on_upload(self) -> list[str]:
         """Return the features that the store turned out to lack, after the claim."""
         can_not = [
             *([] if self.has_conditions else ["refuse to replace an object: two uploads could collide"]),
@@ -181,37 +186,37 @@ class S3Destination:
         ]
         return [f"this store does not {what}" for what in can_not]
 
-    def note(self, name: str, data: bytes) -> None:
+    def put_note(self, name: str, content: bytes) -> None:
         key = f"{self._place.notes_prefix}{name}"
-        self._bucket.call("put_object", key, Body=data, **self._sum_arguments(crc32(data)))
+        self._bucket.call_operation("put_object", key, Body=content, **self._sum_arguments(crc32(content)))
 
-    def notes(self) -> dict[str, bytes]:
+    def read_notes(self) -> dict[str, bytes]:
         base = self._place.notes_prefix
-        return {key.removeprefix(base): self._bucket.read(key) for key in list_objects(self._bucket, base)}
+        return {key.removeprefix(base): self._bucket.read_object(key) for key in list_objects(self._bucket, base)}
 
     def commit(self) -> None:
         """Delete the notes and the claim: the upload is complete."""
         self._abort_strays()
         for key in (*list_objects(self._bucket, self._place.notes_prefix), self._place.claim_key):
-            self._bucket.call("delete_object", key)
+            self._bucket.call_operation("delete_object", key)
 
-    def abandon(self) -> None:
+    def abort_and_delete_claim(self) -> None:
         """Abort the uploads of large files and delete the claim."""
         self._abort_uploads()
         self.commit()
 
     def _abort_uploads(self) -> None:
         for name, upload in self._uploads.items():
-            abort_upload(self._bucket, self._place.key(name), upload)
+            abort_upload(self._bucket, self._place.object_key(name), upload)
         self._uploads = {}
 
     def _abort_strays(self) -> None:
         """Abort uploads of our files that no claim names: the response with their ids was lost."""
-        keys = {self._place.key(name) for name, size in self.sizes.items() if is_large(size)}
+        keys = {self._place.object_key(name) for name, size in self.sizes.items() if is_sent_in_pieces(size)}
         try:
-            uploads = list_uploads(self._bucket, self._place.key("")) if keys else []
+            uploads = list_uploads(self._bucket, self._place.object_key("")) if keys else []
         except IOFailure as error:
-            if find_code(error) not in _NO_LISTS:
+            if error_code_of(error) not in _NO_LISTS:
                 raise
             self.lists_uploads = False
             return
@@ -219,24 +224,26 @@ class S3Destination:
             if upload.key in keys:
                 abort_upload(self._bucket, upload.key, upload.upload)
 
-    def _count(self, *, sent: int = 0, kept: int = 0) -> None:
+    def _add_to_counts(self, *, sent: int = 0, kept: int = 0) -> None:
         with self._lock:
             self.sent_bytes += sent
             self.kept_bytes += kept
 
-    def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
-        existing = self._list()
+    def _start_new_upload(self, *, overwrite: bool, first: Iterable[str]) -> None:
+        existing = self._existing_file_sizes()
         if existing and not overwrite:
-            raise destination_exists(self.path)
+            raise destination_exists_error(self.path)
         if not self.resumed:
             self._create_claim()
-        self._probe()
+        self._probe_features()
         # delete the marks first, so that no reader sees a checkpoint with missing files
         for name in dict.fromkeys([*(name for name in (*first, *self.marks) if name in existing), *existing]):
             self._call("delete_object", name)
         self._uploads = {}
         try:
-            at_once(self._create, [name for name, size in self.sizes.items() if is_large(size)])
+            map_in_parallel(
+                self._start_large_upload, [name for name, size in self.sizes.items() if is_sent_in_pieces(size)]
+            )
             is_ours = self._record_uploads()
         except BaseException:
             with suppress(IOFailure):
@@ -244,7 +251,7 @@ class S3Destination:
             raise
         if not is_ours:  # another process of the same plan was faster: use its uploads
             self._abort_uploads()
-            self.join()
+            self.join_upload()
 
     def _record_uploads(self) -> bool:
         """Write the ids of our uploads into the claim. Returns False if another process was faster.
@@ -255,7 +262,7 @@ class S3Destination:
         try:
             retry_on_conflict(lambda: self._put_claim(self._uploads, condition))
         except IOFailure as error:
-            if find_code(error) not in TAKEN:
+            if error_code_of(error) not in TAKEN:
                 raise
             begun = self._read_claim()
             if begun is None or begun.uploads is None:
@@ -263,30 +270,30 @@ class S3Destination:
             return begun.uploads == self._uploads  # equal if only the response to our first attempt was lost
         return True
 
-    def _resume(self, begun: StoreClaim) -> None:
+    def _resume_from_claim(self, claim: StoreClaim) -> None:
         """Continue the upload that the claim describes, for our files."""
-        self.has_conditions, self.has_checksums = begun.conditions, begun.checksums
-        self._uploads = dict(begun.uploads or {})
-        self._there = self._list()
+        self.has_conditions, self.has_checksums = claim.conditions, claim.checksums
+        self._uploads = dict(claim.uploads or {})
+        self._there = self._existing_file_sizes()
         for name, upload in tuple(self._uploads.items()):
             if name not in self.sizes:
                 continue
             try:
                 self._parts[name] = {
-                    int(part["PartNumber"]): SentPart(part["ETag"], int(part["Size"]), crc_of(part))
-                    for part in list_parts(self._bucket, self._place.key(name), upload)
+                    int(part["PartNumber"]): SentPart(part["ETag"], int(part["Size"]), find_crc32_in(part))
+                    for part in list_parts(self._bucket, self._place.object_key(name), upload)
                 }
             except IOFailure as error:
-                if find_code(error) not in ABSENT:
+                if error_code_of(error) not in ABSENT:
                     raise
                 crc = self._find_crc(name, self.sizes[name]) if name in self._there else None
                 if crc is None:  # the store has dropped the earlier upload
-                    self._create(name)
+                    self._start_large_upload(name)
                     self._put_claim(self._uploads, {})
                 else:
                     self.whole[name] = crc
 
-    def _create(self, name: str) -> None:
+    def _start_large_upload(self, name: str) -> None:
         how = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
         self._uploads[name] = str(self._call("create_multipart_upload", name, **how)["UploadId"])
 
@@ -295,12 +302,12 @@ class S3Destination:
         try:
             response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
-            if find_code(error) not in ABSENT:
+            if error_code_of(error) not in ABSENT:
                 raise
             return None
-        return crc_of(response) if int(response["ContentLength"]) == nbytes else None
+        return find_crc32_in(response) if int(response["ContentLength"]) == nbytes else None
 
-    def _require_same(self, name: str, nbytes: int, crc: int, refusal: IOFailure | None = None) -> None:
+    def _require_same_object(self, name: str, nbytes: int, crc: int, refusal: IOFailure | None = None) -> None:
         """Raise `Occupied` unless the object has this size and CRC-32 (if the store has one).
 
         If the object does not exist, raises `refusal`, the store's error when creating it.
@@ -308,8 +315,8 @@ class S3Destination:
         try:
             response = self._call("head_object", name, ChecksumMode="ENABLED")
         except IOFailure as error:
-            raise refusal if refusal and find_code(error) in ABSENT else error from None
-        size, known = int(response["ContentLength"]), crc_of(response)
+            raise refusal if refusal and error_code_of(error) in ABSENT else error from None
+        size, known = int(response["ContentLength"]), find_crc32_in(response)
         if size != nbytes or known not in (None, crc):
             known_text = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
             message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {known_text}"
@@ -317,64 +324,66 @@ class S3Destination:
             raise Occupied(message, path=self.path / name, hint=hint)
 
     def _read_claim(self) -> StoreClaim | None:
-        content = read_object(self._bucket, self._place.claim_key)
+        content = find_object_content(self._bucket, self._place.claim_key)
         return None if content is None else self._place.parse_claim(content)
 
     def _create_claim(self) -> None:
         try:
             retry_on_conflict(lambda: self._put_claim(None, _ONLY_NEW))
         except IOFailure as error:
-            if find_code(error) in TAKEN:
+            if error_code_of(error) in TAKEN:
                 claim = self._read_claim()
                 if claim is not None and claim.plan == self.plan:
                     return  # our own claim: the response was lost, and the library retried
-                raise self._place.was_taken() from error
-            if find_code(error) not in _NO_CHECKSUMS:
+                raise self._place.taken_meanwhile_error() from error
+            if error_code_of(error) not in _NO_CHECKSUMS:
                 raise
             self.has_checksums = False
             self._put_claim(None, _ONLY_NEW)
 
-    def _probe(self) -> None:
+    def _probe_features(self) -> None:
         """Find out the store's features: whether it refuses a second claim, and computes checksums."""
         try:
             # the claim exists, so a store with conditional writes refuses this
             self._put_claim(None, _ONLY_NEW)
             self.has_conditions = False
         except IOFailure as error:
-            if find_code(error) not in TAKEN:
+            if error_code_of(error) not in TAKEN:
                 raise
-        asked = self._bucket.call("head_object", self._place.claim_key, ChecksumMode="ENABLED")
+        asked = self._bucket.call_operation("head_object", self._place.claim_key, ChecksumMode="ENABLED")
         # some stores merely return every header that they received
-        unasked = self._bucket.call("head_object", self._place.claim_key)
+        unasked = self._bucket.call_operation("head_object", self._place.claim_key)
         self._tag = str(unasked["ETag"])
-        self.has_checksums = self.has_checksums and crc_of(asked) is not None and crc_of(unasked) is None
+        self.has_checksums = self.has_checksums and find_crc32_in(asked) is not None and find_crc32_in(unasked) is None
 
     def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
         known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
         data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
         key, compared = self._place.claim_key, self._sum_arguments(crc32(data))
-        response = self._bucket.call("put_object", key, Body=data, **compared, **condition)
+        response = self._bucket.call_operation("put_object", key, Body=data, **compared, **condition)
         self._tag = str(response["ETag"])
 
-    def _list(self) -> dict[str, int]:
+    def _existing_file_sizes(self) -> dict[str, int]:
         """Return the size of each existing file, by name, without the claim and notes."""
-        base = self._place.key("")
+        base = self._place.object_key("")
         sizes_by_key = {key: stored.nbytes for key, stored in list_objects(self._bucket, base).items()}
         if self.is_file:
             (name,) = self.sizes
             return {name: sizes_by_key[base]} if base in sizes_by_key else {}
-        return {key.removeprefix(base): size for key, size in sizes_by_key.items() if not self._place.is_own(key)}
+        return {
+            key.removeprefix(base): size for key, size in sizes_by_key.items() if not self._place.is_claim_or_note(key)
+        }
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
-        return self._bucket.call(operation, self._place.key(name), **arguments)
+        return self._bucket.call_operation(operation, self._place.object_key(name), **arguments)
 
     def _sum_arguments(self, crc: int) -> dict[str, str]:
         """Return the arguments that make the store compare a body with its CRC-32."""
-        checksum = self._checksum(crc)
+        checksum = self._checksum_argument(crc)
         return {"ChecksumAlgorithm": "CRC32", **checksum} if checksum else {}
 
-    def _checksum(self, crc: int | None) -> dict[str, str]:
-        return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}
+    def _checksum_argument(self, crc: int | None) -> dict[str, str]:
+        return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc32_base64(crc)}
 
 
 def is_same_part(part: SentPart, data: memoryview, crc: int) -> bool:
@@ -384,17 +393,17 @@ def is_same_part(part: SentPart, data: memoryview, crc: int) -> bool:
     return part.etag.strip('"') == md5(data, usedforsecurity=False).hexdigest()
 
 
-def retry_on_conflict(ask: Callable[[], object]) -> None:
+def retry_on_conflict(request: Callable[[], object]) -> None:
     """Make a conditional request, retrying a few times while other requests for the same object conflict."""
     for left in reversed(range(_TRIES)):
         try:
-            ask()
+            request()
         except IOFailure as error:
-            if not left or find_code(error) not in _CONFLICT:
+            if not left or error_code_of(error) not in _CONFLICT:
                 raise
         else:
             return
 
 
-def encode_crc(crc: int) -> str:
+def encode_crc32_base64(crc: int) -> str:
     return b64encode(crc.to_bytes(4)).decode()

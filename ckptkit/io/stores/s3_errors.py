@@ -92,12 +92,12 @@ DENIED = ("403", "AccessDenied", "AllAccessDisabled")
 _CODES_WITHOUT_REASON = ("403", "400")  # HEAD responses have no body that could give a reason
 
 
-def refusal(error: BaseException, path: Path) -> IOFailure:
+def to_s3_error(error: BaseException, path: Path) -> IOFailure:
     """Return ckptkit's error for an exception of s3fs or botocore for the object at `path`.
 
     Returns `NoRoom` if the store is full; names the bucket instead of the object if the bucket is at fault.
     """
-    reason, code = find_reason(error), find_code(error)
+    reason, code = reason_line_of(error), error_code_of(error)
     message, hint = message_and_hint(error, code)
     if (message, hint) == _FULL:
         return NoRoom(f"{message}: {reason}", path=path, hint=hint)
@@ -107,9 +107,9 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
         region = headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region")
         where = f"the bucket is in {region}" if region else message
         hint = _REGION.format(region=region or "the region of the bucket")
-        return IOFailure(f"{where}: {reason}", path=bucket_of(path), hint=hint)
+        return IOFailure(f"{where}: {reason}", path=bucket_path_of(path), hint=hint)
     is_of_bucket = (message, hint) == _BUCKET
-    return IOFailure(f"{message}: {reason}", path=bucket_of(path) if is_of_bucket else path, hint=hint)
+    return IOFailure(f"{message}: {reason}", path=bucket_path_of(path) if is_of_bucket else path, hint=hint)
 
 
 def message_and_hint(error: BaseException, code: str) -> tuple[str, str | None]:
@@ -117,41 +117,44 @@ def message_and_hint(error: BaseException, code: str) -> tuple[str, str | None]:
     if code:
         return REFUSALS.get(code, ("the store refuses", None))
     known_errors = (
-        LIBRARY[kind.__name__] for cause in causes(error) for kind in type(cause).__mro__ if kind.__name__ in LIBRARY
+        LIBRARY[kind.__name__]
+        for cause in error_chain(error)
+        for kind in type(cause).__mro__
+        if kind.__name__ in LIBRARY
     )
     if "Invalid endpoint" in str(error):
         return "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
     return next(known_errors, _NO_RESPONSE)
 
 
-def find_code(error: BaseException | None) -> str:
+def error_code_of(error: BaseException | None) -> str:
     """Return the error code in the store's response, such as `NoSuchKey`; "" without a response."""
     return str(response_of(error).get("Error", {}).get("Code", ""))
 
 
-def needs_reason(error: BaseException) -> bool:
+def has_no_reason(error: BaseException) -> bool:
     """Return whether a store refused without a message, as stores do for every HEAD request."""
-    return find_code(error) in _CODES_WITHOUT_REASON
+    return error_code_of(error) in _CODES_WITHOUT_REASON
 
 
-def find_reason(error: BaseException) -> str:
+def reason_line_of(error: BaseException) -> str:
     """Return the message of the store or the library, in one line."""
     text = str(response_of(error).get("Error", {}).get("Message") or "") or str(error)
     return next(iter(text.strip().splitlines()), "") or type(error).__name__
 
 
-def bucket_of(path: Path) -> Path:
+def bucket_path_of(path: Path) -> Path:
     return type(path)(*path.parts[:2])
 
 
 def response_of(error: BaseException | None) -> dict[str, Any]:
     """Return the store's response behind an error; {} without one."""
     return next(
-        (response for cause in causes(error) if isinstance(response := getattr(cause, "response", None), dict)), {}
+        (response for cause in error_chain(error) if isinstance(response := getattr(cause, "response", None), dict)), {}
     )
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and the chain of its causes."""
     while error is not None:
         yield error

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.errors import IOFailure
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import ABSENT, find_code
+from ckptkit.io.stores.s3_errors import ABSENT, error_code_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
     objects: dict[str, StoredObject] = {}
     more: dict[str, str] = {}
     while True:
-        page = bucket.call("list_objects_v2", Prefix=prefix, **more)
+        page = bucket.call_operation("list_objects_v2", Prefix=prefix, **more)
         for item in page.get("Contents", ()):
             objects[item["Key"]] = StoredObject(int(item["Size"]), item["LastModified"].timestamp())
         if not page.get("IsTruncated"):
@@ -41,12 +41,12 @@ def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
-def read_object(bucket: S3Bucket, key: str) -> bytes | None:
+def find_object_content(bucket: S3Bucket, key: str) -> bytes | None:
     """Return the content of a small object; None if it does not exist."""
     try:
-        return bucket.read(key)
+        return bucket.read_object(key)
     except IOFailure as error:
-        if find_code(error) not in ABSENT:
+        if error_code_of(error) not in ABSENT:
             raise
         return None
 
@@ -56,7 +56,7 @@ def list_uploads(bucket: S3Bucket, prefix: str) -> list[MultipartUpload]:
     pending: list[MultipartUpload] = []
     more: dict[str, str] = {}
     while True:
-        page = bucket.call("list_multipart_uploads", Prefix=prefix, **more)
+        page = bucket.call_operation("list_multipart_uploads", Prefix=prefix, **more)
         uploads = page.get("Uploads", ())
         pending += [MultipartUpload(item["Key"], item["UploadId"], item["Initiated"].timestamp()) for item in uploads]
         if not page.get("IsTruncated"):
@@ -68,7 +68,7 @@ def list_parts(bucket: S3Bucket, key: str, upload: str) -> Iterator[Mapping[str,
     """Yield the parts of an unfinished upload, as the store describes them."""
     after = 0
     while True:
-        page = bucket.call("list_parts", key, UploadId=upload, PartNumberMarker=after)
+        page = bucket.call_operation("list_parts", key, UploadId=upload, PartNumberMarker=after)
         for part in page.get("Parts", ()):
             after = int(part["PartNumber"])
             yield part
@@ -79,7 +79,7 @@ def list_parts(bucket: S3Bucket, key: str, upload: str) -> Iterator[Mapping[str,
 def abort_upload(bucket: S3Bucket, key: str, upload: str) -> None:
     """Abort the upload with the id `upload`, if it still exists: the store deletes its parts."""
     try:
-        bucket.call("abort_multipart_upload", key, UploadId=upload)
+        bucket.call_operation("abort_multipart_upload", key, UploadId=upload)
     except IOFailure as error:
-        if find_code(error) not in ABSENT:
+        if error_code_of(error) not in ABSENT:
             raise

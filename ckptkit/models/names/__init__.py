@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ckptkit.entry_points import PluginTable, load
+from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import Usage
 from ckptkit.layout.box import Shape
 from ckptkit.models.names.outline import outline_of
@@ -64,7 +64,7 @@ FAMILIES = PluginTable(
 )
 
 
-def family_of(
+def find_family_of(
     shapes: Mapping[str, Shape],
     trainer: str | None = None,
     model_type: str = "",
@@ -97,7 +97,7 @@ def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
 
 
 def load_family(name: str) -> Family:
-    return cast("Family", load(FAMILIES[name].where))
+    return cast("Family", import_object(FAMILIES[name].where))
 
 
 def get_family(name: str) -> Family | None:
@@ -107,7 +107,7 @@ def get_family(name: str) -> Family | None:
     return None if name == HUB else load_family(name)
 
 
-def check_names(name: str | None, table: Family | None = None) -> None:
+def require_known_family_name(name: str | None, table: Family | None = None) -> None:
     """Raise `Usage` for a name that is not a family, `HUB`, `KEEP`, or the name of the user's own table."""
     if table is not None and name == KEEP:
         hint = "drop --names keep, or drop --map"

@@ -8,8 +8,8 @@ from itertools import chain
 from ckptkit.errors import Mismatch, and_more
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.models.expected import Form, form_or_reason
-from ckptkit.models.known_types import HEAD, find_embedding, is_tied
+from ckptkit.models.expected import Form, closest_form_or_error
+from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS
@@ -25,20 +25,20 @@ def choose_family(family: Family | None, shapes: Mapping[str, Shape], sizes: Siz
     transformers' model and the family does not have this type. Raises `Unsupported` if this needs transformers, and it
     is not installed or cannot build the model.
     """
-    if family not in (None, TRANSFORMERS) and not is_of_config(family, shapes, sizes):
+    if family not in (None, TRANSFORMERS) and not is_unknown_to_family(family, shapes, sizes):
         return family
-    return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes, looks_it=family is not None) else None
+    return TRANSFORMERS if TRANSFORMERS.has_in_memory_names(shapes, sizes, is_likely=family is not None) else None
 
 
-def is_of_config(family: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
+def is_unknown_to_family(family: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
     """Return whether tensors that look like a family's belong to a model that the family's table does not know."""
     if family is None or not family.types or sizes.model_type in ("", *family.types):
         return False
-    form = form_or_reason(shapes.keys(), sizes.config, sizes.ask_base)
-    return isinstance(form, Form) and all(shapes.get(name) == form.shapes[name] for name in form.needed)
+    form = closest_form_or_error(shapes.keys(), sizes.config, sizes.ask_base)
+    return isinstance(form, Form) and all(shapes.get(name) == form.shapes[name] for name in form.needed_names)
 
 
-def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Turn:
+def make_translation(here: Family | None, there: Family | None, sizes: Sizes) -> Turn:
     """Return the function that translates tensors of one family to another; None stands for the Hub.
 
     The function takes located tensors, because it cuts their chunks. It raises `Mismatch` for a tensor that no rule
@@ -46,11 +46,11 @@ def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Tur
     """
 
     def turn(tensors: Mapping[str, StoredTensor]) -> Translated:
-        hub = Translated.of(tensors) if here is None else to_hub(here, tensors, sizes)
+        hub = Translated.of(tensors) if here is None else translate_family_to_hub(here, tensors, sizes)
         if there is None:
             return hub
-        hub = with_tied_head(hub, there, sizes)
-        translated = from_hub(there, hub.tensors, sizes)
+        hub = with_expected_tied_head(hub, there, sizes)
+        translated = translate_hub_to_family(there, hub.tensors, sizes)
         came_from = {
             new: tuple(dict.fromkeys(chain.from_iterable(hub.came_from[name] for name in names)))
             for new, names in translated.came_from.items()
@@ -60,7 +60,7 @@ def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Tur
     return turn
 
 
-def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
+def translate_family_to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
     """Return a family's tensors as the Hub has them; `unplaced` are tensors that the Hub does not have.
 
     Raises `Mismatch` for any other tensor that no rule translates.
@@ -71,7 +71,7 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
         hint = "keep the names with --names keep: a model without biases cannot be written there"
         raise Mismatch(message, tensor=missing_bias, hint=hint)
     translated = family.to_hub(tensors, sizes)
-    left = [name for name in translated.unplaced if not family.drops_name(name)]
+    left = [name for name in translated.unplaced if not family.is_unknown_to_hub(name)]
     if left:
         message = f"no rule translates it{and_more(len(left) - 1)} from the names of {family.name} to those of the Hub"
         hint = "drop it with --exclude, say where it belongs with --map, or keep all names with --names keep"
@@ -79,23 +79,25 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
     return translated
 
 
-def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
+def translate_hub_to_family(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
     """Return the Hub's tensors as a family has them; `unplaced` are buffers that the family does not have.
 
     Raises `Mismatch` for any other tensor that no rule translates.
     """
     translated = family.from_hub(tensors, sizes)
-    untranslated = [name for name in translated.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
+    untranslated = [
+        name for name in translated.unplaced if not (family.is_unknown_to_hub(name) or name.endswith(_COMPUTED))
+    ]
     if untranslated:
         message = f"no rule translates it{and_more(len(untranslated) - 1)} to the names of {family.name}"
         raise Mismatch(message, tensor=untranslated[0], hint="drop it with --exclude, or name it with --map")
     return translated
 
 
-def with_tied_head(hub: Translated, family: Family, sizes: Sizes) -> Translated:
+def with_expected_tied_head(hub: Translated, family: Family, sizes: Sizes) -> Translated:
     """Return the Hub's tensors with a tied head if the family stores it, and without it if the family does not."""
     embedding = find_embedding(hub.tensors)
-    if embedding is None or family.has_tied_head is None or not is_tied(sizes.config):
+    if embedding is None or family.has_tied_head is None or not has_tied_head(sizes.config):
         return hub
     tensors, came_from = dict(hub.tensors), dict(hub.came_from)
     if family.has_tied_head and HEAD not in tensors:

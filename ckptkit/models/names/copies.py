@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import DDP, unwrapped
+from ckptkit.layout.wrappers import DDP, without_inner_prefixes
 from ckptkit.models.names.elementwise import ELEMENTWISE, OPTAX
 
 # words in the name of a module with an average, or at the start of a parameter's name
@@ -31,7 +31,7 @@ class SecondModel(NamedTuple):
     prefix: str
 
     @property
-    def module(self) -> str:
+    def module_prefix(self) -> str:
         """Return the prefix of the module that contains the copy and perhaps its counters."""
         return self.prefix[: self.prefix.find(".") + 1] or self.prefix
 
@@ -47,7 +47,7 @@ def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
         if count * 2 == len(shapes) and (copy := find_copy_under(f"{module}.", shapes)):
             return copy
         alike = [other for other in first if other != module and first[other] == count >= _MIN_TENSORS]
-        if _AVERAGE.search(module) and (copy := find_average(module, alike, shapes)):
+        if _AVERAGE.search(module) and (copy := find_average_under(module, alike, shapes)):
             return copy
     return None
 
@@ -60,7 +60,7 @@ def find_copy_under(prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | N
     return None
 
 
-def find_average(module: str, alike: Iterable[str], shapes: Mapping[str, Shape]) -> SecondModel | None:
+def find_average_under(module: str, alike: Iterable[str], shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the average under a module, or under a prefix of module names as in `ema_layers.0.weight`.
 
     The model is at the top level, in the module whose name the average contains, or in a module with as many tensors.
@@ -71,12 +71,12 @@ def find_average(module: str, alike: Iterable[str], shapes: Mapping[str, Shape])
     for prefix in (*([match[0]] if match else []), f"{module}.{DDP.text}", f"{module}."):
         below = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
         for above in ("", *(f"{one}." for one in (named_after, *alike))):
-            if copy := copy_of({name: f"{above}{rest}" for name, rest in below.items()}, prefix, shapes):
+            if copy := find_copy_with_prefix({name: f"{above}{rest}" for name, rest in below.items()}, prefix, shapes):
                 return copy
     return None
 
 
-def copy_of(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
+def find_copy_with_prefix(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the copy if the model has all of its tensors. Ignores tensors of one element: they may count updates."""
     known = {without_dots(name): name for name in shapes if not name.startswith(prefix)}
     pairs = {name: known.get(without_dots(of)) for name, of in own.items() if prod(shapes[name]) != 1}
@@ -100,7 +100,7 @@ def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Sh
             continue
         key = layout.key(name)
         if not isinstance(key[-1], int):
-            if is_copied(key, spec.shape, known):
+            if is_copy_of_weight(key, spec.shape, known):
                 copies.add(name)
             continue
         while key and isinstance(key[-1], int):  # a list may contain a list for each group of parameters
@@ -109,28 +109,32 @@ def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Sh
     available = Counter(known.values())
     for above, members in lists.items():
         wanted = Counter(layout.tensors[name].spec.shape for name in members)
-        if len(members) >= min(_MIN_TENSORS, len(known)) and wanted <= available and not is_state(steps_of(above)):
+        if (
+            len(members) >= min(_MIN_TENSORS, len(known))
+            and wanted <= available
+            and not is_optimizer_state_path(key_components(above))
+        ):
             copies.update(members)
     return copies
 
 
-def is_copied(key: KeyPath, shape: Shape, known: Mapping[str, Shape]) -> bool:
+def is_copy_of_weight(key: KeyPath, shape: Shape, known: Mapping[str, Shape]) -> bool:
     """Return whether a key path ends with the name of a weight of this shape, which no optimizer state is above."""
-    steps = steps_of(key)
+    steps = key_components(key)
     # a name that starts later is below `state` and a name or a kind: most states need not be looked up
     end = steps.index(_STATE) + 2 if _STATE in steps else len(steps)
     start = next((at for at in range(min(end, len(steps))) if known.get("".join(steps[at:])) == shape), None)
-    return start is not None and not is_state(steps[:start])
+    return start is not None and not is_optimizer_state_path(steps[:start])
 
 
-def is_state(above: Sequence[str]) -> bool:
+def is_optimizer_state_path(above: Sequence[str]) -> bool:
     """Return whether the tensors below these steps are optimizer state: `state.exp_avg`, `opt_state.0.mu`."""
     return _STATE in above[:-1] or any(step in ELEMENTWISE | OPTAX or _MASTERS.fullmatch(step) for step in above)
 
 
-def steps_of(key: KeyPath) -> list[str]:
+def key_components(key: KeyPath) -> list[str]:
     """Return the steps of a key path, split at dots and without the prefixes of wrappers."""
-    return unwrapped(".".join(map(str, key))).split(".")
+    return without_inner_prefixes(".".join(map(str, key))).split(".")
 
 
 def without_dots(name: str) -> str:

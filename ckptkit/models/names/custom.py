@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Usage, translate_os_errors
-from ckptkit.io.file import is_there, read_small
+from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.outline import outline_of
-from ckptkit.models.names.rule import Rule, patterns_of
+from ckptkit.models.names.rule import Rule, alternative_patterns
 from ckptkit.models.names.sizes import SYMBOLS, Sizes
 from ckptkit.models.names.steps import (
     Alternating,
@@ -48,9 +48,9 @@ _EXTENTS = ("heads", "key_heads")
 _MAX_COUNT = 64  # largest axis, and number of tensors that a step makes of one
 
 
-def read_table(path: Path) -> Family:
+def read_family_file(path: Path) -> Family:
     """Return the family that a file describes. Raises `Usage` for a file that is not a valid table."""
-    if not is_there(path):
+    if not is_existing_path(path):
         raise Usage("no such file: --map takes a table of names", path=path)
     with translate_os_errors(path):
         data = read_small(path, _LIMIT)
@@ -60,12 +60,12 @@ def read_table(path: Path) -> Family:
     except ValueError as error:  # includes tomllib's errors, which name the line
         raise Usage(f"not valid TOML: {error}", path=path) from None
     try:
-        return family_in(parsed, path.stem, text)
+        return parse_family(parsed, path.stem, text)
     except Usage as error:
         raise error.blame(path=path) from None
 
 
-def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
+def parse_family(parsed: Mapping[str, Any], name: str, text: str) -> Family:
     """Return the family that a parsed file describes. `name` is its default name."""
     require_keys(parsed, ("name", "drop", "rule"), "the file")
     name = parsed.get("name", name)
@@ -79,32 +79,32 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
     for i, entry in enumerate(entries):
         where = f"line {lines[i]}" if len(lines) == len(entries) else f"rule {i + 1}"
         try:
-            rules.append(rule_in(entry))
+            rules.append(parse_rule_entry(entry))
         except Usage as error:
             raise Usage(f"{where}: {error.message}", hint=error.hint) from None
-    dropped = texts_in(parsed, "drop") if "drop" in parsed else ()
-    drops = tuple(re.escape(p.outline) for one in dropped for p in patterns_of(one))
+    dropped = parse_names(parsed, "drop") if "drop" in parsed else ()
+    drops = tuple(re.escape(p.outline) for one in dropped for p in alternative_patterns(one))
     return Family(name=name, rules=lambda _: tuple(rules), drops=drops)
 
 
-def rule_in(entry: object) -> Rule:
+def parse_rule_entry(entry: object) -> Rule:
     if not isinstance(entry, dict):
         raise Usage("a rule must be a table", hint="begin the rule with [[rule]]")
     require_keys(entry, _KEYS, "a rule")
-    own, hub = texts_in(entry, "own"), texts_in(entry, "hub")
+    own, hub = parse_names(entry, "own"), parse_names(entry, "hub")
     flat = entry.get("flat", "")
     if flat and flat not in SYMBOLS:
         raise Usage(f"`flat`: unknown symbol {flat!r}", hint=f"use one of {', '.join(SYMBOLS)}")
-    step = step_in(entry.get("step", "same"))
+    step = parse_step(entry.get("step", "same"))
     check_placeholders("own", own)
     check_placeholders("hub", hub)
-    if counts_of(step, len(own)) != len(hub):
+    if find_tensor_count(step, len(own)) != len(hub):
         message = f"`step` does not make {count(len(hub), 'tensor')} of {len(own)}"
         raise Usage(message, hint="joined splits one tensor into several, {reversed = {joined = 2}} joins two tensors")
     return Rule(own, hub, step, flat)
 
 
-def texts_in(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def parse_names(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the names under a key, which may be a single string. Raises `Usage` for anything else."""
     value = table.get(key)
     texts = tuple(value) if isinstance(value, list) else (value,)
@@ -120,13 +120,13 @@ def texts_in(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def check_placeholders(key: str, texts: tuple[str, ...]) -> None:
     """Raise `Usage` unless all names of one side have the same placeholders, each once."""
-    first, *others = (next(patterns_of(text)).captures for text in texts)
+    first, *others = (next(alternative_patterns(text)).captures for text in texts)
     other = next((captures for captures in others if set(captures) != set(first)), None)
     if other is not None or len(set(first)) != len(first):
         raise Usage(f"the names in `{key}` must have the same numbers, each once")
 
 
-def in_front(table: Family, family: Family | None) -> Family:
+def with_family_behind(table: Family, family: Family | None) -> Family:
     """Return the user's table, extended by a family's rules for names that the table does not have."""
     if family is None or type(family) is not Family:  # subclasses translate without rules
         return table
@@ -140,10 +140,10 @@ def in_front(table: Family, family: Family | None) -> Family:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def step_in(value: object) -> TensorStep:
+def parse_step(value: object) -> TensorStep:
     """Return the step that a value describes: its name, a table with its name as key, or a list of steps in order."""
     if isinstance(value, list):
-        return Chain(tuple(map(step_in, value)))
+        return Chain(tuple(map(parse_step, value)))
     table = {value: None} if isinstance(value, str) else value
     if not isinstance(table, dict) or not table:
         raise Usage(f"`step`: expected the name of a step, found {value!r}", hint=f"use one of {', '.join(_STEPS)}")
@@ -156,17 +156,17 @@ def step_in(value: object) -> TensorStep:
     return make(argument, more)
 
 
-def read_count(value: object, what: str, least: int = 0) -> int:
+def parse_count(value: object, key: str, least: int = 0) -> int:
     """Return an integer from `least` to 64. Raises `Usage` for anything else."""
     if type(value) is not int or not least <= value <= _MAX_COUNT:
         range_text = f"a number from {least} to {_MAX_COUNT}"
-        raise Usage(f"`step`: {what}: expected {range_text}, found {value!r}", hint=f"use {range_text}")
+        raise Usage(f"`step`: {key}: expected {range_text}, found {value!r}", hint=f"use {range_text}")
     return value
 
 
-def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
+def parse_concatenated(argument: object, more: Mapping[str, Any]) -> TensorStep:
     """Return the step for tensors that are concatenated along an axis."""
-    count, axis = read_count(argument, "joined", 1), read_count(more.get("axis", 0), "axis")
+    count, axis = parse_count(argument, "joined", 1), parse_count(more.get("axis", 0), "axis")
     parts = more.get("parts", [])
     if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
         hint = f"use {count} of {', '.join(_EXTENTS)}"
@@ -174,21 +174,23 @@ def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
     return Concatenated(count, axis, tuple(parts))
 
 
-def alternating(argument: object, more: Mapping[str, Any]) -> TensorStep:
-    return Alternating(read_count(argument, "alternating", 1), read_count(more.get("axis", 0), "axis"))
+def parse_alternating(argument: object, more: Mapping[str, Any]) -> TensorStep:
+    return Alternating(parse_count(argument, "alternating", 1), parse_count(more.get("axis", 0), "axis"))
 
 
-def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+def parse_transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
     """Return the step that swaps two axes."""
     axes = [0, 1] if argument is None else argument
     if not isinstance(axes, list) or len(axes) != 2:
         message = f"`step`: transposed: expected two axes, found {argument!r}"
         raise Usage(message, hint="use the numbers of two axes, like [0, 1]")
-    one, other = (read_count(axis, "transposed") for axis in axes)
+    one, other = (parse_count(axis, "transposed") for axis in axes)
     return SwappedAxes((one, other))
 
 
-def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
+def parser_with_symbol(
+    make: Callable[[str], TensorStep], name: str
+) -> Callable[[object, Mapping[str, Any]], TensorStep]:
     """Return the parser for a step whose argument is the symbol of a size."""
 
     def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
@@ -200,7 +202,7 @@ def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, 
     return of
 
 
-def plain_step(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
+def parser_without_arguments(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
     """Return the parser for a step without arguments."""
 
     def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
@@ -212,15 +214,18 @@ def plain_step(step: TensorStep, name: str) -> Callable[[object, Mapping[str, An
 
 
 _STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], TensorStep], tuple[str, ...]]] = {
-    "same": (plain_step(Same(), "same"), ()),
-    "rotary": (symbolic(Rotary, "rotary"), ()),
-    "grouped": (plain_step(Grouped(), "grouped"), ()),
-    "joined": (joined, ("axis", "parts")),
-    "alternating": (alternating, ("axis",)),
-    "transposed": (transposed, ()),
-    "flat": (symbolic(FlatFront, "flat"), ()),
-    "each": (lambda argument, _: Each(tuple(map(step_in, argument if isinstance(argument, list) else [argument]))), ()),
-    "reversed": (lambda argument, _: Reversed(step_in(argument)), ()),
+    "same": (parser_without_arguments(Same(), "same"), ()),
+    "rotary": (parser_with_symbol(Rotary, "rotary"), ()),
+    "grouped": (parser_without_arguments(Grouped(), "grouped"), ()),
+    "joined": (parse_concatenated, ("axis", "parts")),
+    "alternating": (parse_alternating, ("axis",)),
+    "transposed": (parse_transposed, ()),
+    "flat": (parser_with_symbol(FlatFront, "flat"), ()),
+    "each": (
+        lambda argument, _: Each(tuple(map(parse_step, argument if isinstance(argument, list) else [argument]))),
+        (),
+    ),
+    "reversed": (lambda argument, _: Reversed(parse_step(argument)), ()),
 }
 
 
@@ -232,17 +237,17 @@ def require_keys(table: Mapping[str, Any], known: tuple[str, ...], what: str) ->
         raise Usage(f"{what} does not have a key `{unknown}`", hint=hint)
 
 
-def counts_of(step: TensorStep, count: int) -> int | None:
+def find_tensor_count(step: TensorStep, count: int) -> int | None:
     """Return how many tensors a step makes from `count` tensors; None if it does not accept that many."""
     result: int | None = count
     match step:
         case Chain(steps):
             for one in steps:
-                result = None if result is None else counts_of(one, result)
+                result = None if result is None else find_tensor_count(one, result)
         case Each(steps):
-            result = count if len(steps) == count and all(counts_of(one, 1) == 1 for one in steps) else None
+            result = count if len(steps) == count and all(find_tensor_count(one, 1) == 1 for one in steps) else None
         case Reversed(inner):
-            result = next((n for n in range(1, _MAX_COUNT + 1) if counts_of(inner, n) == count), None)
+            result = next((n for n in range(1, _MAX_COUNT + 1) if find_tensor_count(inner, n) == count), None)
         case Grouped():
             result = 3 if count == 1 else None
         case Concatenated(parts) | Alternating(parts):

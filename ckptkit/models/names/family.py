@@ -13,7 +13,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.rule import Rule
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.translate import Translated, translate
+from ckptkit.models.names.translate import Translated, translate_by_rules
 
 if TYPE_CHECKING:
     from ckptkit.engine.arithmetic import Arithmetic  # imports numpy; most families compute nothing
@@ -57,22 +57,22 @@ class Family:
     is_model_only: bool = False
 
     @cached_property
-    def drop(self) -> re.Pattern[str]:
+    def dropped_pattern(self) -> re.Pattern[str]:
         """Return the pattern of names that the Hub does not have."""
         return re.compile("|".join(self.drops) or r"(?!)")
 
     @property
-    def whose(self) -> str:
+    def possessive(self) -> str:
         """Return the possessive of the name: `meta's` or `transformers'`."""
         return f"{self.name}'" if self.name.endswith("s") else f"{self.name}'s"
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return the tensors as the Hub has them; `unplaced` are the names that no rule translates."""
-        return translate(tensors, self.rules(sizes), sizes)
+        return translate_by_rules(tensors, self.rules(sizes), sizes)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        translated = translate(tensors, self.rules(sizes), sizes, to_hub=False)
-        return translated.renamed(lambda name: self.written_as(name, sizes))
+        translated = translate_by_rules(tensors, self.rules(sizes), sizes, to_hub=False)
+        return translated.with_names_changed(lambda name: self.written_as(name, sizes))
 
     def find_bias_missing(self, names: Iterable[str]) -> str | None:
         """Return the name of a bias that is required beside a weight and missing; None if none is missing."""
@@ -82,6 +82,6 @@ class Family:
         biases = (f"{module}.bias" for module in modules if biased.fullmatch(outline_of(module)[0]))
         return min((bias for bias in biases if bias not in present), default=None)
 
-    def drops_name(self, name: str) -> bool:
+    def is_unknown_to_hub(self, name: str) -> bool:
         """Return whether the Hub has no tensor for this name."""
-        return bool(self.drop.fullmatch(outline_of(name)[0]))
+        return bool(self.dropped_pattern.fullmatch(outline_of(name)[0]))

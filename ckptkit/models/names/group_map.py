@@ -20,7 +20,7 @@ _NORMALIZATIONS = (  # (pattern, replacement): removes the suffixes of split par
 )
 
 
-def parameter_of(name: str) -> str:
+def normalized_parameter_name(name: str) -> str:
     """Return a normalized name: equal for a parameter in `GROUP_MAP` and for all entries that are saved for it."""
     for pattern, same in _NORMALIZATIONS:
         name = re.sub(pattern, same, name)

@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported
-from ckptkit.formats import locate, unpack
+from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import is_there, read_small
+from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout import Layout, StoredTensor, edits
 from ckptkit.layout.box import Shape
 from ckptkit.models.computation import describe_differences, find_contradictions
-from ckptkit.models.expected import AskBase, Form, form_or_reason
-from ckptkit.models.names import KEEP, family_of, get_family
-from ckptkit.models.names.between_families import choose_family, turn_between
-from ckptkit.models.names.custom import in_front
+from ckptkit.models.expected import AskBase, Form, closest_form_or_error
+from ckptkit.models.names import KEEP, find_family_of, get_family
+from ckptkit.models.names.between_families import choose_family, make_translation
+from ckptkit.models.names.custom import with_family_behind
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.training import translate_training
 from ckptkit.models.names.translate import Translated, Turn
 from ckptkit.models.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
-from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
+from ckptkit.models.vocabulary import NewVocabulary, check_vocabulary_rows, with_vocabulary_size
 from ckptkit.words import count
 
 Config = Mapping[str, Any] | None
@@ -62,7 +62,7 @@ class AskedNames:
     rows: int | None = None
     ask_base: AskBase = None
 
-    def find_vocabulary(self) -> NewVocabulary | None:
+    def find_new_vocabulary(self) -> NewVocabulary | None:
         """Return the requested vocabulary; None if it does not change."""
         return None if self.rows is None else NewVocabulary.of(self.config, self.rows, self.ask_base)
 
@@ -72,15 +72,15 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
 
     Raises `Mismatch` if a config.json is needed and missing, or if no rule translates a tensor.
     """
-    change = find_change(weights, asked)
+    change = find_family_change(weights, asked)
     if change is None and asked.rows is None:
         return weights, []
     asked.check(weights, asked.config)
-    layout = locate(unpack(weights.layout))
-    layout = layout if change is None else change.compute(layout)
-    vocabulary = asked.find_vocabulary()
+    layout = locate_all_chunks(decompress_entries(weights.layout))
+    layout = layout if change is None else change.with_computed_values(layout)
+    vocabulary = asked.find_new_vocabulary()
     try:
-        named_tensors = with_resized_rows(change, vocabulary)(layout.tensors)
+        named_tensors = turn_with_resized_rows(change, vocabulary)(layout.tensors)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
     if change is not None and change.there is None and asked.config is not None:
@@ -92,8 +92,8 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
     named = replace(layout, tensors=named_tensors.tensors, blobs={}, keys={}, twins={})
     why = f"{asked.names} names cannot express this tensor"
     left_out = {**weights.left_out, **dict.fromkeys(weights.origins_of(named_tensors.unplaced), why)}
-    notes = remarks(weights.layout, change, named_tensors, asked.config, vocabulary)
-    notes += contradictions(weights.whole, change, asked)
+    notes = notes_on_translation(weights.layout, change, named_tensors, asked.config, vocabulary)
+    notes += warn_of_contradictions(weights.whole, change, asked)
     return replace(weights, layout=named, came_from=came_from, left_out=left_out), notes
 
 
@@ -102,30 +102,30 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     if asked.names == KEEP and asked.rows is None:
         return layout, []  # the checkpoint may have no model, which `find_weights` refuses
     weights = find_weights(layout)
-    change = find_change(weights, asked)
+    change = find_family_change(weights, asked)
     if change is None and asked.rows is None:
         return layout, []
     if change is not None and change.here is not None and change.here.is_model_only:
-        message = f"ckptkit translates {change.here.whose} names only for a model without optimizer"
+        message = f"ckptkit translates {change.here.possessive} names only for a model without optimizer"
         hint = "run `ckptkit consolidate SRC OUT` first, then convert OUT"
         raise Unsupported(message, path=layout.path, hint=hint)
     asked.check(weights, asked.config)
-    layout = locate(unpack(layout))
+    layout = locate_all_chunks(decompress_entries(layout))
     try:
-        vocabulary = asked.find_vocabulary()
-        turn = with_resized_rows(change, vocabulary)
+        vocabulary = asked.find_new_vocabulary()
+        turn = turn_with_resized_rows(change, vocabulary)
         named, translated = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
-    notes = remarks(weights.layout, change, translated, asked.config, vocabulary)
-    notes += contradictions(layout, change, asked)
+    notes = notes_on_translation(weights.layout, change, translated, asked.config, vocabulary)
+    notes += warn_of_contradictions(layout, change, asked)
     # non-tensor entries of layers have no meaning under other names
     last_steps = {name: str(named.key(name)[-1]).partition(OF_ONE)[0] for name in named.blobs}
     here = change.here if change else None
-    dropped = {name for name, step in last_steps.items() if here and here.drops_name(step)}
+    dropped = {name for name, step in last_steps.items() if here and here.is_unknown_to_hub(step)}
     if dropped:
         notes.append(f"dropped {count(len(dropped), 'entry')} under old names of layers, such as `{min(dropped)}`")
-    return edits.select(named, lambda name: name not in dropped), notes
+    return edits.select_entries(named, lambda name: name not in dropped), notes
 
 
 class FamilyChange(NamedTuple):
@@ -136,23 +136,25 @@ class FamilyChange(NamedTuple):
     turn: Turn
     sizes: Sizes
 
-    def compute(self, layout: Layout) -> Layout:
+    def with_computed_values(self, layout: Layout) -> Layout:
         """Return a located layout with the values changed as the family requires on the way to the Hub."""
         if self.here is None or self.here.arithmetic is None:
             return layout
-        from ckptkit.engine.arithmetic import compute
+        from ckptkit.engine.arithmetic import apply_arithmetic
 
         changes = {name: self.here.arithmetic(name, self.sizes) for name in layout.tensors}
-        return compute(layout, {name: change for name, change in changes.items() if change is not None})
+        return apply_arithmetic(layout, {name: change for name, change in changes.items() if change is not None})
 
 
-def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
+def find_family_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
     """Return how to translate the names; None if they stay."""
     if asked.names == KEEP:
         return None
     weights, config, table = found.layout, asked.config, asked.table
     sizes = Sizes(config or {}, asked.ask_base)
-    current = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
+    current = find_family_of(
+        weights.shapes, asked.trainer, sizes.model_type, lambda name: is_existing_path(weights.root / name)
+    )
     if config is not None:
         try:
             current = choose_family(current, weights.shapes, sizes)
@@ -162,50 +164,50 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
         target: Family | None = table
     else:
         target = get_family(asked.names)
-        current = current if table is None else in_front(table, current)
+        current = current if table is None else with_family_behind(table, current)
     if current is target:
         return None
     if config is None and current is not None:
-        config = read_sizes(weights.root, current)
+        config = find_family_sizes(weights.root, current)
     if config is None and table is None:
         whose = " and ".join(family.name for family in (current, target) if family)
         message = f"translating the names of {whose} to the Hub's needs config.json; none was found"
         hint = "pass --base MODEL, which has the config.json of this architecture, or keep the names with --names keep"
         raise Mismatch(message, path=weights.path, tensor=next(iter(weights.tensors)), hint=hint)
-    known = config or {} if asked.rows is None else with_vocabulary(config or {}, asked.rows)
+    known = config or {} if asked.rows is None else with_vocabulary_size(config or {}, asked.rows)
     sizes = Sizes(known, asked.ask_base)
     if current is not None:
         try:
             current.check(found.whole, sizes)
         except CkptError as error:
             raise error.blame(path=weights.path) from None
-    return FamilyChange(current, target, turn_between(current, target, sizes), sizes)
+    return FamilyChange(current, target, make_translation(current, target, sizes), sizes)
 
 
-def read_sizes(root: Path, family: Family) -> Config:
+def find_family_sizes(root: Path, family: Family) -> Config:
     """Return a model's sizes from the family's own file beside the weights, as a config; None without such a file."""
     path = root / family.sizes_file
-    if not family.sizes_file or not is_there(path):
+    if not family.sizes_file or not is_existing_path(path):
         return None
     sizes = parse_json(read_small(path, _LIMIT), path)
     return family.config_of(sizes if isinstance(sizes, dict) else {})
 
 
-def reported_by(family: Family, checkpoint: Layout) -> dict[str, Any]:
+def reported_facts(family: Family, checkpoint: Layout) -> dict[str, Any]:
     """Return the facts about the computation in a checkpoint's own files, in keys of config.json."""
-    return {**(read_sizes(checkpoint.root, family) or {}), **family.describe(checkpoint)}
+    return {**(find_family_sizes(checkpoint.root, family) or {}), **family.describe(checkpoint)}
 
 
-def contradictions(checkpoint: Layout, change: FamilyChange | None, asked: AskedNames) -> list[Caution]:
+def warn_of_contradictions(checkpoint: Layout, change: FamilyChange | None, asked: AskedNames) -> list[Caution]:
     """Return a warning if config.json makes the model compute something else than the checkpoint's own files say."""
     if change is None or change.here is None or asked.config is None:
         return []
-    differences = find_contradictions(reported_by(change.here, checkpoint), asked.config)
-    text = f"config.json differs from what {change.here.whose} files say of the training"
+    differences = find_contradictions(reported_facts(change.here, checkpoint), asked.config)
+    text = f"config.json differs from what {change.here.possessive} files say of the training"
     return [Caution(f"{text}: {describe_differences(differences, 'config.json')}")] if differences else []
 
 
-def with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
+def turn_with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
     """Return the function that translates names and resizes the tensors that follow the vocabulary."""
     turn = Translated.of if change is None else change.turn
     if vocabulary is None:
@@ -213,12 +215,12 @@ def with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | N
 
     def resized(tensors: Mapping[str, StoredTensor]) -> Translated:
         translated = turn(tensors)
-        return replace(translated, tensors=vocabulary.resize(translated.tensors))
+        return replace(translated, tensors=vocabulary.resize_all(translated.tensors))
 
     return resized
 
 
-def remarks(
+def notes_on_translation(
     before: Layout,
     change: FamilyChange | None,
     translated: Translated,
@@ -235,9 +237,9 @@ def remarks(
             what = f"dropped the last {-more}" if more < 0 else f"added {more} rows of zeros"
             notes.append(f"the vocabulary has {rows} rows instead of {old_rows}: {what}")
         else:
-            notes += find_cropped(before, translated, uses)
+            notes += cropped_tensors(before, translated, uses)
             if config is not None:
-                check_rows(translated.tensors, config)
+                check_vocabulary_rows(translated.tensors, config)
     except CkptError as error:
         raise error.blame(path=before.root) from None
     if change is not None:
@@ -250,7 +252,7 @@ def remarks(
     return notes
 
 
-def find_cropped(before: Layout, translated: Translated, uses: Mapping[str, int]) -> Iterator[str]:
+def cropped_tensors(before: Layout, translated: Translated, uses: Mapping[str, int]) -> Iterator[str]:
     """Yield a note on each tensor that lost rows; `uses` counts the new tensors that each old one is part of."""
     for new, olds in translated.came_from.items():
         now = translated.tensors[new].spec
@@ -275,41 +277,41 @@ def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
 
     @cache
     def find_shapes() -> Shapes | None:
-        form = form_or_reason(names, sizes.config, sizes.ask_base)
+        form = closest_form_or_error(names, sizes.config, sizes.ask_base)
         return form.shapes if isinstance(form, Form) else None
 
-    layer_count, wanted = sizes.find("layers"), sizes.find("experts")
+    layer_count, wanted = sizes.find_size("layers"), sizes.find_size("experts")
     if layers and layer_count is not None:
-        check_layer_numbers(layers, layer_count, further(sizes, _MTP_LAYERS), "model.layers.{}", path)
+        check_layer_numbers(layers, layer_count, integer_or_zero(sizes, _MTP_LAYERS), "model.layers.{}", path)
     if wanted is not None:
         shapes = find_shapes() if layers and not has_experts else {}
         if shapes is None or any(map(_OF_EXPERTS.search, shapes)):
             raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
-            check_layer_numbers(numbers, wanted, further(sizes, _ZERO_EXPERTS), f"{above}.{{}}.{below}", path)
+            check_layer_numbers(numbers, wanted, integer_or_zero(sizes, _ZERO_EXPERTS), f"{above}.{{}}.{below}", path)
     if layers and layer_count is not None:
-        check_alike({number: layers[number] for number in range(layer_count)}, find_shapes, path)
+        require_alike_layers({number: layers[number] for number in range(layer_count)}, find_shapes, path)
 
 
-def further(sizes: Sizes, key: str) -> int:
+def integer_or_zero(sizes: Sizes, key: str) -> int:
     """Return an integer of config.json; 0 if it is absent."""
-    number = sizes.text.get(key)
+    number = sizes.text_config.get(key)
     return number if type(number) is int else 0
 
 
-def check_layer_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
-    """Raise `Mismatch` unless the numbers are 0 to `wanted` - 1, optionally followed by up to `more` others."""
-    numbers = set(found)
+def check_layer_numbers(present: Iterable[int], wanted: int, extra: int, name: str, path: Path) -> None:
+    """Raise `Mismatch` unless the numbers are 0 to `wanted` - 1, optionally followed by up to `extra` others."""
+    numbers = set(present)
     missing = next((number for number in range(wanted) if number not in numbers), None)
     if missing is not None:
         message = f"missing: expected {wanted} of them (config.json), found {len(numbers)}"
         raise Mismatch(message, path=path, tensor=name.format(missing))
-    if max(numbers) >= wanted + more:
+    if max(numbers) >= wanted + extra:
         message = f"expected only {wanted} of them (config.json), found this one too"
         raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
 
 
-def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes | None], path: Path) -> None:
+def require_alike_layers(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes | None], path: Path) -> None:
     """Raise `Mismatch` if the tensors of a layer are a proper subset of the tensors of another layer.
 
     If `find_shapes` returns the shapes of the model's tensors, a tensor that is not among them is not missing.

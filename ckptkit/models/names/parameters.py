@@ -12,9 +12,9 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
-from ckptkit.layout.wrappers import PARAM_NAMES, own_name
+from ckptkit.layout.wrappers import PARAM_NAMES, model_name_of
 from ckptkit.models.names.group_map import GROUP_MAP
 
 NewName = Callable[[str], str]
@@ -32,11 +32,11 @@ class EntryPlace(NamedTuple):
     text: str = "{}"
     after: KeyPath = ()
 
-    def key(self, name: str) -> KeyPath:
+    def key_of_parameter(self, name: str) -> KeyPath:
         return (*self.before, self.text.format(name), *self.after)
 
 
-def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str] | None:
+def find_entry_place(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str] | None:
     """Return the kind of an optimizer's entry and the parameter that it belongs to; None for any other entry.
 
     `own` are the names of the model's parameters. They are needed to find the parameter if its state is nested deeper.
@@ -44,36 +44,38 @@ def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str]
     """
     last = key[-1]
     if isinstance(last, str) and last.startswith(FLATTENED):
-        kind, parameter, what = split_flattened(last, own)
+        kind, parameter, what = split_flattened_key(last, own)
         return EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter
-    at = index_of_state(key, own)
+    at = find_state_index(key, own)
     if at is None:
         return None
-    if is_own(last, own):  # the key path ends with the parameter: the entry's name is in front
+    if is_own_parameter(last, own):  # the key path ends with the parameter: the entry's name is in front
         return EntryPlace(key[:-1]), str(last)
     return EntryPlace(key[: at + 1], after=key[at + 2 :]), str(key[at + 1])
 
 
-def index_of_state(key: KeyPath, own: Container[str]) -> int | None:
+def find_state_index(key: KeyPath, own: Container[str]) -> int | None:
     """Return the index of the step `state` (or `GROUP_MAP`) in the key path of an optimizer's state; else None."""
     if len(key) > 2 and key[-3] in BY_PARAMETER:
         return len(key) - 3
     deeper = range(len(key) - 4, -1, -1)
-    return next((index for index in deeper if key[index] in BY_PARAMETER and is_own(key[index + 1], own)), None)
+    return next(
+        (index for index in deeper if key[index] in BY_PARAMETER and is_own_parameter(key[index + 1], own)), None
+    )
 
 
-def is_own(part: object, own: Container[str]) -> bool:
-    return isinstance(part, str) and own_name(part, own) in own
+def is_own_parameter(component: object, own: Container[str]) -> bool:
+    return isinstance(component, str) and model_name_of(component, own) in own
 
 
-def split_flattened(step: str, own: Container[str] = ()) -> tuple[str, str, str]:
+def split_flattened_key(component: str, own: Container[str] = ()) -> tuple[str, str, str]:
     """Split a step that torch has flattened into `state` or `param_groups`, the parameter, and the entry.
 
     The `own` names of the model decide where the parameter's name ends, if its state is nested.
     """
-    kind, _, rest = step.partition(".")
+    kind, _, rest = component.partition(".")
     dots = [at for at, letter in enumerate(rest) if letter == "."]
-    at = next((at for at in reversed(dots) if is_own(rest[:at], own)), dots[-1] if dots else 0)
+    at = next((at for at in reversed(dots) if is_own_parameter(rest[:at], own)), dots[-1] if dots else 0)
     return kind, rest[:at], rest[at + 1 :]
 
 
@@ -85,12 +87,16 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
     own = {str(layout.key(name)[-1]) for name in weights}
     others = entries_of_other_models(layout, weights)
     keys = {name: layout.key(name) for name in layout.names}
-    keys |= {name: rename_in(key, new_name, name in weights, own) for name, key in keys.items() if name not in others}
+    keys |= {
+        name: rename_in_key_path(key, new_name, name in weights, own)
+        for name, key in keys.items()
+        if name not in others
+    }
     changed = {name: new for name, key in keys.items() if (new := ".".join(map(str, key))) != name}
-    renamed = rename_lists(layout, new_name, own, others)
+    renamed = rename_in_group_lists(layout, new_name, own, others)
     if not changed and renamed is layout:
         return layout, {}
-    return edits.rekey(renamed, keys), changed
+    return edits.with_new_key_paths(renamed, keys), changed
 
 
 def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
@@ -102,7 +108,7 @@ def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
     own_names = set(own.values())
     for name in layout.names if own else ():
         key = layout.key(name)
-        inner_path = way_in_optimizer(key, own_names)
+        inner_path = find_key_in_optimizer(key, own_names)
         if inner_path is None:
             if name not in own and name in layout.tensors:
                 beside.setdefault(key[:-1], set()).add(str(key[-1]))
@@ -114,13 +120,15 @@ def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
     others = [
         above
         for above, names in trained.items()
-        if not {own_name(name, own_names) for name in names} <= own_names
+        if not {model_name_of(name, own_names) for name in names} <= own_names
         and any(names <= model for model in beside.values())
     ]
     return {name for above in others for name in entries[above]}
 
 
-def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), others: Container[str] = ()) -> Layout:
+def rename_in_group_lists(
+    layout: Layout, new_name: NewName, own: Container[str] = (), others: Container[str] = ()
+) -> Layout:
     """Return the checkpoint with other names in the lists of its optimizers; the same layout if nothing changes.
 
     A recorded name may have a wrapper's prefix that the model's `own` names do not have; the prefix is removed. Entries
@@ -128,7 +136,7 @@ def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), ot
     """
 
     def from_recorded(name: str) -> str:
-        known = own_name(name, own)
+        known = model_name_of(name, own)
         new = new_name(known)
         return new if known in own and new != known else new_name(name)
 
@@ -136,43 +144,43 @@ def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), ot
     for name, blob in layout.blobs.items():
         key = layout.key(name)
         if name not in others and (is_list_of_parameters(key) or is_list_of_names(key)):
-            blobs[name] = rename_list(layout, blob, from_recorded if is_list_of_names(key) else new_name)
+            blobs[name] = rename_in_list(layout, blob, from_recorded if is_list_of_names(key) else new_name)
     is_changed = any(blob is not layout.blobs[name] for name, blob in blobs.items())
     return replace(layout, blobs={**layout.blobs, **blobs}) if is_changed else layout
 
 
-def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
+def renamable_parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
     """Return the names that `rename_parameters` replaces: those of `weights`, and those in optimizers."""
     weights = set(weights)
     others = entries_of_other_models(layout, weights)
     own = {str(layout.key(name)[-1]) for name in weights}
-    ways = (way_in_optimizer(layout.key(name), own) for name in layout.names if name not in others)
+    ways = (find_key_in_optimizer(layout.key(name), own) for name in layout.names if name not in others)
     return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}
 
 
-def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[str] = ()) -> KeyPath:
+def rename_in_key_path(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[str] = ()) -> KeyPath:
     """Return a key path with the parameter's name replaced. `own` are the names of all parameters."""
     if is_weight:
         return (*key[:-1], new_name(key[-1])) if isinstance(key[-1], str) else key
-    entry = find_entry(key, own)
+    entry = find_entry_place(key, own)
     if entry is None or entry[1].isdecimal():
         return key
     place, parameter = entry
-    return place.key(new_name(parameter))
+    return place.key_of_parameter(new_name(parameter))
 
 
-def way_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
+def find_key_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
     """Return the key path of an entry inside its optimizer's state dict; None if it belongs to no optimizer.
 
     In groups that torch has flattened, the second step is the name of each parameter instead of the group's index. For
-    `own` see `find_entry`.
+    `own` see `find_entry_place`.
     """
     last = key[-1]
     if isinstance(last, str) and last.startswith(FLATTENED):
-        return split_flattened(last, own)
+        return split_flattened_key(last, own)
     if len(key) > 2 and key[-3] == "param_groups":
         return key[-3:]
-    at = index_of_state(key, own)
+    at = find_state_index(key, own)
     return None if at is None else key[at:]
 
 
@@ -183,14 +191,14 @@ def is_list_of_parameters(key: KeyPath) -> bool:
 
 def is_list_of_names(key: KeyPath) -> bool:
     """Return whether a key path leads to the names that torch records in a group, flattened or not."""
-    way = way_in_optimizer(key)
+    way = find_key_in_optimizer(key)
     return way is not None and way[0] == "param_groups" and way[2] == PARAM_NAMES
 
 
-def rename_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
+def rename_in_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
     """Return a list of parameters with new names; a list of indices, or without new names, is returned unchanged."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return blob
     names = [new_name(name) for name in value]
-    return blob if names == value else with_value(blob, names)
+    return blob if names == value else with_new_value(blob, names)

@@ -14,8 +14,8 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.layout import edits
 from ckptkit.layout.box import Shape
-from ckptkit.models.expected import Form, forms_for
-from ckptkit.models.names import family_of
+from ckptkit.models.expected import Form, forms_of_model
+from ckptkit.models.names import find_family_of
 from ckptkit.models.names.weights import Weights
 
 Shapes = Mapping[str, Shape]
@@ -30,7 +30,7 @@ def remove_prefix(weights: Weights, config: Mapping[str, Any] | None) -> tuple[W
         return weights, []
     whose = "of a known family" if of_family else "that config.json describes"
     came_from = {name.removeprefix(prefix): old for name, old in weights.came_from.items()}
-    layout = edits.rename(weights.layout, lambda name: name.removeprefix(prefix))
+    layout = edits.rename_tensors(weights.layout, lambda name: name.removeprefix(prefix))
     remark = f"removed the prefix `{prefix}` from all names: the rest are names {whose}"
     return replace(weights, layout=layout, came_from=came_from), [remark]
 
@@ -38,9 +38,9 @@ def remove_prefix(weights: Weights, config: Mapping[str, Any] | None) -> tuple[W
 def prefix_of_family(shapes: Shapes) -> str:
     """Return the first step of all names, if the names without it belong to a family; else ""."""
     first = next(iter(shapes), "").partition(".")[0] + "."
-    if family_of(shapes) or not all(name.startswith(first) for name in shapes):
+    if find_family_of(shapes) or not all(name.startswith(first) for name in shapes):
         return ""
-    return first if family_of({name.removeprefix(first): shape for name, shape in shapes.items()}) else ""
+    return first if find_family_of({name.removeprefix(first): shape for name, shape in shapes.items()}) else ""
 
 
 def prefix_of_config(shapes: Shapes, config: Mapping[str, Any]) -> str:
@@ -48,19 +48,19 @@ def prefix_of_config(shapes: Shapes, config: Mapping[str, Any]) -> str:
     if not config or len({name.partition(".")[0] for name in shapes}) != 1:
         return ""
     try:
-        forms = forms_for(config)
+        forms = forms_of_model(config)
     except Unsupported:
         return ""
-    if any(form.needed <= shapes.keys() for form in forms):
+    if any(form.needed_names <= shapes.keys() for form in forms):
         return ""
     return next(filter(None, (prefix_of_form(shapes, form) for form in forms)), "")
 
 
 def prefix_of_form(shapes: Shapes, form: Form) -> str:
     """Return the prefix of all names, if the tensors without it fit a form; else ""."""
-    first = min(form.needed)
+    first = min(form.needed_names)
     ends = [name for name in shapes if name.endswith(f".{first}")]
     prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
     stripped = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
-    fits = len(stripped) == len(shapes) and all(stripped.get(name) == form.shapes[name] for name in form.needed)
+    fits = len(stripped) == len(shapes) and all(stripped.get(name) == form.shapes[name] for name in form.needed_names)
     return prefix if fits else ""

@@ -33,11 +33,11 @@ class Pattern:
         """Return the name with `#` for every number, for comparison with `outline_of`."""
         return self.text.replace("{}", "#")
 
-    def name(self, numbers: Numbers) -> str:
+    def format_name(self, numbers: Numbers) -> str:
         return self.text.format(*numbers)
 
 
-def patterns_of(text: str) -> Iterator[Pattern]:
+def alternative_patterns(text: str) -> Iterator[Pattern]:
     """Yield each alternative name in the text of a rule; the first is the one that is written."""
     for way in text.split(" | "):
         pieces = _OPTION.split(way)  # every second piece is optional
@@ -71,7 +71,7 @@ def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def with_bias(
+def weight_and_bias_rules(
     family: str | tuple[str, ...], hub: str | tuple[str, ...], step: TensorStep | None = None
 ) -> Iterator[Rule]:
     """Yield the rule for the weight of a module, given by the module's name, and the rule for its bias."""

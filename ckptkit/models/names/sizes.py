@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.models.known_types import default_head_width
+from ckptkit.models.known_types import find_default_head_width
 
 LAYER = "model.layers.{layer}."
 
@@ -48,14 +48,14 @@ SEPARATE = frozenset(
 )
 
 
-def experts_of(model_type: str) -> ExpertNames:
+def expert_names_of_type(model_type: str) -> ExpertNames:
     """Return the names of experts for a model type; the common names for a type that is not listed."""
     return _EXPERTS.get(model_type, ExpertNames())
 
 
-def has_experts(layer: int, sizes: Sizes) -> bool:
+def has_experts_in_layer(layer: int, sizes: Sizes) -> bool:
     """Return whether a layer of a mixture has experts, by the keys of `Glm4MoeConfig` and `Qwen2MoeConfig`."""
-    config = sizes.text
+    config = sizes.text_config
     first = config.get("first_k_dense_replace", 1 if sizes.model_type == "glm4_moe" else 0)
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
     is_after_dense = type(first) is not int or layer >= first
@@ -95,7 +95,7 @@ class Sizes:
     @property
     def model_type(self) -> str:
         """Return the model type; "" if the config does not name it."""
-        return str(self.text.get("model_type") or self.config.get("model_type") or "")
+        return str(self.text_config.get("model_type") or self.config.get("model_type") or "")
 
     def require_type(self, family: str, known: Sequence[str]) -> str:
         """Return the model type. Raises `Unsupported` if it is not among the types that a family's table knows."""
@@ -105,18 +105,18 @@ class Sizes:
         return self.model_type
 
     @property
-    def text(self) -> Mapping[str, Any]:
+    def text_config(self) -> Mapping[str, Any]:
         inner = self.config.get("text_config")
         return inner if isinstance(inner, Mapping) else self.config
 
-    def find(self, symbol: str) -> int | None:
+    def find_size(self, symbol: str) -> int | None:
         """Return the number that a symbol stands for; None if the config does not have it."""
-        values = (self.text.get(key) for key in _KEYS[symbol])
+        values = (self.text_config.get(key) for key in _KEYS[symbol])
         return next((value for value in values if type(value) is int and value > 0), None)
 
     def __getitem__(self, symbol: str) -> int:
         """Return the number that a symbol stands for. Raises `Mismatch` if the config does not have it."""
-        number = self.find(symbol)
+        number = self.find_size(symbol)
         if number is not None:
             return number
         raise Mismatch(f"config.json does not have `{_KEYS[symbol][0]}`, which translating the names needs")
@@ -124,7 +124,7 @@ class Sizes:
     @property
     def head_width(self) -> int:
         """Return the width of one head. Raises `Mismatch` if the config does not determine it."""
-        width = self.text.get("head_dim") or default_head_width(self.model_type)
+        width = self.text_config.get("head_dim") or find_default_head_width(self.model_type)
         if type(width) is int and width > 0:
             return width
         hidden, heads = self["hidden"], self["heads"]

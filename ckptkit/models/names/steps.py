@@ -68,14 +68,14 @@ class Rotary:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return each tensor with the first rows of all pairs of a head before the second rows."""
-        return tuple(swap_row_axes(one, (*self.of(one, sizes), 2)) for one in tensors)
+        return tuple(swap_row_axes(one, (*self.head_count_and_half_rows(one, sizes), 2)) for one in tensors)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return each tensor with the rows of a head in pairs."""
-        parts = ((one, *self.of(one, sizes)) for one in tensors)
+        parts = ((one, *self.head_count_and_half_rows(one, sizes)) for one in tensors)
         return tuple(swap_row_axes(one, (heads, 2, half)) for one, heads, half in parts)
 
-    def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
+    def head_count_and_half_rows(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
         """Return the number of heads, and half the number of rows of each."""
         rows, heads, width = tensor.spec.shape[0], sizes[self.heads], sizes.head_width
         if rows != heads * width or width % 2:
@@ -85,8 +85,8 @@ class Rotary:
 
 def swap_row_axes(tensor: StoredTensor, extents: tuple[int, int, int]) -> StoredTensor:
     """Return a tensor with its rows split into three axes, and the second and third of these swapped."""
-    apart = axes.split(tensor, 0, extents)
-    return axes.merge(axes.permute(apart, (0, 2, 1, *range(3, len(apart.spec.shape)))), 0, 3)
+    apart = axes.split_axis(tensor, 0, extents)
+    return axes.merge_axes(axes.permute_axes(apart, (0, 2, 1, *range(3, len(apart.spec.shape)))), 0, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +98,25 @@ class Grouped:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         (fused,) = tensors
-        groups, per_group, width = group(sizes)
+        groups, per_group, width = attention_head_sizes(sizes)
         rows = fused.spec.shape[0]
         if rows != groups * (per_group + 2) * width:
             of = f"{count(groups, 'group')} of {per_group} + 2 heads of {width}"
             raise Mismatch(f"expected {of} (config.json), found {rows} rows")
-        apart = axes.split(fused, 0, (groups, per_group + 2, width))
+        apart = axes.split_axis(fused, 0, (groups, per_group + 2, width))
         ends = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))
-        return tuple(axes.merge(axes.cut(apart, 1, start, stop), 0, 3) for start, stop in ends)
+        return tuple(axes.merge_axes(axes.cut_axis(apart, 1, start, stop), 0, 3) for start, stop in ends)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        groups, per_group, width = group(sizes)
+        groups, per_group, width = attention_head_sizes(sizes)
         apart = [
-            axes.split(tensor, 0, (groups, heads, width))
+            axes.split_axis(tensor, 0, (groups, heads, width))
             for tensor, heads in zip(tensors, (per_group, 1, 1), strict=True)
         ]
-        return (axes.merge(axes.concatenate(apart, 1), 0, 3),)
+        return (axes.merge_axes(axes.concatenate(apart, 1), 0, 3),)
 
 
-def group(sizes: Sizes) -> tuple[int, int, int]:
+def attention_head_sizes(sizes: Sizes) -> tuple[int, int, int]:
     """Return the number of key heads, the number of query heads for each, and the head width."""
     heads, groups = sizes["heads"], sizes["key_heads"]
     if heads % groups:
@@ -139,16 +139,16 @@ class Concatenated:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         (fused,) = tensors
-        ends = (0, *accumulate(self.of(fused.spec.shape[self.axis], sizes)))
+        ends = (0, *accumulate(self.part_extents(fused.spec.shape[self.axis], sizes)))
         if ends[-1] != fused.spec.shape[self.axis]:
             found = f"found {fused.spec.shape[self.axis]} along axis {self.axis}"
             raise Mismatch(f"expected {ends[-1]} (config.json), {found}")
-        return tuple(axes.cut(fused, self.axis, start, stop) for start, stop in pairwise(ends))
+        return tuple(axes.cut_axis(fused, self.axis, start, stop) for start, stop in pairwise(ends))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         return (axes.concatenate(tensors, self.axis),)
 
-    def of(self, extent: int, sizes: Sizes) -> Shape:
+    def part_extents(self, extent: int, sizes: Sizes) -> Shape:
         if self.extents:
             return tuple(sizes[symbol] * sizes.head_width for symbol in self.extents)
         if self.size:
@@ -171,14 +171,14 @@ class Alternating:
         if extent % self.count:
             what = f"elements of {self.count} tensors in turn along axis {self.axis}"
             raise Mismatch(f"expected {what}, found {extent} elements")
-        apart = axes.split(interleaved, self.axis, (extent // self.count, self.count))
-        return tuple(axes.take(apart, self.axis + 1, i) for i in range(self.count))
+        apart = axes.split_axis(interleaved, self.axis, (extent // self.count, self.count))
+        return tuple(axes.take_at_index(apart, self.axis + 1, i) for i in range(self.count))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        apart = [axes.insert(tensor) for tensor in tensors]
+        apart = [axes.with_new_first_axis(tensor) for tensor in tensors]
         stacked = axes.concatenate(apart, 0)
         order = [*range(1, self.axis + 2), 0, *range(self.axis + 2, len(stacked.spec.shape))]
-        return (axes.merge(axes.permute(stacked, order), self.axis, 2),)
+        return (axes.merge_axes(axes.permute_axes(stacked, order), self.axis, 2),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +188,11 @@ class SwappedAxes:
     axes: tuple[int, int] = (0, 1)
 
     def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        return tuple(axes.permute(tensor, self.order(len(tensor.spec.shape))) for tensor in tensors)
+        return tuple(axes.permute_axes(tensor, self.axis_permutation(len(tensor.spec.shape))) for tensor in tensors)
 
     from_hub = to_hub
 
-    def order(self, ndim: int) -> Sequence[int]:
+    def axis_permutation(self, ndim: int) -> Sequence[int]:
         order = list(range(ndim))
         one, other = self.axes
         order[one], order[other] = order[other], order[one]
@@ -211,7 +211,7 @@ class Cropped:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
         """Return each tensor without its padding rows; a tensor with fewer rows is unchanged."""
-        return tuple(axes.cut(one, 0, 0, min(sizes[self.rows], one.spec.shape[0])) for one in tensors)
+        return tuple(axes.cut_axis(one, 0, 0, min(sizes[self.rows], one.spec.shape[0])) for one in tensors)
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         return tensors
@@ -224,12 +224,12 @@ class FlatFront:
     symbol: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        return tuple(axes.split(tensor, 0, self.of(tensor, sizes)) for tensor in tensors)
+        return tuple(axes.split_axis(tensor, 0, self.split_extents(tensor, sizes)) for tensor in tensors)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the others have use for it
-        return tuple(axes.merge(tensor, 0, 2) for tensor in tensors)
+        return tuple(axes.merge_axes(tensor, 0, 2) for tensor in tensors)
 
-    def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
+    def split_extents(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
         """Return the two extents that the first axis is split into."""
         count, extent = sizes[self.symbol], tensor.spec.shape[0]
         if extent % count:

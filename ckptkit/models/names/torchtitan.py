@@ -1,8 +1,8 @@
 """The names of torchtitan, in all its versions, and the rules that translate them to the Hub's.
 
 Source: torchtitan/models/{llama3,llama4,qwen3,deepseek_v3,gpt_oss}/state_dict_adapter.py, and their history: the head
-was named `output`; the projections were directly in `attention`, and for two months in one matrix; the names of experts
-had no letters for their axes.
+was named `output`; the projections were directly in `attention`, and for two months in one matrix; the names of
+experts had no letters for their axes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
+from ckptkit.models.names.rule import Rule, weight_and_bias_rules
+from ckptkit.models.names.sizes import LAYER, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import (
     Chain,
     Concatenated,
@@ -41,17 +41,19 @@ def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
     return (
         Rule.of("tok_embeddings.weight", prefix + "model.embed_tokens.weight"),
         Rule.of("norm.weight", prefix + "model.norm.weight"),
-        Rule.of(ways("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
-        *norms(model, layer),
-        *attention(layer, is_in_pairs=model in _INTERLEAVED, is_older=is_older or model == _DEEPSEEK),
-        *with_bias(_ATTENTION + "wo", layer + "self_attn.o_proj"),
-        *feed_forward("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
-        *{_GPT_OSS: mixture_with_biases, _LLAMA4: fused_mixture}.get(model, mixture)(model, layer, is_older),
-        *(latent_attention() if model == _DEEPSEEK else ()),
+        Rule.of(join_alternatives("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
+        *norm_rules(model, layer),
+        *attention_rules(layer, is_in_pairs=model in _INTERLEAVED, is_older=is_older or model == _DEEPSEEK),
+        *weight_and_bias_rules(_ATTENTION + "wo", layer + "self_attn.o_proj"),
+        *feed_forward_rules("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
+        *{_GPT_OSS: mixture_rules_with_biases, _LLAMA4: fused_mixture_rules}.get(model, mixture_rules)(
+            model, layer, is_older
+        ),
+        *(latent_attention_rules() if model == _DEEPSEEK else ()),
     )
 
 
-def norms(model: str, layer: str) -> tuple[Rule, ...]:
+def norm_rules(model: str, layer: str) -> tuple[Rule, ...]:
     names = {
         "attention_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
@@ -61,7 +63,7 @@ def norms(model: str, layer: str) -> tuple[Rule, ...]:
     return tuple(Rule.of(f"layers.{{layer}}.{own}.weight", f"{layer}{hub}.weight") for own, hub in names.items())
 
 
-def attention(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
+def attention_rules(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for queries, keys and values, as separate matrices or as one."""
     steps: tuple[TensorStep, ...] = (Same(), Same(), Same())
     if is_in_pairs:
@@ -69,69 +71,73 @@ def attention(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, .
     hub = tuple(f"{layer}self_attn.{one}_proj" for one in "qkv")
     separate: list[Rule] = []
     for own, hub_name, step in zip(("wq", "wk", "wv"), hub, steps, strict=True):
-        names = ways(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older)
-        separate += with_bias(names, hub_name, step)
-    return (*separate, *with_bias(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(steps)))))
+        names = join_alternatives(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older)
+        separate += weight_and_bias_rules(names, hub_name, step)
+    return (*separate, *weight_and_bias_rules(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(steps)))))
 
 
-def feed_forward(own: str, hub: str) -> tuple[Rule, ...]:
+def feed_forward_rules(own: str, hub: str) -> tuple[Rule, ...]:
     names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     return tuple(Rule.of(f"{own}.{one}.weight", f"{hub}.{other}.weight") for one, other in names.items())
 
 
-def ways(*texts: str, is_older: bool) -> str:
+def join_alternatives(*texts: str, is_older: bool) -> str:
     """Return all alternative names of a tensor, newest first; oldest first if `is_older`. The first is written."""
     return " | ".join(reversed(texts) if is_older else texts)
 
 
-def experts(name: str, letters: str, is_older: bool) -> str:
+def expert_alternatives(name: str, letters: str, is_older: bool) -> str:
     inner = f"routed_experts.inner_experts.{name}_{letters}"
-    return ways(*(_EXPERTS + own for own in (inner, f"experts.{name}_{letters}", f"experts.{name}")), is_older=is_older)
-
-
-def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
-    """Return the rules for a mixture whose experts are separate tensors on the Hub."""
-    hub = experts_of(model)
-    bias = Rule.of(ways(_EXPERTS + "expert_bias_E", _EXPERTS + "expert_bias", is_older=is_older), layer + hub.bias)
-    return (
-        Rule.of(f"{_EXPERTS}router.gate.weight", f"{layer}{hub.router}.weight"),
-        *([bias] if model == _DEEPSEEK else []),
-        Rule.of(experts("w1", "EFD", is_older), f"{layer}{hub.gate}.weight", RequiredExtent(1, "hidden")),
-        Rule.of(experts("w3", "EFD", is_older), f"{layer}{hub.up}.weight", RequiredExtent(1, "hidden")),
-        Rule.of(experts("w2", "EDF", is_older), f"{layer}{hub.down}.weight", RequiredExtent(0, "hidden")),
-        *feed_forward(_EXPERTS + "shared_experts", layer + hub.shared),
+    return join_alternatives(
+        *(_EXPERTS + own for own in (inner, f"experts.{name}_{letters}", f"experts.{name}")), is_older=is_older
     )
 
 
-def fused_mixture(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+def mixture_rules(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture whose experts are separate tensors on the Hub."""
+    hub = expert_names_of_type(model)
+    bias = Rule.of(
+        join_alternatives(_EXPERTS + "expert_bias_E", _EXPERTS + "expert_bias", is_older=is_older), layer + hub.bias
+    )
+    return (
+        Rule.of(f"{_EXPERTS}router.gate.weight", f"{layer}{hub.router}.weight"),
+        *([bias] if model == _DEEPSEEK else []),
+        Rule.of(expert_alternatives("w1", "EFD", is_older), f"{layer}{hub.gate}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(expert_alternatives("w3", "EFD", is_older), f"{layer}{hub.up}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(expert_alternatives("w2", "EDF", is_older), f"{layer}{hub.down}.weight", RequiredExtent(0, "hidden")),
+        *feed_forward_rules(_EXPERTS + "shared_experts", layer + hub.shared),
+    )
+
+
+def fused_mixture_rules(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture whose experts are fused on the Hub too, and transposed."""
     hub = layer + "feed_forward."
-    gate_up = (experts("w1", "EFD", is_older), experts("w3", "EFD", is_older))
+    gate_up = (expert_alternatives("w1", "EFD", is_older), expert_alternatives("w3", "EFD", is_older))
     both = Chain((RequiredExtent(2, "hidden"), SwappedAxes((1, 2)), Reversed(Concatenated(2, axis=2))))
     down = Chain((RequiredExtent(1, "hidden"), SwappedAxes((1, 2))))
     return (
         Rule.of(f"{_EXPERTS}router.gate.weight", hub + "router.weight"),
         Rule.of(gate_up, hub + "experts.gate_up_proj", both),
-        Rule.of(experts("w2", "EDF", is_older), hub + "experts.down_proj", down),
-        *feed_forward(_EXPERTS + "shared_experts", hub + "shared_expert"),
+        Rule.of(expert_alternatives("w2", "EDF", is_older), hub + "experts.down_proj", down),
+        *feed_forward_rules(_EXPERTS + "shared_experts", hub + "shared_expert"),
     )
 
 
-def mixture_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+def mixture_rules_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture with biases: its experts have two matrices each, transposed on the Hub."""
     hub = layer + "mlp.experts."
     first, second = (Chain((RequiredExtent(axis, "hidden"), SwappedAxes((1, 2)))) for axis in (2, 1))
     return (
         Rule.of(_ATTENTION + "sinks", layer + "self_attn.sinks"),
-        *with_bias(_EXPERTS + "router.gate", layer + "mlp.router"),
-        Rule.of(experts("mlp1_weight", "EGD", is_older), hub + "gate_up_proj", first),
-        Rule.of(experts("mlp1_bias", "EG", is_older), hub + "gate_up_proj_bias"),
-        Rule.of(experts("mlp2_weight", "EDF", is_older), hub + "down_proj", second),
-        Rule.of(experts("mlp2_bias", "ED", is_older), hub + "down_proj_bias"),
+        *weight_and_bias_rules(_EXPERTS + "router.gate", layer + "mlp.router"),
+        Rule.of(expert_alternatives("mlp1_weight", "EGD", is_older), hub + "gate_up_proj", first),
+        Rule.of(expert_alternatives("mlp1_bias", "EG", is_older), hub + "gate_up_proj_bias"),
+        Rule.of(expert_alternatives("mlp2_weight", "EDF", is_older), hub + "down_proj", second),
+        Rule.of(expert_alternatives("mlp2_bias", "ED", is_older), hub + "down_proj_bias"),
     )
 
 
-def latent_attention() -> tuple[Rule, ...]:
+def latent_attention_rules() -> tuple[Rule, ...]:
     """Return the rules for multi-head latent attention (MLA)."""
     names = {"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj"}
     names |= {"wq_a": "q_a_proj", "wq_b": "q_b_proj"}

@@ -13,19 +13,19 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from ckptkit.engine.read import read
+from ckptkit.engine.read import read_box
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
-from ckptkit.layout.box import whole
-from ckptkit.layout.edits import check_ways
-from ckptkit.layout.wrappers import own_name
+from ckptkit.layout.box import full_box
+from ckptkit.layout.edits import check_key_paths
+from ckptkit.layout.wrappers import model_name_of
 from ckptkit.models.names.elementwise import ELEMENTWISE
 from ckptkit.models.names.group_map import GROUP_MAP, HALVES
 from ckptkit.models.names.parameters import (
     BY_PARAMETER,
     EntryPlace,
-    find_entry,
+    find_entry_place,
     is_list_of_names,
     is_list_of_parameters,
 )
@@ -60,21 +60,21 @@ def translate_training(
     for place, entries in kinds.items():
         translated = weights
         if place != EntryPlace(prefix):
-            translated = follow(layout, entries, model_tensors.layout, weights, turn, place)
+            translated = translate_states(layout, entries, model_tensors.layout, weights, turn, place)
         for name, tensor in translated.tensors.items():
-            key = place.key(name)
-            tensors[dotted(key)], keys[dotted(key)] = tensor, key
-        for name, blob in copy_blobs(layout, entries.blobs, weights.came_from, place).items():
-            key = place.key(name)
-            blobs[dotted(key)], keys[dotted(key)] = blob, key
+            key = place.key_of_parameter(name)
+            tensors[dotted_key(key)], keys[dotted_key(key)] = tensor, key
+        for name, blob in blobs_for_new_parameters(layout, entries.blobs, weights.came_from, place).items():
+            key = place.key_of_parameter(name)
+            blobs[dotted_key(key)], keys[dotted_key(key)] = blob, key
     for name, blob in blobs.items():
         if is_list_of_parameters(keys[name]) or is_list_of_names(keys[name]):
-            blobs[name] = rename_group(layout, name, blob, weights.came_from, names)
-    check_ways(layout, keys)
+            blobs[name] = rename_group_list(layout, name, blob, weights.came_from, names)
+    check_key_paths(layout, keys)
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={}), weights
 
 
-def dotted(key: KeyPath) -> str:
+def dotted_key(key: KeyPath) -> str:
     return ".".join(map(str, key))
 
 
@@ -86,7 +86,9 @@ def entries_by_kind(
     kinds: dict[EntryPlace, ParameterEntries] = {EntryPlace(prefix): ParameterEntries()}
     rest = []
     for name in layout.names:
-        matches = [(EntryPlace(prefix), weights[name])] if name in weights else find_places(layout.key(name), own)
+        matches = (
+            [(EntryPlace(prefix), weights[name])] if name in weights else list_parameter_entries(layout.key(name), own)
+        )
         if not matches:
             rest.append(name)
         for place, parameter in matches:
@@ -100,51 +102,53 @@ def entries_by_kind(
     return kinds, rest
 
 
-def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
+def list_parameter_entries(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
     """Return the kind and parameter of an optimizer's entry; two of them for an entry of both halves of a parameter."""
-    entry = find_place(key, own)
+    entry = find_parameter_entry(key, own)
     if entry or key[-3:-2] != (GROUP_MAP,):
         return [entry] if entry else []
     place = EntryPlace(key[:-2], "{}", key[-1:])
-    return [half for end in HALVES if (half := choose_entry(place, f"{key[-2]}{end}", own))]
+    return [half for end in HALVES if (half := find_own_entry(place, f"{key[-2]}{end}", own))]
 
 
-def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
+def find_parameter_entry(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
     """Return the kind and parameter (of `own`) of an optimizer's entry, or None. Raises `Unsupported` for indices."""
-    entry = find_entry(key, own)
+    entry = find_entry_place(key, own)
     if entry is None:
         return None
     place, parameter = entry
     if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
-        raise Unsupported("expected parameter names in the optimizer, found indices", tensor=dotted(key), hint=hint)
-    return choose_entry(place, parameter, own)
+        raise Unsupported("expected parameter names in the optimizer, found indices", tensor=dotted_key(key), hint=hint)
+    return find_own_entry(place, parameter, own)
 
 
-def choose_entry(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
-    name = own_name(parameter, own)
+def find_own_entry(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
+    name = model_name_of(parameter, own)
     return (place, name) if name in own else None
 
 
-def follow(
+def translate_states(
     layout: Layout, entries: ParameterEntries, weights: Layout, translated: Translated, turn: Turn, place: EntryPlace
 ) -> Translated:
     """Return the states of one kind, translated as their parameters are."""
-    shaped = elementwise(entries, weights, place)
+    shaped = elementwise_states(entries, weights, place)
     following = turn(shaped)
     other_states = {name: one for name, one in entries.tensors.items() if name not in shaped}
     for new, olds in translated.came_from.items():
         present = [old for old in olds if old in other_states]
         if not present:
             continue
-        require_all(layout, present, olds, place)
+        require_entry_of_all(layout, present, olds, place)
         one = other_states[present[0]]
         if len(olds) == 1 and translated.tensors[new] == weights.tensors[olds[0]]:  # only renamed: any state can follow
             following.tensors[new] = one
         elif one.spec.numel == 1:
-            values = {old: value_of(layout, other_states[old]) for old in present if not other_states[old].is_lost}
+            values = {
+                old: read_tensor_bytes(layout, other_states[old]) for old in present if not other_states[old].is_lost
+            }
             if values:
-                require_equal(layout, values, place)
+                require_equal_entries(layout, values, place)
             following.tensors[new] = other_states[next(iter(values), present[0])]
         else:
             shape = list(weights.tensors[present[0]].spec.shape)
@@ -152,13 +156,15 @@ def follow(
                 f"expected a state of shape {shape}, one element for each of its parameter, because ckptkit reorders, "
                 f"joins or cuts the parameter; found {list(one.spec.shape)}"
             )
-            above = dotted(place.before[:-1] if place.before[-1] in BY_PARAMETER else place.before) or "state"
+            above = dotted_key(place.before[:-1] if place.before[-1] in BY_PARAMETER else place.before) or "state"
             hint = f"keep the names and rows, or drop the optimizer with --exclude '{above}.*'"
-            raise Unsupported(message, path=layout.path, tensor=dotted(place.key(present[0])), hint=hint)
+            raise Unsupported(
+                message, path=layout.path, tensor=dotted_key(place.key_of_parameter(present[0])), hint=hint
+            )
     return following
 
 
-def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -> dict[str, StoredTensor]:
+def elementwise_states(entries: ParameterEntries, weights: Layout, place: EntryPlace) -> dict[str, StoredTensor]:
     """Return the states of a kind if they have one element for each element of their parameter, otherwise {}.
 
     A square state may be a preconditioner of a square parameter. If no other state of its kind shows which it is, the
@@ -166,7 +172,7 @@ def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -
     """
     pairs = {name: (one.spec.shape, weights.tensors[name].spec.shape) for name, one in entries.tensors.items()}
     shaped = {name: one for name, one in entries.tensors.items() if pairs[name][0] == pairs[name][1]}
-    if state_kind(place).rpartition(".")[2] in ELEMENTWISE:
+    if format_state_kind(place).rpartition(".")[2] in ELEMENTWISE:
         return shaped
     has_others = any(state != own and prod(state) != 1 for state, own in pairs.values())
     is_plain = any(state == own and len(set(state)) > 1 for state, own in pairs.values())
@@ -174,55 +180,58 @@ def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -
     return {} if has_others or not is_shown else shaped
 
 
-def state_kind(place: EntryPlace) -> str:
+def format_state_kind(entry_place: EntryPlace) -> str:
     """Return the name of a kind of entries: `exp_avg`, `GG.0`."""
-    flattened = place.text.partition("{}.")[2]
-    return flattened or ".".join(map(str, place.after or place.before[-1:]))
+    flattened = entry_place.text.partition("{}.")[2]
+    return flattened or ".".join(map(str, entry_place.after or entry_place.before[-1:]))
 
 
-def copy_blobs(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: EntryPlace) -> dict[str, Blob]:
+def blobs_for_new_parameters(
+    layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: EntryPlace
+) -> dict[str, Blob]:
     """Return the non-tensor entries of one kind for the new parameters."""
     copied = {}
     for new, olds in origins.items():
         present = [old for old in olds if old in blobs]
         if present:
-            require_all(layout, present, olds, place)
+            require_entry_of_all(layout, present, olds, place)
             if len(present) > 1:
-                require_equal(layout, {old: load_value(layout.root, blobs[old]) for old in present}, place)
+                require_equal_entries(layout, {old: load_value(layout.root, blobs[old]) for old in present}, place)
             copied[new] = blobs[present[0]]
     return copied
 
 
-def require_all(layout: Layout, present: Iterable[str], olds: Iterable[str], place: EntryPlace) -> None:
+def require_entry_of_all(layout: Layout, present: Iterable[str], olds: Iterable[str], place: EntryPlace) -> None:
     """Raise `Mismatch` if some of the parameters that are merged do not have the entry."""
     missing = [old for old in olds if old not in present]
     if missing:
-        message = f"missing: `{dotted(place.key(next(iter(present))))}` is here, and the two become one entry"
-        raise Mismatch(message, path=layout.path, tensor=dotted(place.key(missing[0])))
+        here = dotted_key(place.key_of_parameter(next(iter(present))))
+        message = f"missing: `{here}` is here, and the two become one entry"
+        raise Mismatch(message, path=layout.path, tensor=dotted_key(place.key_of_parameter(missing[0])))
 
 
-def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) -> None:
+def require_equal_entries(layout: Layout, values: Mapping[str, Any], place: EntryPlace) -> None:
     """Raise `Mismatch` if parameters that are merged differ in an entry."""
     (first, value), *others = values.items()
     other = next((name for name, one in others if one != value), None)
     if other is not None:
         message = f"expected the same state as `{other}`, because the two become one parameter, found another state"
-        raise Mismatch(message, path=layout.path, tensor=dotted(place.key(first)))
+        raise Mismatch(message, path=layout.path, tensor=dotted_key(place.key_of_parameter(first)))
 
 
-def value_of(layout: Layout, tensor: StoredTensor) -> bytes:
+def read_tensor_bytes(layout: Layout, tensor: StoredTensor) -> bytes:
     one = replace(layout, tensors={"": tensor}, blobs={}, keys={}, twins={})
-    return bytes(read(one, "", whole(tensor.spec.shape), jobs=1))
+    return bytes(read_box(one, "", full_box(tensor.spec.shape), jobs=1))
 
 
-def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weights: Mapping[str, str]) -> Blob:
+def rename_group_list(layout: Layout, name: str, blob: Blob, origins: Origins, weights: Mapping[str, str]) -> Blob:
     """Return the list of a group's parameters under their new names. Unknown names do not change."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         message = "expected parameter names in the optimizer, found indices"
         raise Unsupported(message, path=layout.path, tensor=name)
     own = set(weights.values())
-    listed = {one: own_name(one, own) for one in value}
+    listed = {one: model_name_of(one, own) for one in value}
     known = own.intersection(listed.values())
     new_names: dict[str, list[str]] = {}
     for new, olds in origins.items():
@@ -233,4 +242,4 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
         for old in listed_olds[:1]:
             new_names.setdefault(old, []).append(new)
     names = [new_names.get(old, []) if old in own else [one] for one, old in listed.items()]
-    return with_value(blob, list(chain.from_iterable(names)))
+    return with_new_value(blob, list(chain.from_iterable(names)))

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.models.expected import ExpectedByTransformers, Form, closest, expected
+from ckptkit.models.expected import ExpectedByTransformers, Form, closest_form, expected_model
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.rule import Rule
-from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
+from ckptkit.models.names.sizes import LAYER, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import Concatenated
-from ckptkit.models.names.translate import Translated, translate
+from ckptkit.models.names.translate import Translated, translate_by_rules
 from ckptkit.models.transformers_model import NotBuilt, NotInstalled, UnknownType
 
 # types whose experts or prefixes are equal on disk and in memory
@@ -34,25 +34,25 @@ _SAME = frozenset(
 class InMemory(Family):
     """The names of transformers' models in memory. The rules are transformers' own table, except for a few types."""
 
-    def is_of(self, shapes: Mapping[str, Shape], sizes: Sizes, *, looks_it: bool) -> bool:
+    def has_in_memory_names(self, shapes: Mapping[str, Shape], sizes: Sizes, *, is_likely: bool) -> bool:
         """Return whether tensors have the in-memory names of a model whose names on disk differ.
 
-        `looks_it` is True if some names match the pattern of this family. Raises `Unsupported` if `looks_it` and
+        `is_likely` is True if some names match the pattern of this family. Raises `Unsupported` if `is_likely` and
         transformers cannot be used, and in any case if transformers knows the type but cannot build the model.
         """
         try:
-            forms = expected(sizes.config, sizes.ask_base).forms
+            forms = expected_model(sizes.config, sizes.ask_base).forms
         except UnknownType:
             return False
         except NotInstalled as error:
             types = {str(sizes.config.get("model_type")), sizes.model_type}
-            if types & _SAME or not looks_it:
+            if types & _SAME or not is_likely:
                 return False
             hint = f"{error.hint}, or keep the names with --names keep"
             message = f"the names are those in memory; {error.message}"
             raise Unsupported(message, tensor=next(iter(shapes)), hint=hint) from None
         except Unsupported as error:
-            if not (looks_it or isinstance(error, NotBuilt)):
+            if not (is_likely or isinstance(error, NotBuilt)):
                 return False
             error.hint = "fix config.json, or pass --names keep to keep the names of the checkpoint"
             raise
@@ -60,8 +60,8 @@ class InMemory(Family):
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return the tensors as `save_pretrained` writes them."""
-        model = expected(sizes.config, sizes.ask_base)
-        check_shapes(tensors, model.shapes)
+        model = expected_model(sizes.config, sizes.ask_base)
+        require_model_shapes(tensors, model.shapes)
         known = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         if isinstance(model, ExpectedByTransformers):
             from ckptkit.models.names.moved import MovedTensor  # deferred: imports torch
@@ -71,14 +71,14 @@ class InMemory(Family):
             on_disk = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
             translated = Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
         else:
-            translated = by_rules(known, model.forms[0], sizes, to_hub=True)
+            translated = translate_experts_by_rules(known, model.forms[0], sizes, to_hub=True)
         require_all_sources(translated.came_from, model.forms[0])
         return replace(translated, unplaced=tuple(name for name in tensors if name not in known))
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return tensors from disk as `from_pretrained` has them in memory."""
-        model = expected(sizes.config, lambda: frozenset(tensors))
-        require_all_merged(tensors.keys(), closest(model.forms, tensors.keys()))
+        model = expected_model(sizes.config, lambda: frozenset(tensors))
+        require_all_merged(tensors.keys(), closest_form(model.forms, tensors.keys()))
         if isinstance(model, ExpectedByTransformers):
             from ckptkit.models.names.moved import MovedTensor  # deferred: imports torch
             from ckptkit.models.transformers_table import to_memory
@@ -86,19 +86,21 @@ class InMemory(Family):
             there = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
             translated = Translated({name: one.stored for name, one in there.tensors.items()}, there.came_from)
         else:
-            translated = by_rules(tensors, model.forms[-1], sizes, to_hub=False)
+            translated = translate_experts_by_rules(tensors, model.forms[-1], sizes, to_hub=False)
         known = {name: tensor for name, tensor in translated.tensors.items() if name in model.shapes}
-        check_shapes(known, model.shapes)
+        require_model_shapes(known, model.shapes)
         unplaced = [old for name, olds in translated.came_from.items() if name not in known for old in olds]
         came_from = {name: translated.came_from[name] for name in known}
         return Translated(known, came_from, tuple(unplaced))
 
 
-def by_rules(tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *, to_hub: bool) -> Translated:
+def translate_experts_by_rules(
+    tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *, to_hub: bool
+) -> Translated:
     """Return the tensors of a model with experts in another form. Tensors without a rule do not change."""
     same = Translated.of({name: tensor for name, tensor in tensors.items() if name in wanted.shapes})
     others = {name: tensor for name, tensor in tensors.items() if name not in wanted.shapes}
-    by_rule = translate(others, rules_of_experts(sizes), sizes, to_hub=to_hub)
+    by_rule = translate_by_rules(others, rules_of_experts(sizes), sizes, to_hub=to_hub)
     unchanged = Translated.of({name: tensors[name] for name in by_rule.unplaced})
     every = (same, by_rule, unchanged)
     return Translated(
@@ -107,7 +109,7 @@ def by_rules(tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *,
     )
 
 
-def check_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]) -> None:
+def require_model_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]) -> None:
     """Raise `Mismatch` for a tensor whose shape differs from the model's."""
     for name, tensor in tensors.items():
         if name in shapes and tensor.spec.shape != shapes[name]:
@@ -138,7 +140,7 @@ def require_all_merged(names: Collection[str], form: Form) -> None:
 
 def rules_of_experts(sizes: Sizes) -> tuple[Rule, ...]:
     """Return the rules for the experts of the types in ckptkit's own table."""
-    hub, memory = experts_of(sizes.model_type), f"{LAYER}mlp."
+    hub, memory = expert_names_of_type(sizes.model_type), f"{LAYER}mlp."
     both = tuple(f"{LAYER}{name}.weight" for name in (hub.gate, hub.up))
     return (
         Rule.of(f"{memory}experts.gate_up_proj", both, Concatenated(2)),

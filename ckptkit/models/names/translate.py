@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import StoredTensor, axes
 from ckptkit.models.names.outline import Numbers, outline_of
-from ckptkit.models.names.rule import Pattern, Rule, patterns_of
+from ckptkit.models.names.rule import Pattern, Rule, alternative_patterns
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import FlatFront, Tensors
 
@@ -33,7 +33,7 @@ class Translated:
         """Return tensors under the names that they have."""
         return cls(dict(tensors), {name: (name,) for name in tensors})
 
-    def renamed(self, new_name: Callable[[str], str]) -> Self:
+    def with_names_changed(self, new_name: Callable[[str], str]) -> Self:
         """Return the tensors with `new_name` applied to their new names."""
         tensors = {new_name(name): tensor for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, came_from={new_name(name): old for name, old in self.came_from.items()})
@@ -57,8 +57,8 @@ class DirectedRule(NamedTuple):
     @classmethod
     def of(cls, rule: Rule, *, to_hub: bool) -> Self:
         sources, written = (rule.family, rule.hub) if to_hub else (rule.hub, rule.family)
-        targets = tuple(next(patterns_of(text)) for text in written)
-        read = [capture for text in sources for pattern in patterns_of(text) for capture in pattern.captures]
+        targets = tuple(next(alternative_patterns(text)) for text in written)
+        read = [capture for text in sources for pattern in alternative_patterns(text) for capture in pattern.captures]
         captures = tuple(dict.fromkeys([*targets[0].captures, *read]))
         return cls(sources, targets, captures, rule.step.to_hub if to_hub else rule.step.from_hub, rule.flat)
 
@@ -71,7 +71,7 @@ class Slot(NamedTuple):
     pattern: Pattern
 
 
-def translate(
+def translate_by_rules(
     tensors: Mapping[str, StoredTensor], rules: Iterable[Rule], sizes: Sizes, *, to_hub: bool = True
 ) -> Translated:
     """Return the tensors as the other side of a table has them. The first rule that matches a name wins.
@@ -82,7 +82,7 @@ def translate(
     slots: dict[str, Slot] = {}
     for rule in (DirectedRule.of(rule, to_hub=to_hub) for rule in rules):
         for place, text in enumerate(rule.sources):
-            for pattern in patterns_of(text):
+            for pattern in alternative_patterns(text):
                 slots.setdefault(pattern.outline, Slot(rule, place, pattern))
     groups: dict[DirectedRule, dict[Numbers, Found]] = {}
     unplaced = []
@@ -93,7 +93,7 @@ def translate(
             unplaced.append(name)
             continue
         members = groups.setdefault(slot.rule, {})
-        for full, one in unfold(slot, numbers, tensor, sizes):
+        for full, one in unstack_front_axes(slot, numbers, tensor, sizes):
             by_place = members.setdefault(full, {})
             if slot.place in by_place:
                 message = f"the tensor is the same as `{by_place[slot.place][0]}`: two names of one tensor"
@@ -101,11 +101,13 @@ def translate(
             by_place[slot.place] = name, one
     translated = Translated(unplaced=tuple(unplaced))
     for rule, members in groups.items():
-        fold_rule(rule, members, sizes, translated)
+        apply_rule_to_members(rule, members, sizes, translated)
     return translated
 
 
-def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> Iterable[tuple[Numbers, StoredTensor]]:
+def unstack_front_axes(
+    slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes
+) -> Iterable[tuple[Numbers, StoredTensor]]:
     """Yield the tensors that are stacked in the first axes of a tensor, each with the numbers of all placeholders."""
     folded = [capture for capture in slot.rule.captures if capture not in slot.pattern.captures]
     if folded and slot.rule.flat:
@@ -127,7 +129,9 @@ def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> 
         yield tuple(numbered[capture] for capture in slot.rule.captures), one
 
 
-def fold_rule(rule: DirectedRule, members: Mapping[Numbers, Found], sizes: Sizes, translated: Translated) -> None:
+def apply_rule_to_members(
+    rule: DirectedRule, members: Mapping[Numbers, Found], sizes: Sizes, translated: Translated
+) -> None:
     """Add to `translated` the tensors that a rule makes of its members."""
     folded = [i for i, capture in enumerate(rule.captures) if capture not in rule.targets[0].captures]
     kept = [i for i in range(len(rule.captures)) if i not in folded]
@@ -140,13 +144,13 @@ def fold_rule(rule: DirectedRule, members: Mapping[Numbers, Found], sizes: Sizes
         origin.setdefault(at, {}).update(dict.fromkeys(names))
     for at, parts in converted.items():
         for place, target in enumerate(rule.targets):
-            name = target.name(at)
+            name = target.format_name(at)
             if name in translated.tensors:
                 clash = f"`{translated.came_from[name][0]}` and `{next(iter(origin[at]))}` would both get this name"
                 raise Mismatch(clash, tensor=name)
             by_index = {index: tensors[place] for index, tensors in parts.items()}
-            stacked = stack_all(by_index, [rule.captures[i] for i in folded], name)
-            translated.tensors[name] = axes.merge(stacked, 0, 2) if folded and rule.flat else stacked
+            stacked = stack_in_front(by_index, [rule.captures[i] for i in folded], name)
+            translated.tensors[name] = axes.merge_axes(stacked, 0, 2) if folded and rule.flat else stacked
             translated.came_from[name] = tuple(origin[at])
 
 
@@ -158,9 +162,9 @@ def combine(rule: DirectedRule, by_place: Found, numbers: Numbers, sizes: Sizes)
     names = [by_place[place][0] for place in sorted(by_place)]
     for place, text in enumerate(rule.sources):
         if place not in by_place:
-            pattern = next(patterns_of(text))
+            pattern = next(alternative_patterns(text))
             numbered = dict(zip(rule.captures, numbers, strict=True))
-            missing = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
+            missing = pattern.format_name(tuple(numbered[capture] for capture in pattern.captures))
             present, _ = next(iter(by_place.values()))
             raise Mismatch(f"missing: `{present}` is here and needs this tensor too", tensor=missing)
     tensors = tuple(by_place[place][1] for place in sorted(by_place))
@@ -173,17 +177,19 @@ def combine(rule: DirectedRule, by_place: Found, numbers: Numbers, sizes: Sizes)
         raise error.blame(tensor=names[0]) from None
 
 
-def stack_all(parts: Mapping[Numbers, StoredTensor], counted: Sequence[str], name: str) -> StoredTensor:
+def stack_in_front(
+    tensor_by_numbers: Mapping[Numbers, StoredTensor], counted: Sequence[str], name: str
+) -> StoredTensor:
     """Return tensors stacked along new axes in front, one axis for each of `counted`. Raises `Mismatch` for a gap."""
     if not counted:
-        return parts[()]
-    extents = [len({at[axis] for at in parts}) for axis in range(len(counted))]
-    missing = next((at for at in product(*map(range, extents)) if at not in parts), None)
+        return tensor_by_numbers[()]
+    extents = [len({at[axis] for at in tensor_by_numbers}) for axis in range(len(counted))]
+    missing = next((at for at in product(*map(range, extents)) if at not in tensor_by_numbers), None)
     if missing is not None:
         which = " of ".join(f"{what} {i}" for what, i in zip(reversed(counted), reversed(missing), strict=True))
-        raise Mismatch(f"{which} is missing: found {len(parts)}, with a gap", tensor=name)
-    stacked = dict(parts)
+        raise Mismatch(f"{which} is missing: found {len(tensor_by_numbers)}, with a gap", tensor=name)
+    stacked = dict(tensor_by_numbers)
     for axis in reversed(range(len(counted))):
         fronts = dict.fromkeys(at[:axis] for at in stacked)
-        stacked = {front: axes.stack([stacked[(*front, i)] for i in range(extents[axis])]) for front in fronts}
+        stacked = {front: axes.stack_tensors([stacked[(*front, i)] for i in range(extents[axis])]) for front in fronts}
     return stacked[()]

@@ -16,8 +16,8 @@ from shlex import quote
 
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
 from ckptkit.layout import OWN, KeyPath, Layout
-from ckptkit.layout.edits import rename, select
-from ckptkit.layout.wrappers import find_average, unwrapped, without_ddp
+from ckptkit.layout.edits import rename_tensors, select_entries
+from ckptkit.layout.wrappers import find_average_kind, without_ddp, without_inner_prefixes
 from ckptkit.models.names.copies import find_copies_in
 from ckptkit.words import count
 
@@ -67,7 +67,7 @@ class Weights:
     whole: Layout
 
     @property
-    def wrapper(self) -> str:
+    def dotted_prefix(self) -> str:
         """Return the keys above the model, joined by dots."""
         return ".".join(map(str, self.prefix))
 
@@ -80,34 +80,36 @@ class Weights:
         """Return, for each of these tensors, the entries of the checkpoint that it is made from."""
         return {name: self.origins_of([name]) for name in names}
 
-    def summarize(self) -> tuple[LeftOut, ...]:
+    def summarize_left_out(self) -> tuple[LeftOut, ...]:
         """Count the entries that were left out, by location and reason."""
-        return summarize(self.whole, self.prefix, self.left_out, self.came_from.values())
+        return count_left_out(self.whole, self.prefix, self.left_out, self.came_from.values())
 
 
 def find_weights(layout: Layout) -> Weights:
     """Return the model's tensors in a checkpoint with any nesting. Raises `Mismatch` if there are none."""
     prefix = find_model_key(layout)
-    training = training_state(layout, prefix)
+    training = training_state_keys(layout, prefix)
     check_ranks_agree(layout, prefix, training)
     below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
-    names = {name: unwrapped(".".join(map(str, key))) for name, key in below.items() if key[0] not in training}
-    averaged = averaged_names(layout, prefix, names)
+    names = {
+        name: without_inner_prefixes(".".join(map(str, key))) for name, key in below.items() if key[0] not in training
+    }
+    averaged = names_without_average(layout, prefix, names)
     counters, names = names.keys() - averaged.keys(), without_ddp(averaged)
-    weights = rename(select(layout, names.__contains__), names.__getitem__)
-    left_out = reasons_for(layout, prefix, [name for name in layout.names if name not in names])
+    weights = rename_tensors(select_entries(layout, names.__contains__), names.__getitem__)
+    left_out = reasons_not_in_model(layout, prefix, [name for name in layout.names if name not in names])
     left_out |= dict.fromkeys(sorted(counters), AVERAGE)
     of_training = [name for name, why in left_out.items() if why == TRAINING]
     left_out |= dict.fromkeys(find_copies_in(layout, of_training, weights.shapes), COPY)
     return Weights(weights, prefix, {new: old for old, new in names.items()}, left_out, layout)
 
 
-def averaged_names(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) -> dict[str, str]:
+def names_without_average(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) -> dict[str, str]:
     """Return the model's names by entry, without the prefix and the counters of a weight average (such as EMA).
 
     Names of a plain model do not change. Raises `SeveralModels` if both the average and the model are present.
     """
-    average = find_average(names.values())
+    average = find_average_kind(names.values())
     if average is None:
         return dict(names)
     models = {entry: name for entry, name in names.items() if name not in average.counters}
@@ -119,24 +121,24 @@ def averaged_names(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) ->
     return {entry: name.removeprefix(average.text) for entry, name in models.items()}
 
 
-def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[str, str]:
+def reasons_not_in_model(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[str, str]:
     """Return why entries do not belong to the model under `prefix`."""
-    training = [training_state(layout, prefix[:depth]) for depth in range(len(prefix) + 1)]
+    training = [training_state_keys(layout, prefix[:depth]) for depth in range(len(prefix) + 1)]
 
     def reason(name: str) -> str:
         key = layout.key(name)
         if key[0] == OWN and name in layout.tensors:  # per-rank state may contain any tensor
-            is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_generator(key)
+            is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_generator_state(key)
             return TRAINING if is_state else UNKNOWN
         depth = shared_depth(key, prefix)
-        if depth < len(key) and (key[depth] in training[depth] or is_generator(key)):
+        if depth < len(key) and (key[depth] in training[depth] or is_generator_state(key)):
             return TRAINING
         return VALUE if name in layout.blobs else UNKNOWN
 
     return {name: reason(name) for name in names}
 
 
-def is_generator(key: KeyPath) -> bool:
+def is_generator_state(key: KeyPath) -> bool:
     return any(_GENERATOR.search(step) for step in key if isinstance(step, str))
 
 
@@ -161,22 +163,22 @@ def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str 
 
 def has_weights(layout: Layout) -> bool:
     """Return whether there are tensors besides training state. Some trainers save an optimizer alone."""
-    training = training_state(layout, ())
+    training = training_state_keys(layout, ())
     return any(layout.key(name)[0] not in training for name in layout.tensors)
 
 
 def may_have_weights(layout: Layout) -> bool:
     """Return whether any tensor may belong to a model: it has axes and is no training or generator state."""
-    training = training_state(layout, ())
+    training = training_state_keys(layout, ())
     keys = (layout.key(name) for name, tensor in layout.tensors.items() if tensor.spec.shape)
-    return any(key[0] not in training and not is_generator(key) for key in keys)
+    return any(key[0] not in training and not is_generator_state(key) for key in keys)
 
 
 def find_model_key(layout: Layout) -> KeyPath:
     """Return the key path of the model: descends through `state`, `app`, `model` to the level of parameter names."""
     prefix: KeyPath = ()
     while True:
-        training = training_state(layout, prefix)
+        training = training_state_keys(layout, prefix)
         below = [key[len(prefix) :] for _, key in keys_below(layout, prefix) if key[len(prefix)] not in training]
         branches = Counter(key[0] for key in below if len(key) > 1)
         known = next((name for name in _MODEL_KEYS if name in branches), None)
@@ -189,7 +191,7 @@ def find_model_key(layout: Layout) -> KeyPath:
         elif len(branches) == 1:
             prefix = (*prefix, *branches)
         else:
-            raise no_model(layout, branches)
+            raise no_model_error(layout, branches)
 
 
 def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]:
@@ -200,7 +202,7 @@ def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]
             yield name, key
 
 
-def names_of_training(layout: Layout) -> set[str]:
+def training_state_names(layout: Layout) -> set[str]:
     """Return the tensors that belong to training state, at any depth."""
     keys = {name: layout.key(name) for name in layout.names}
     optimizers = {
@@ -220,7 +222,7 @@ def is_in_flat_optimizer(layout: Layout, name: str) -> bool:
     return not layout.keys and name.startswith(("optim.", "optimizer."))
 
 
-def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
+def training_state_keys(layout: Layout, prefix: KeyPath) -> set[str | int]:
     """Return the steps below `prefix` that lead to training state: by their name, or because `param_groups` follow."""
     steps: set[str | int] = set()
     depth = len(prefix)
@@ -236,7 +238,7 @@ def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
     return steps | {_FLAX_STEP} if _FLAX_OPTIMIZER in steps else steps
 
 
-def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | SeveralModels:
+def no_model_error(layout: Layout, branches: Iterable[str | int]) -> Mismatch | SeveralModels:
     """Return the error for a checkpoint in which no model can be found."""
     candidates = sorted(map(str, branches))
     if candidates:
@@ -249,7 +251,7 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     return Mismatch(message, path=layout.path, hint="look for the model in a directory beside it")
 
 
-def summarize(
+def count_left_out(
     layout: Layout, prefix: KeyPath, left_out: Mapping[str, str], written: Iterable[str]
 ) -> tuple[LeftOut, ...]:
     """Count entries that are left out, by reason and location; the entries of all layers count as one location.

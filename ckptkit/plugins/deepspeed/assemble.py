@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.plugins.deepspeed.expert_states import put_experts, put_unpartitioned_experts
-from ckptkit.plugins.deepspeed.experts import ExpertFiles, read_experts
-from ckptkit.plugins.deepspeed.model_states import ModelStates, tensor_parallel
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
+from ckptkit.plugins.deepspeed.model_states import ModelStates, tensor_parallel_error
 from ckptkit.plugins.deepspeed.modules import put_module, put_modules_in_slices, put_parameter
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
-from ckptkit.plugins.deepspeed.parts import PartOfModel, read_part
+from ckptkit.plugins.deepspeed.parts import PartOfModel, read_model_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_unpartitioned
-from ckptkit.plugins.deepspeed.values import as_dict
-from ckptkit.plugins.deepspeed.zero import join_slices, parameters_of
+from ckptkit.plugins.deepspeed.values import require_dict
+from ckptkit.plugins.deepspeed.zero import join_sliced_parameters, join_zero_parameters
 
 _SHARED = "tied_modules."  # followed by KEY.NAME, with the name inside the layer
 
 
-def layers_of(files: DeepSpeedFiles) -> Iterator[tuple[int, str]]:
+def pipeline_layer_files(files: DeepSpeedFiles) -> Iterator[tuple[int, str]]:
     """Yield the layer index and the file name of every pipeline layer."""
     for (number, cut), name in files.layers.items():
         if cut:
-            raise tensor_parallel()
+            raise tensor_parallel_error()
         yield number, name
 
 
@@ -41,24 +41,24 @@ def put_layer(gathering: Gathering, root: Path, name: str, number: int, masters:
     file = read_state_file(root, name)
     flattening = Flattening(file.entries, name)
     try:
-        for key, value in as_dict(file.value, name).items():
+        for key, value in require_dict(file.value, name).items():
             full = f"{number}.{key}"
-            copy = flattening.tensor_of(value) if is_tensor(value) else None
-            names = [full] if full in masters else find_shared(str(key), copy, masters)
+            copy = flattening.make_stored_tensor(value) if is_tensor(value) else None
+            names = [full] if full in masters else find_shared_parameters(str(key), copy, masters)
             if not names or copy is None:
-                gathering.flatten(flattening, value, (MODEL, full))
+                gathering.put_flattened(flattening, value, (MODEL, full))
             elif len(names) == 1:
                 if copy.spec.shape != masters[names[0]].spec.shape:
                     shapes = (
                         f"expected {list(masters[full].spec.shape)} as in its master, found {list(copy.spec.shape)}"
                     )
                     raise Corrupt(shapes, tensor=full)
-                gathering.put_twin((MODEL, names[0]), copy)
+                gathering.put_low_precision_copy((MODEL, names[0]), copy)
     except CkptError as error:
         raise error.blame(path=root / name) from None
 
 
-def find_shared(key: str, copy: StoredTensor | None, masters: Mapping[str, StoredTensor]) -> list[str]:
+def find_shared_parameters(key: str, copy: StoredTensor | None, masters: Mapping[str, StoredTensor]) -> list[str]:
     """Return the shared parameters whose low-precision copy this entry may be, by name and shape."""
     if copy is None:
         return []
@@ -69,29 +69,29 @@ def find_shared(key: str, copy: StoredTensor | None, masters: Mapping[str, Store
 NAME = "deepspeed"
 
 
-def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layout:
+def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = raise_problem) -> Layout:
     """Return the layout of the files in directory `root`; report files that are missing or cannot be read."""
     gathering = Gathering()
-    parts = [read_part(root, files, part, report) for part in files.parts]
+    parts = [read_model_part(root, files, part, report) for part in files.parts]
     masters: dict[str, StoredTensor] = {}
     names: list[list[list[str]]] = []
-    experts = read_experts(root, files, parts[0].models[0])
+    experts = find_expert_files(root, files, parts[0].models[0])
     sliced = parts[0].models[0].slices
     if sliced is not None:
         names.append(put_slices(gathering, parts, sliced, masters, root))
     for part in () if sliced is not None else parts:
         if part.partitions:
-            names.append(put_part(gathering, part, masters, experts, root, report))
+            names.append(put_model_part(gathering, part, masters, experts, root, report))
         elif experts is not None:
             put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
         else:
             put_single_file(gathering, part.models[0], root)
     if experts is not None and names:
         put_experts(gathering, experts, masters, root)
-    for number, name in layers_of(files):
+    for number, name in pipeline_layer_files(files):
         put_layer(gathering, root, name, number, masters)
-    put_groups(gathering, parts, names)
-    put_others(gathering, parts[0])
+    put_joined_groups(gathering, parts, names)
+    put_other_entries(gathering, parts[0])
     flat = gathering.flat
     return Layout(
         root,
@@ -99,7 +99,7 @@ def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layo
         flat.tensors,
         flat.blobs,
         flat.keys,
-        world_size=ranks_of(parts[0]) * len(parts),
+        world_size=count_data_parallel_ranks(parts[0]) * len(parts),
         descriptions=tuple(sorted(source_file_names(files))),
         twins=gathering.twins,
         spares=gathering.flat.spares,
@@ -107,12 +107,12 @@ def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layo
 
 
 def source_file_names(files: DeepSpeedFiles) -> set[str]:
-    """Return the names of all files that `assemble` reads."""
+    """Return the names of all files that `read_directory_layout` reads."""
     by_kind = (files.models, files.optimizers, files.layers, files.experts, files.expert_optimizers)
     return {name for kind in by_kind for name in kind.values()}
 
 
-def put_part(
+def put_model_part(
     gathering: Gathering,
     part: PartOfModel,
     masters: dict[str, StoredTensor],
@@ -130,7 +130,7 @@ def put_part(
         if model.shapes is None:
             raise Corrupt("`param_shapes` is missing: it lists the parameters that ZeRO partitioned, with their shapes")
         of_part: dict[str, StoredTensor] = {}
-        for parameter in parameters_of(model.shapes, part.partitions, experts, root):
+        for parameter in join_zero_parameters(model.shapes, part.partitions, experts, root):
             if parameter.name in of_part:
                 raise Corrupt("two parameter groups contain this parameter", tensor=parameter.name)
             of_part[parameter.name] = parameter.master
@@ -158,20 +158,20 @@ def put_slices(
         by_rank = [
             {
                 parameter.name: parameter
-                for parameter in parameters_of(part.models[0].shapes or (), part.partitions, None, root)
+                for parameter in join_zero_parameters(part.models[0].shapes or (), part.partitions, None, root)
             }
             for part in parts
         ]
         for name, first in by_rank[0].items():
-            sliced = slices.of(name)
+            sliced = slices.slicing_of(name)
             slices_of_ranks = [on_rank[name] for on_rank in by_rank if name in on_rank]
             if len(slices_of_ranks) < len(parts):
                 raise Corrupt("expected the parameter on all ranks of tensor parallelism", tensor=name)
-            joined = join_slices(slices_of_ranks, sliced)
+            joined = join_sliced_parameters(slices_of_ranks, sliced)
             names[first.settings].append(name)
             put_parameter(gathering, joined)
             masters[name] = joined.master
-            if copies := sliced.copies([parameter.master for parameter in slices_of_ranks]):
+            if copies := sliced.replicated_chunks([parameter.master for parameter in slices_of_ranks]):
                 gathering.flat.spares[f"{MODEL}.{name}"] = copies
         put_modules_in_slices(gathering, [part.models[0] for part in parts], slices, masters)
     except CkptError as error:
@@ -201,7 +201,7 @@ def put_single_file(gathering: Gathering, model: ModelStates, root: Path) -> Non
         raise error.blame(path=root / model.path) from None
 
 
-def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
+def put_joined_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
     """Put the optimizer parameter groups.
 
     Pipeline stages have equal groups with different parameters, so equal groups are merged. Tensor-parallel ranks have
@@ -224,7 +224,7 @@ def have_equal_settings(one: Settings, other: Settings) -> bool:
     return dump(first) == dump(second)
 
 
-def put_others(gathering: Gathering, part: PartOfModel) -> None:
+def put_other_entries(gathering: Gathering, part: PartOfModel) -> None:
     """Put the client state, schedulers and loss scale: all entries outside the model and the optimizer."""
     model = part.models[0]
     for key, value in model.others.items():
@@ -235,7 +235,7 @@ def put_others(gathering: Gathering, part: PartOfModel) -> None:
                 gathering.put_other(part.partitions[0].flattening, key, value)
 
 
-def ranks_of(part: PartOfModel) -> int:
+def count_data_parallel_ranks(part: PartOfModel) -> int:
     """Return the number of data-parallel ranks that saved this part of the model."""
     if part.partitions:
         return len(part.partitions)

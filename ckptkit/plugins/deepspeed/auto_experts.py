@@ -18,9 +18,9 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import StoredTensor
-from ckptkit.layout.axes import stack
+from ckptkit.layout.axes import stack_tensors
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
 
 LAYERS = "ds_autoep_layers"
 _EARLIER = "autoep_layers"
@@ -41,11 +41,11 @@ class AutoLayer:
     def names(self) -> tuple[str, ...]:
         return tuple(f"{self.prefix}.{name}" for name in _FUSED)
 
-    def whole(self, shape: Shape) -> Shape:
+    def full_shape_from_slice(self, shape: Shape) -> Shape:
         """Return the shape of the full tensor, given the `shape` of the slice of one rank."""
         return (self.experts, *shape[1:])
 
-    def share(self, shape: Shape) -> Shape:
+    def slice_shape_from_full(self, shape: Shape) -> Shape:
         """Return the shape of the slice of one rank, given the `shape` of the full tensor."""
         return (self.experts // self.ranks, *shape[1:])
 
@@ -56,24 +56,26 @@ def read_auto_layers(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
     Raises `Unsupported` for experts saved with ZeRO 3, and for experts that are not placed in order.
     """
     listed = saved.get(LAYERS) or saved.get(_EARLIER) or []
-    layers = [read_layer(as_dict(description, LAYERS)) for description in as_kind(listed, list, LAYERS)]
+    layers = [read_layer(require_dict(description, LAYERS)) for description in require_type(listed, list, LAYERS)]
     return {name: layer for layer in layers for name in layer.names}
 
 
 def read_layer(layer: Mapping[str | int, Any]) -> AutoLayer:
     """Return one AutoEP layer from its saved description."""
-    prefix = as_kind(layer.get("expert_key_prefix"), str, "expert_key_prefix")
+    prefix = require_type(layer.get("expert_key_prefix"), str, "expert_key_prefix")
     if layer.get("checkpoint_format") == _PARTITIONED:
         message = "AutoEP with ZeRO 3 partitioned the experts among ranks of their own"
         raise Unsupported(message, tensor=prefix, hint="load it with DeepSpeed and save it with ZeRO 2")
     experts, ranks, per_rank = (
-        as_count(layer.get(key), key) for key in ("num_experts", "ep_size", "num_local_experts")
+        require_count(layer.get(key), key) for key in ("num_experts", "ep_size", "num_local_experts")
     )
     if not per_rank or per_rank * ranks != experts:
         message = f"expected {experts} experts on {ranks} ranks, found {per_rank} on each rank"
         raise Corrupt(message, tensor=prefix)
-    placement = dict_or_none(layer.get("expert_placement"), "expert_placement")
-    placed_ranks = [as_dict(placed_rank, "ranks") for placed_rank in as_kind(placement.get("ranks", []), list, "ranks")]
+    placement = dict_or_empty(layer.get("expert_placement"), "expert_placement")
+    placed_ranks = [
+        require_dict(placed_rank, "ranks") for placed_rank in require_type(placement.get("ranks", []), list, "ranks")
+    ]
     expected = [(rank, list(range(rank * per_rank, (rank + 1) * per_rank))) for rank in range(ranks)]
     placed = [(place.get("rank"), place.get("experts")) for place in placed_ranks]
     if placement and placed != expected:
@@ -90,24 +92,24 @@ def stack_experts(
     slices: dict[str, list[StoredTensor]] = {name: [] for name in layers}
     for (layer, expert), file in sorted(files.items()):
         try:
-            for name, tensor in tensors_in(read_state_file(root, file), in_order[layer], expert):
+            for name, tensor in expert_tensors_in(read_state_file(root, file), in_order[layer], expert):
                 if slices[name] and slices[name][0].spec != tensor.spec:
                     raise Corrupt(f"expected {slices[name][0].spec}, as expert 0 has, found {tensor.spec}", tensor=name)
                 slices[name].append(tensor)
         except CkptError as error:
             raise error.blame(path=root / file) from None
-    return {name: stack(tensors) for name, tensors in slices.items()}
+    return {name: stack_tensors(tensors) for name, tensors in slices.items()}
 
 
-def tensors_in(file: StateFile, layer: AutoLayer, expert: int) -> Iterator[tuple[str, StoredTensor]]:
+def expert_tensors_in(file: StateFile, layer: AutoLayer, expert: int) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors in the file of one expert, each with the name of the full tensor."""
-    saved = as_dict(file.value, file.name)
+    saved = require_dict(file.value, file.name)
     flattening = Flattening(file.entries, file.name)
     for name in layer.names:
         expert_name = f"{name}.{expert}"
         value = saved.pop(expert_name, None)
         if not is_tensor(value):
             raise Corrupt("the file does not contain the tensor of its expert", tensor=expert_name, hint=_HINT)
-        yield name, flattening.tensor_of(value)
+        yield name, flattening.make_stored_tensor(value)
     if saved:
         raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(next(iter(saved))), hint=_HINT)

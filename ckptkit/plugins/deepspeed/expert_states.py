@@ -14,27 +14,27 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Incomplete
 from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.archives.state_files import read_state_file
-from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.axes import concatenate
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_ranks, without_number
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_ranks, find_name_around_number
 from ckptkit.plugins.deepspeed.model_states import ModelStates
-from ckptkit.plugins.deepspeed.modules import put_copy, put_stored_copy
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks
+from ckptkit.plugins.deepspeed.modules import put_stored_copy, put_unpickled_copy
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, report_missing_ranks
 from ckptkit.plugins.deepspeed.unpartitioned import (
     MODEL,
     Gathering,
     IndexedOptimizer,
-    masters_of,
-    names_in_order,
+    find_names_in_order,
+    master_weights_by_name,
     put_groups,
     put_states,
     put_weight,
-    read_numbered,
+    read_indexed_optimizer,
     trained_shapes,
 )
-from ckptkit.plugins.deepspeed.values import as_dict
+from ckptkit.plugins.deepspeed.values import require_dict
 
 _HINT = "check that all files come from one run"
 APART = "optimizer_expp_rank_"  # prefix of the key of a rank's optimizer, if the parameter order is not certain
@@ -46,15 +46,15 @@ def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str
         if fused in masters:
             put_stored_copy(gathering, fused, tensor, masters[fused])
         else:
-            gathering.put((MODEL, fused), tensor)
+            gathering.put_entry((MODEL, fused), tensor)
     for file in experts.files:
         flattening = Flattening(file.entries, file.name)
         try:
-            for name, value in as_dict(file.value, file.name).items():
+            for name, value in require_dict(file.value, file.name).items():
                 if str(name) in masters:
-                    put_copy(gathering, flattening, str(name), value, masters[str(name)])
+                    put_unpickled_copy(gathering, flattening, str(name), value, masters[str(name)])
                 else:
-                    gathering.flatten(flattening, value, (MODEL, str(name)))
+                    gathering.put_flattened(flattening, value, (MODEL, str(name)))
         except CkptError as error:
             raise error.blame(path=root / file.name) from None
 
@@ -75,13 +75,13 @@ def put_unpartitioned_experts(
     own_shapes = expert_shapes_by_rank(experts, model, len(optimizers)) if optimizers else []
     names = [
         # in order: `split_params_into_different_moe_groups_for_optimizer` in moe/utils.py splits one ordered list
-        names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
+        find_names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
         for optimizer, expert_shapes in zip(optimizers, own_shapes, strict=True)
     ]
     masters: dict[str, StoredTensor] = {}
     if all(names):
         of_ranks = [
-            masters_of(optimizer, dict(enumerate(rank_names)))
+            master_weights_by_name(optimizer, dict(enumerate(rank_names)))
             for optimizer, rank_names in zip(optimizers, names, strict=True)
         ]
         # reversed, so that rank 0 provides the parameters that all ranks share
@@ -93,10 +93,10 @@ def put_unpartitioned_experts(
         put_weight(gathering, model.flattening, str(name), value, masters)
     for name, master in masters.items():
         if name not in shared:
-            gathering.put((MODEL, name), master)
+            gathering.put_entry((MODEL, name), master)
     put_experts(gathering, experts, masters, root)
     if optimizers and all(rank_names and set(rank_names[: len(shared)]) == shared.keys() for rank_names in names):
-        put_joined(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
+        put_joined_optimizers(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
     else:
         for rank, optimizer in enumerate(optimizers):
             for key, value in (
@@ -104,10 +104,10 @@ def put_unpartitioned_experts(
                 ("param_groups", list(optimizer.groups)),
                 *optimizer.others.items(),
             ):
-                gathering.flatten(optimizer.flattening, value, (f"{APART}{rank}", key))
+                gathering.put_flattened(optimizer.flattening, value, (f"{APART}{rank}", key))
 
 
-def put_joined(
+def put_joined_optimizers(
     gathering: Gathering,
     optimizers: Sequence[IndexedOptimizer],
     names: Sequence[list[str]],
@@ -124,17 +124,17 @@ def put_joined(
         rank_gathering = Gathering()
         put_states(rank_gathering, optimizer, names_of_rank, range(shared, len(names_of_rank)))
         rank_states.append(rank_gathering.flat)
-    for flat in join_ranks(rank_states) if experts.fused else rank_states:
+    for flat in join_auto_expert_states(rank_states) if experts.fused else rank_states:
         for name, stored in (flat.tensors | flat.blobs).items():
-            gathering.put(flat.keys[name], stored)
+            gathering.put_entry(flat.keys[name], stored)
     params: list[dict[str | int, None]] = [{} for _ in optimizers[0].groups]
     for optimizer, names_of_rank in zip(optimizers, by_number, strict=True):
-        for listed, numbers in zip(params, optimizer.numbers, strict=True):
+        for listed, numbers in zip(params, optimizer.indices_by_group, strict=True):
             listed.update(dict.fromkeys(names_of_rank[number] for number in numbers))
     put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
 
 
-def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
+def join_auto_expert_states(own: Sequence[FlatState]) -> list[FlatState]:
     """Return the optimizer states of AutoEP tensors as one state: tensors concatenated, scalars from rank 0."""
     first = own[0]
     if any(flat.tensors.keys() != first.tensors.keys() for flat in own):
@@ -155,11 +155,11 @@ def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]
     for rank, name in sorted(files.expert_optimizers.items()):
         file = read_state_file(root, name)
         try:
-            value = as_dict(file.value, name).get("optimizer")
-            optimizers[rank] = optimizer = read_numbered(Flattening(file.entries, name), value)
+            value = require_dict(file.value, name).get("optimizer")
+            optimizers[rank] = optimizer = read_indexed_optimizer(Flattening(file.entries, name), value)
             ranks = max((expert_ranks(group) for group in optimizer.groups if group.get("moe")), default=1)
-            check_ranks(files.expert_optimizers, ranks, root, name)
-            if list(map(len, optimizer.numbers)) != list(map(len, optimizers[0].numbers)):
+            report_missing_ranks(files.expert_optimizers, ranks, root, name)
+            if list(map(len, optimizer.indices_by_group)) != list(map(len, optimizers[0].indices_by_group)):
                 raise Corrupt(
                     "the parameter groups differ from those of rank 0", hint="check that all files come from one run"
                 )
@@ -172,16 +172,19 @@ def indices_if_ordered(optimizer: IndexedOptimizer) -> list[Any]:
     """Return the parameter indices in order if the first group has no experts and all other groups do; else []."""
     kinds = [bool(group.get("moe")) for group in optimizer.groups]
     is_known = kinds == [False] + [True] * (len(kinds) - 1)
-    return [number for numbers in optimizer.numbers for number in numbers] if is_known else []
+    return [number for numbers in optimizer.indices_by_group for number in numbers] if is_known else []
 
 
 def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
     """Return the shapes of the trainable expert tensors of each of `ranks` ranks, in the model's order."""
-    buffers = {without_number(name) for name in model.buffers} - {None}
-    fused_shapes = {name: experts.auto_layers[name].share(tensor.spec.shape) for name, tensor in experts.fused.items()}
+    buffers = {find_name_around_number(name) for name in model.buffers} - {None}
+    fused_shapes = {
+        name: experts.auto_layers[name].slice_shape_from_full(tensor.spec.shape)
+        for name, tensor in experts.fused.items()
+    }
     by_rank: list[dict[str, Shape]] = [dict(fused_shapes) for _ in range(ranks)]
     for file in experts.files:
-        for name, value in as_dict(file.value, file.name).items():
-            if is_tensor(value) and without_number(str(name)) not in buffers:
-                by_rank[experts.rank_of(str(name), ranks)][str(name)] = as_tensor(value).shape
+        for name, value in require_dict(file.value, file.name).items():
+            if is_tensor(value) and find_name_around_number(str(name)) not in buffers:
+                by_rank[experts.expert_rank_of(str(name), ranks)][str(name)] = as_tensor_record(value).shape
     return by_rank

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Unsupported
-from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
@@ -23,7 +23,7 @@ from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, stack_expe
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.partitions import Partition
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind
+from ckptkit.plugins.deepspeed.values import require_count, require_dict, require_type
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")
 _GROUP = re.compile(r"ep_size_([0-9]{1,6})")
@@ -45,7 +45,7 @@ class ExpertFiles:
     fused: Mapping[str, StoredTensor] = field(default_factory=dict)
     auto_layers: Mapping[str, AutoLayer] = field(default_factory=dict)
 
-    def rank_of(self, name: str, ranks: int) -> int:
+    def expert_rank_of(self, name: str, ranks: int) -> int:
         """Return which of the `ranks` expert-parallel ranks has the expert of entry `name`."""
         match = _EXPERT.fullmatch(name)
         count = self.counts.get(match[1], 0) if match else 0
@@ -55,10 +55,10 @@ class ExpertFiles:
             )
         return int(match[2]) // (count // ranks)
 
-    def rename(self, name: str, rank: int, ranks: int) -> str:
+    def name_in_files(self, name: str, rank: int, ranks: int) -> str:
         """Return the name that a parameter has in the files; expert-parallel rank `rank` of `ranks` calls it `name`."""
         if name in self.auto_layers:
-            return self.rename_fused(name, ranks)
+            return self.checked_fused_name(name, ranks)
         match = _EXPERT.fullmatch(name)
         if match is None or match[1] not in self.counts:
             raise Corrupt(
@@ -70,7 +70,7 @@ class ExpertFiles:
             raise Corrupt(message, tensor=name, hint=_HINT)
         return f"{match[1]}{rank * (count // ranks) + int(match[2])}{match[3]}"
 
-    def rename_fused(self, name: str, ranks: int) -> str:
+    def checked_fused_name(self, name: str, ranks: int) -> str:
         """Check the number of ranks and return `name`: a fused tensor has one name on all ranks and in the files."""
         if self.auto_layers[name].ranks != ranks:
             message = f"expected experts on {self.auto_layers[name].ranks} ranks, found a group for {ranks}"
@@ -78,13 +78,13 @@ class ExpertFiles:
         return name
 
 
-def without_number(name: str) -> tuple[str, str] | None:
+def find_name_around_number(name: str) -> tuple[str, str] | None:
     """Return the prefix and the suffix around the expert index in a name; None if it is not an expert parameter."""
     match = _EXPERT.fullmatch(name)
     return (match[1], match[3]) if match else None
 
 
-def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> ExpertFiles | None:
+def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> ExpertFiles | None:
     """Return the experts in a directory; None for a model without experts.
 
     Raises `Incomplete` if the file of an expert is missing, `Corrupt` for the file of an unknown expert.
@@ -98,7 +98,7 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
     if files.layers or len(files.parts) > 1:
         raise Unsupported("experts in a model with pipeline or tensor parallelism", path=root / model.path)
     check_expert_files(root, files, counts)
-    config = pairs_of(model.saved.get("ds_config"))
+    config = find_dict_items(model.saved.get("ds_config"))
     is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
     if model.auto_layers:
         check_auto_layers(root, model, counts)
@@ -107,7 +107,7 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
     layers: dict[str, int] = {}
     for (layer, expert), name in sorted(files.experts.items()):
         file = read_state_file(root, name)
-        prefix = prefix_of(root, file, expert)
+        prefix = expert_name_prefix(root, file, expert)
         if layers.setdefault(prefix, layer) != layer or len(layers) != layer + 1:
             raise Corrupt(
                 f"expected layer {layer} as in the other files, found `{prefix}`", path=root / name, hint=_HINT
@@ -119,7 +119,7 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
 def expert_counts(model: ModelStates) -> list[int]:
     """Return the number of experts of each expert layer; [] for early versions, which saved only one number."""
     counts = model.saved.get("num_experts")
-    per_layer = [as_count(count, "num_experts") for count in counts] if isinstance(counts, list) else []
+    per_layer = [require_count(count, "num_experts") for count in counts] if isinstance(counts, list) else []
     if 0 in per_layer:
         raise Corrupt("`num_experts` lists a layer with no experts")
     return per_layer
@@ -154,14 +154,14 @@ def check_expert_files(root: Path, files: DeepSpeedFiles, counts: Sequence[int])
             raise Corrupt(message, path=root / name, hint="move the files of the other run to another directory")
 
 
-def prefix_of(root: Path, file: StateFile, expert: int) -> str:
+def expert_name_prefix(root: Path, file: StateFile, expert: int) -> str:
     """Return the common prefix of the names in an expert file.
 
     Raises `Corrupt` if a tensor belongs to another expert.
     """
     try:
         prefixes = set()
-        for key in as_dict(file.value, file.name):
+        for key in require_dict(file.value, file.name):
             match = _EXPERT.fullmatch(str(key))
             if match is None or int(match[2]) != expert:
                 raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(key))
@@ -191,7 +191,7 @@ def partition_groups(
     group = partitions[0].groups[number]
     settings = partitions[0].settings[group.settings]
     if not settings.get("moe"):
-        stray = next(filter(without_number, named), None)
+        stray = next(filter(find_name_around_number, named), None)
         if stray is not None and experts is not None:
             raise Unsupported("the parameter of an expert is in a group without experts", tensor=stray)
         yield PartitionGroup(partitions, named)
@@ -214,13 +214,13 @@ def partition_groups(
         each = len(partitions) // ranks
         own = slice(rank * each, (rank + 1) * each) if experts.is_data_first else slice(rank, None, ranks)
         yield PartitionGroup(
-            partitions[own], {experts.rename(name, rank, ranks): shape for name, shape in named.items()}
+            partitions[own], {experts.name_in_files(name, rank, ranks): shape for name, shape in named.items()}
         )
 
 
 def expert_ranks(settings: Mapping[str | int, Any]) -> int:
     """Return the number of expert-parallel ranks, which is part of the name of the parameter group."""
-    name = as_kind(settings.get("name"), str, "name")
+    name = require_type(settings.get("name"), str, "name")
     match = _GROUP.fullmatch(name)
     if match is None or not int(match[1]):
         raise Unsupported(f"expected `ep_size_N` as the name of a group of experts, found {name!a}")

@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, Report, Unsupported, refuse
-from ckptkit.formats.archives.state_files import check_files, extents_of, is_torch_save
+from ckptkit.errors import Corrupt, Report, Unsupported, raise_problem
+from ckptkit.formats.archives.state_files import archive_extents_of, check_files, is_torch_save
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, Layout
-from ckptkit.plugins.deepspeed.assemble import NAME, assemble, source_file_names
+from ckptkit.plugins.deepspeed.assemble import NAME, read_directory_layout, source_file_names
 from ckptkit.plugins.deepspeed.expert_states import read_optimizers
-from ckptkit.plugins.deepspeed.experts import read_experts
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, is_ours, is_part_alone, rank_and_part, rank_of
-from ckptkit.plugins.deepspeed.parts import read_part
+from ckptkit.plugins.deepspeed.experts import find_expert_files
+from ckptkit.plugins.deepspeed.names import (
+    DeepSpeedFiles,
+    find_data_parallel_rank,
+    find_rank_and_part,
+    is_deepspeed_file,
+    is_useless_alone,
+)
+from ckptkit.plugins.deepspeed.parts import read_model_part
 
 
 class DeepSpeed(FormatReader):
@@ -29,48 +35,48 @@ class DeepSpeed(FormatReader):
     is_sharded = True
     resized_as = "universal"
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Return True for the file names that DeepSpeed uses."""
-        return is_ours(name)
+        return is_deepspeed_file(name)
 
     def rank_of(self, name: str) -> int | None:
-        return rank_of(name)
+        return find_data_parallel_rank(name)
 
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
         """Return the (part, data-parallel rank) pairs that have files; each pipeline stage has its own ranks."""
-        return set(filter(None, map(rank_and_part, names)))
+        return set(filter(None, map(find_rank_and_part, names)))
 
-    def is_bound(self, path: Path) -> bool:
+    def is_bound_to_world_size(self, path: Path) -> bool:
         """Return True if there are optimizer partitions: a rank can only read its own partition."""
         return any("zero_pp_rank_" in name for name in names_in(path))
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with DeepSpeed files, or for a file that cannot be read without other files."""
         if path.is_dir():
-            return any(map(is_ours, names_in(path)))
-        return is_part_alone(path.name) and is_torch_save(path)
+            return any(map(is_deepspeed_file, names_in(path)))
+        return is_useless_alone(path.name) and is_torch_save(path)
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each file that is missing or truncated."""
         files = files_at(path)
         check_files(path, sorted(source_file_names(files)), report)
         for part in files.parts:
-            states = read_part(path, files, part)
-            if read_experts(path, files, states.models[0]) is not None and not states.partitions:
+            states = read_model_part(path, files, part)
+            if find_expert_files(path, files, states.models[0]) is not None and not states.partitions:
                 read_optimizers(path, files)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of a directory.
 
         `model` has the fp32 master weights and all tensors that ZeRO did not partition; `optimizer` has the states by
         name. Low-precision copies of the master weights are in `twins`. Files that are missing or unreadable are
         reported, and their tensors get unreadable chunks.
         """
-        return assemble(path, files_at(path), report)
+        return read_directory_layout(path, files_at(path), report)
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Return every zip entry of every file."""
-        return extents_of(layout, layout.descriptions, report)
+        return archive_extents_of(layout, layout.descriptions, report)
 
 
 def files_at(path: Path) -> DeepSpeedFiles:

@@ -14,8 +14,8 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers
-from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, read_slice_map
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, shapes_in_dict
+from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, find_slice_map
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type, shapes_in_dict
 
 DEGREES = "checkpoint_parallel_dimensions"
 _USED = frozenset(
@@ -53,28 +53,30 @@ class ModelStates:
 
 def read_model_states(file: StateFile) -> ModelStates:
     """Return the contents of a model-states file. The caller adds the path to the errors."""
-    saved = as_dict(file.value, file.name)
-    degrees = dict_or_none(saved.get(DEGREES), DEGREES)
-    ranks = as_count(degrees.get("tp_degree", 1), DEGREES)
-    slices = read_slice_map(saved, ranks) if ranks != 1 else None
+    saved = require_dict(file.value, file.name)
+    degrees = dict_or_empty(saved.get(DEGREES), DEGREES)
+    ranks = require_count(degrees.get("tp_degree", 1), DEGREES)
+    slices = find_slice_map(saved, ranks) if ranks != 1 else None
     if ranks != 1 and slices is None:
-        raise tensor_parallel()
+        raise tensor_parallel_error()
     module, shapes = saved.get("module"), saved.get("param_shapes")
-    lists = None if shapes is None else as_kind(shapes, list, "param_shapes")
+    lists = None if shapes is None else require_type(shapes, list, "param_shapes")
     aliases = {
-        as_kind(alias, str, "shared_params"): as_kind(name, str, "shared_params")
-        for alias, name in dict_or_none(saved.get("shared_params"), "shared_params").items()
+        require_type(alias, str, "shared_params"): require_type(name, str, "shared_params")
+        for alias, name in dict_or_empty(saved.get("shared_params"), "shared_params").items()
     }
     buffers = saved.get("buffer_names") or []
     return ModelStates(
         path=file.name,
         flattening=Flattening(file.entries, file.name),
-        module=None if module is None else as_dict(module, "module"),
+        module=None if module is None else require_dict(module, "module"),
         shapes=None if lists is None else tuple(shapes_in_dict(group, "param_shapes") for group in lists),
         frozen=shapes_in_dict(saved.get("frozen_param_shapes"), "frozen_param_shapes"),
-        fragments=dict_or_none(saved.get("frozen_param_fragments"), "frozen_param_fragments"),
+        fragments=dict_or_empty(saved.get("frozen_param_fragments"), "frozen_param_fragments"),
         aliases=aliases,
-        buffers=frozenset(as_kind(name, str, "buffer_names") for name in as_kind(buffers, list, "buffer_names")),
+        buffers=frozenset(
+            require_type(name, str, "buffer_names") for name in require_type(buffers, list, "buffer_names")
+        ),
         optimizer=saved.get("optimizer"),
         auto_layers=read_auto_layers(saved),
         slices=slices,
@@ -83,7 +85,7 @@ def read_model_states(file: StateFile) -> ModelStates:
     )
 
 
-def tensor_parallel() -> Unsupported:
+def tensor_parallel_error() -> Unsupported:
     """Return the error for tensors that are split over tensor-parallel ranks in an unknown way."""
     hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then ckptkit on its result"
     return Unsupported(

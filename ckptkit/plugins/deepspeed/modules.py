@@ -9,23 +9,23 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.experts import without_number
+from ckptkit.plugins.deepspeed.experts import find_name_around_number
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.parts import PartOfModel
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
-from ckptkit.plugins.deepspeed.zero import ZeroParameter, join_runs, runs_of_each, share_of
+from ckptkit.plugins.deepspeed.zero import ZeroParameter, join_ranges, padded_elements_per_rank, ranges_in_each_buffer
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
     """Put a parameter and its optimizer state."""
-    gathering.put((MODEL, parameter.name), parameter.master)
+    gathering.put_entry((MODEL, parameter.name), parameter.master)
     for state_name, moment in parameter.moments.items():
-        gathering.put((*STATE, parameter.name, state_name), moment)
+        gathering.put_entry((*STATE, parameter.name, state_name), moment)
     gathering.put_state(parameter.flattening, [parameter.name], parameter.values)
 
 
@@ -37,24 +37,24 @@ def put_module(
     Reports frozen parameters if the fragment of a rank cannot be read.
     """
     model = part.models[0]
-    shared = next(filter(without_number, (*model.aliases, *model.aliases.values())), None)
+    shared = next(filter(find_name_around_number, (*model.aliases, *model.aliases.values())), None)
     if shared is not None:
         raise Unsupported(
             "the parameter of an expert is tied, and the file does not say to which rank's expert", tensor=shared
         )
     tied = {alias: masters[name] for alias, name in model.aliases.items() if name in masters and alias not in masters}
     for alias, master in tied.items():
-        gathering.put((MODEL, alias), master)
+        gathering.put_entry((MODEL, alias), master)
     known = {**masters, **tied}
     for name, value in (model.module or {}).items():
         if name in known:
-            put_copy(gathering, model.flattening, str(name), value, known[str(name)])
-        elif name not in model.frozen or not is_empty(value):
-            put_value(gathering, model, str(name), value)
-            put_replicas(gathering, part, str(name))
+            put_unpickled_copy(gathering, model.flattening, str(name), value, known[str(name)])
+        elif name not in model.frozen or not is_empty_tensor(value):
+            put_model_entry(gathering, model, str(name), value)
+            put_buffer_replicas(gathering, part, str(name))
     for name, shape in model.frozen.items():
         full_name = ".".join((MODEL, name))
-        is_experts = without_number(name) is not None or name in model.auto_layers
+        is_experts = find_name_around_number(name) is not None or name in model.auto_layers
         if is_experts or name in known or full_name in gathering.flat.keys:
             continue
         if part.lost_models:
@@ -62,7 +62,7 @@ def put_module(
             message = "the parameter is frozen, and the part of one rank cannot be read"
             report(Incomplete(message, path=root / file, tensor=full_name, ranks=[rank]))
         else:
-            gathering.put((MODEL, name), join_frozen(part, name, shape))
+            gathering.put_entry((MODEL, name), join_frozen(part, name, shape))
 
 
 def put_modules_in_slices(
@@ -72,32 +72,34 @@ def put_modules_in_slices(
     first = models[0]
     tied = {alias: masters[name] for alias, name in first.aliases.items() if name in masters and alias not in masters}
     for alias, master in tied.items():
-        gathering.put((MODEL, alias), master)
+        gathering.put_entry((MODEL, alias), master)
     known = {**masters, **tied}
     for name, value in (first.module or {}).items():
         if not is_tensor(value) or name in first.buffers:
-            put_value(gathering, first, str(name), value)
+            put_model_entry(gathering, first, str(name), value)
             continue
         values = [(model.module or {}).get(name) for model in models]
         if not all(map(is_tensor, values)):
             raise Corrupt("expected the tensor on all ranks of tensor parallelism", tensor=str(name))
-        parts = [model.flattening.tensor_of(each) for model, each in zip(models, values, strict=True)]
-        joined = slices.of(first.aliases.get(str(name), str(name))).join(parts)
+        parts = [model.flattening.make_stored_tensor(each) for model, each in zip(models, values, strict=True)]
+        joined = slices.slicing_of(first.aliases.get(str(name), str(name))).join_parts(parts)
         if name in known:
             put_stored_copy(gathering, str(name), joined, known[str(name)])
         else:
-            gathering.put((MODEL, str(name)), joined)
+            gathering.put_entry((MODEL, str(name)), joined)
 
 
-def is_empty(value: Any) -> bool:
-    return is_tensor(value) and 0 in as_tensor(value).shape
+def is_empty_tensor(value: Any) -> bool:
+    return is_tensor(value) and 0 in as_tensor_record(value).shape
 
 
-def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor) -> None:
+def put_unpickled_copy(
+    gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor
+) -> None:
     """Put the low-precision copy of a parameter as its twin. ZeRO 3 saves an empty tensor instead of a copy."""
     if not is_tensor(value):
         raise Corrupt("ZeRO has this parameter, but `module` does not have its tensor", tensor=name)
-    put_stored_copy(gathering, name, flattening.tensor_of(value), master)
+    put_stored_copy(gathering, name, flattening.make_stored_tensor(value), master)
 
 
 def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master: StoredTensor) -> None:
@@ -106,20 +108,20 @@ def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master:
     Raises `Corrupt` if the shapes differ.
     """
     if copy.spec.shape == master.spec.shape:
-        gathering.put_twin((MODEL, name), copy)
+        gathering.put_low_precision_copy((MODEL, name), copy)
     elif copy.spec.shape != (0,):
         message = f"expected {list(master.spec.shape)} (`param_shapes`), found {list(copy.spec.shape)} in `module`"
         raise Corrupt(message, tensor=name)
 
 
-def put_value(gathering: Gathering, model: ModelStates, name: str, value: Any) -> None:
+def put_model_entry(gathering: Gathering, model: ModelStates, name: str, value: Any) -> None:
     """Put a buffer, a frozen parameter or another entry of `module`."""
-    if is_tensor(value) and as_tensor(value).shape == (0,) and name not in model.buffers:
+    if is_tensor(value) and as_tensor_record(value).shape == (0,) and name not in model.buffers:
         raise Corrupt("the tensor is empty, and no file says where its data is", tensor=name)
-    gathering.flatten(model.flattening, value, (MODEL, name))
+    gathering.put_flattened(model.flattening, value, (MODEL, name))
 
 
-def put_replicas(gathering: Gathering, part: PartOfModel, name: str) -> None:
+def put_buffer_replicas(gathering: Gathering, part: PartOfModel, name: str) -> None:
     """Put the buffer copies of the other ranks as spare chunks.
 
     Running statistics are skipped, because every rank computes its own.
@@ -131,7 +133,7 @@ def put_replicas(gathering: Gathering, part: PartOfModel, name: str) -> None:
     for model in part.models[1:]:
         value = (model.module or {}).get(name)
         if is_tensor(value):
-            replicas += model.flattening.tensor_of(value).chunks
+            replicas += model.flattening.make_stored_tensor(value).chunks
     if replicas:
         gathering.flat.spares[".".join((MODEL, name))] = tuple(replicas)
 
@@ -142,13 +144,13 @@ def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
     for model in part.models:
         if not is_tensor(model.fragments.get(name)):
             raise Corrupt("the parameter is frozen, and its data is missing", tensor=name)
-        fragment = model.flattening.tensor_of(model.fragments[name])
+        fragment = model.flattening.make_stored_tensor(model.fragments[name])
         (chunk,) = fragment.chunks
         if len(part.models) == 1 and fragment.spec.shape == shape:
             return fragment
-        needed = share_of(prod(shape), len(part.models))
+        needed = padded_elements_per_rank(prod(shape), len(part.models))
         if fragment.spec.shape != (needed,) or chunk.strides is not None:
             message = f"expected [{needed}] of a frozen parameter in `{model.path}`, found {list(fragment.spec.shape)}"
             raise Corrupt(message, tensor=name)
         buffers.append(chunk)
-    return join_runs(shape, runs_of_each(0, prod(shape), len(buffers)), buffers)
+    return join_ranges(shape, ranges_in_each_buffer(0, prod(shape), len(buffers)), buffers)

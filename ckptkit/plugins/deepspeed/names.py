@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, and_more, refuse
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, and_more, raise_problem
 
 Rank = tuple[int, int]  # (model part, data-parallel rank)
 
@@ -25,24 +25,24 @@ _ALL = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT, _EXPERT_OPTIMIZER)
 OFFLOADED = "offloaded_tensors"  # directory of DeepSpeed's NVMe swapper
 
 
-def is_ours(name: str) -> bool:
+def is_deepspeed_file(name: str) -> bool:
     """Return whether DeepSpeed writes files of this name."""
     return any(pattern.fullmatch(name) for pattern in _ALL)
 
 
-def is_part_alone(name: str) -> bool:
+def is_useless_alone(name: str) -> bool:
     """Return whether a file of this name is useless without other files: it belongs to one rank or one layer."""
     match = _MODEL.fullmatch(name)
-    return is_ours(name) and not (match and match[1] is None)
+    return is_deepspeed_file(name) and not (match and match[1] is None)
 
 
-def rank_of(name: str) -> int | None:
+def find_data_parallel_rank(name: str) -> int | None:
     """Return the data-parallel rank in a file name; None if the name contains no rank."""
-    rank = rank_and_part(name)
+    rank = find_rank_and_part(name)
     return rank[1] if rank else None
 
 
-def rank_and_part(name: str) -> Rank | None:
+def find_rank_and_part(name: str) -> Rank | None:
     """Return the model part and the data-parallel rank in a file name; None if the name does not contain both."""
     match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
     return (int(match[2]), int(match[1])) if match and match[1] is not None else None
@@ -125,15 +125,16 @@ def file_name_of_rank(files: dict[int, str], rank: int) -> str:
     return files.get(rank, name.replace(f"pp_rank_{known}_", f"pp_rank_{rank}_"))
 
 
-def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, report: Report = refuse) -> None:
+def report_missing_ranks(
+    files: dict[int, str], count: int, root: Path, recorded_in: str, report: Report = raise_problem
+) -> None:
     """Report each of `count` ranks that has no file. Raises `Corrupt` for the file of a higher rank."""
     extra = [name for rank, name in files.items() if rank >= count]
     if extra:
         others = and_more(len(extra) - 1)
-        message = (
-            f"expected files of {count} ranks (`{said_by}`), found this one too{others}: it is of an older, larger run"
-        )
+        found = f"this one too{others}: it is of an older, larger run"
+        message = f"expected files of {count} ranks (`{recorded_in}`), found {found}"
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run to another directory")
     for missing in (rank for rank in range(count) if rank not in files):
-        message = f"the file of rank {missing} is missing: expected {count} ranks (`{said_by}`), found {len(files)}"
+        message = f"the file of rank {missing} is missing: expected {count} ranks (`{recorded_in}`), found {len(files)}"
         report(Incomplete(message, path=root / file_name_of_rank(files, missing), hint=ELSEWHERE, ranks=[missing]))

@@ -17,7 +17,7 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import Chunk
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
 
 _FLAT = "single_partition_of_fp32_groups"  # ZeRO 1 and 2
 _FLAT_3 = "fp32_flat_groups"
@@ -65,7 +65,7 @@ class Partition:
 def read_partition(file: StateFile) -> Partition:
     """Return the partition in a file. The caller adds the path to the errors."""
     flattening = Flattening(file.entries, file.name)
-    saved = as_dict(as_dict(file.value, file.name).get("optimizer_state_dict"), "optimizer_state_dict")
+    saved = require_dict(require_dict(file.value, file.name).get("optimizer_state_dict"), "optimizer_state_dict")
     if saved.get("ds_zero_partition_groups"):
         raise Unsupported("AutoEP partitioned the experts among ranks of their own")
     cuts_each = _FLAT_3 in saved
@@ -76,15 +76,16 @@ def read_partition(file: StateFile) -> Partition:
         raise Unsupported(
             "this is an elastic ZeRO checkpoint", hint="save with `elastic_checkpoint: false`, the default"
         )
-    optimizer = as_dict(base, "base_optimizer_state")
+    optimizer = require_dict(base, "base_optimizer_state")
     settings = [
-        as_dict(group, "param_groups") for group in as_kind(optimizer.get("param_groups"), list, "param_groups")
+        require_dict(group, "param_groups")
+        for group in require_type(optimizer.get("param_groups"), list, "param_groups")
     ]
-    masters = as_kind(saved[_FLAT_3 if cuts_each else _FLAT], list, _FLAT_3 if cuts_each else _FLAT)
-    states = dict_or_none(optimizer.get("state"), "state")
+    masters = require_type(saved[_FLAT_3 if cuts_each else _FLAT], list, _FLAT_3 if cuts_each else _FLAT)
+    states = dict_or_empty(optimizer.get("state"), "state")
     numbers = parameter_group_indices(settings, len(masters))
-    counts = counts_of(saved.get("partition_count"), len(masters))
-    paddings = paddings_of(saved.get("param_alignment_paddings"), len(masters))
+    counts = rank_counts_by_group(saved.get("partition_count"), len(masters))
+    paddings = paddings_by_group(saved.get("param_alignment_paddings"), len(masters))
     groups = tuple(
         read_group(flattening, masters[i], states.get(i), counts[i], numbers[i], paddings[i])
         for i in range(len(masters))
@@ -99,25 +100,25 @@ def read_group(
     """Return the shard of a group on one rank; `ranks` ranks share the group."""
     moments: dict[str, Chunk] = {}
     values: dict[str, Any] = {}
-    entries = dict_or_none(state, "state")
+    entries = dict_or_empty(state, "state")
     if len(entries) > _MOST_ENTRIES:
         raise Unsupported(f"expected at most {_MOST_ENTRIES} states for each parameter, found {len(entries)}")
     for key, value in entries.items():
-        name = as_kind(key, str, "state")
-        if is_tensor(value) and (buffer := buffer_of(flattening, value, name)) is not None:
+        name = require_type(key, str, "state")
+        if is_tensor(value) and (buffer := find_flat_buffer(flattening, value, name)) is not None:
             moments[name] = buffer
         else:
             values[name] = value
-    flat = buffer_of(flattening, masters, "fp32") if is_tensor(masters) else None
+    flat = find_flat_buffer(flattening, masters, "fp32") if is_tensor(masters) else None
     if flat is None:
         raise Corrupt("the fp32 parameters of a group are not a one-dimensional tensor")
     return PartitionedGroup(flattening, flat, moments, values, ranks, settings, paddings)
 
 
-def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:
+def find_flat_buffer(flattening: Flattening, value: Any, name: str) -> Chunk | None:
     """Return the chunk of a one-dimensional tensor; None for a scalar. Raises `Unsupported` for other shapes."""
     try:
-        (chunk,) = flattening.tensor_of(value).chunks
+        (chunk,) = flattening.make_stored_tensor(value).chunks
     except CkptError as error:
         raise error.blame(tensor=name) from None
     if len(chunk.box.size) > 1 or chunk.strides is not None:
@@ -127,33 +128,33 @@ def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:
 
 def parameter_group_indices(settings: list[dict[str | int, Any]], count: int) -> list[int]:
     """Return for each group or sub-group the index of the parameter group that lists it."""
-    lists = [as_kind(group.get("params"), list, "params") for group in settings]
-    listed = sorted(as_count(number, "params") for numbers in lists for number in numbers)
+    lists = [require_type(group.get("params"), list, "params") for group in settings]
+    listed = sorted(require_count(number, "params") for numbers in lists for number in numbers)
     if listed != list(range(count)):
         raise Corrupt(f"expected {count} buffers, found {listed[:8]} in the parameter groups")
     group_of = {number: i for i, numbers in enumerate(lists) for number in numbers}
     return [group_of[number] for number in range(count)]
 
 
-def counts_of(value: Any, count: int) -> list[int]:
+def rank_counts_by_group(value: Any, count: int) -> list[int]:
     """Return for each group how many ranks share it; `value` is a list, or one number for all groups."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise Corrupt(f"`partition_count`: expected {count} groups, found {len(values)}")
-    return [as_count(number, "partition_count") for number in values]
+    return [require_count(number, "partition_count") for number in values]
 
 
-def paddings_of(value: Any, count: int) -> list[tuple[int, ...]]:
+def paddings_by_group(value: Any, count: int) -> list[tuple[int, ...]]:
     """Return for each group the padding elements behind each parameter; empty tuples if no padding was recorded."""
     if value is None:
         return [()] * count
-    lists = as_kind(value, list, "param_alignment_paddings")
+    lists = require_type(value, list, "param_alignment_paddings")
     if len(lists) != count:
         raise Corrupt(f"`param_alignment_paddings`: expected {count} groups, found {len(lists)}")
     return [
         tuple(
-            as_count(padding, "param_alignment_paddings")
-            for padding in as_kind(group, list, "param_alignment_paddings")
+            require_count(padding, "param_alignment_paddings")
+            for padding in require_type(group, list, "param_alignment_paddings")
         )
         for group in lists
     ]

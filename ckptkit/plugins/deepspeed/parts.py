@@ -13,12 +13,12 @@ from math import prod
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.layout import Chunk
-from ckptkit.layout.box import Shape, whole
+from ckptkit.layout.box import Shape, full_box
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks, file_name_of_rank
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, file_name_of_rank, report_missing_ranks
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup, read_partition
 
 ReadResult = TypeVar("ReadResult")
@@ -38,7 +38,7 @@ class PartOfModel:
     lost_models: Mapping[int, str] = field(default_factory=dict)
 
 
-def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = refuse) -> PartOfModel:
+def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = raise_problem) -> PartOfModel:
     """Return the saved states of a model part; report files that are missing or cannot be read."""
     models, optimizers = files.model_files(part), files.optimizer_files(part)
     if not models:
@@ -47,18 +47,18 @@ def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = ref
         other = next(name for rank, name in models.items() if rank >= 0)
         message = f"`{models[-1]}` is from ZeRO 1 or 2, this file from ZeRO 3: this directory mixes files of two runs"
         raise Corrupt(message, path=root / other, hint="keep the files of one run")
-    read = read_all(root, models, read_model_states, report)
+    read = read_each_rank_file(root, models, read_model_states, report)
     first = next(iter(read.values()))
     if not optimizers and (-1 not in models or first.shapes is not None):
-        no_partitions(root / next(iter(models.values())), is_sharded=-1 not in models)
-    partitions = read_all(root, optimizers, read_partition, report)
+        raise_no_partitions(root / next(iter(models.values())), is_sharded=-1 not in models)
+    partitions = read_each_rank_file(root, optimizers, read_partition, report)
     count = len(models)
     if partitions:
         known = next(iter(partitions.values()))
         count = max((group.ranks for group in known.groups), default=len(optimizers))
-        check_ranks(optimizers, count, root, known.path, report)
+        report_missing_ranks(optimizers, count, root, known.path, report)
         if -1 not in models:
-            check_ranks(models, count, root, known.path, report)
+            report_missing_ranks(models, count, root, known.path, report)
         if len(partitions) < count:
             partitions = with_lost_partitions(partitions, optimizers, count, first.shapes or ())
     lost = [] if -1 in models else [rank for rank in range(count) if rank not in read]
@@ -67,7 +67,7 @@ def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = ref
     )
 
 
-def read_all(
+def read_each_rank_file(
     root: Path, names: dict[int, str], read: Callable[[StateFile], ReadResult], report: Report
 ) -> dict[int, ReadResult]:
     """Return the results of `read` by rank, and report the files that cannot be read.
@@ -77,7 +77,7 @@ def read_all(
     results: dict[int, ReadResult] = {}
     for rank, name in names.items():
         try:
-            results[rank] = blame(root, name, read)
+            results[rank] = read_with_path(root, name, read)
         except CkptError as error:
             if not results and rank == max(names):
                 raise
@@ -85,7 +85,7 @@ def read_all(
     return results
 
 
-def blame(root: Path, name: str, read: Callable[[StateFile], ReadResult]) -> ReadResult:
+def read_with_path(root: Path, name: str, read: Callable[[StateFile], ReadResult]) -> ReadResult:
     """Return the result of `read` for a file, and add the path to its errors."""
     try:
         return read(read_state_file(root, name))
@@ -93,7 +93,7 @@ def blame(root: Path, name: str, read: Callable[[StateFile], ReadResult]) -> Rea
         raise error.blame(path=root / name) from None
 
 
-def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
+def raise_no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
     """Raise the error for model states without optimizer files."""
     if is_sharded:
         message = "ZeRO 3 keeps the weights in `*_optim_states.pt`, and these files are missing"
@@ -128,17 +128,17 @@ def lost_partition(
     groups = []
     for number, group in enumerate(like.groups):
         sizes = {of_rank: partition.groups[number].masters.box.numel for of_rank, partition in partitions.items()}
-        size = sizes[min(sizes)] if like.cuts_each else size_in_row(sizes, rank, count, shapes[number], group)
+        size = sizes[min(sizes)] if like.cuts_each else elements_on_rank(sizes, rank, count, shapes[number], group)
         moments = {
-            state_name: Chunk.unreadable(whole((size,)), name, chunk.dtype)
+            state_name: Chunk.unreadable(full_box((size,)), name, chunk.dtype)
             for state_name, chunk in group.moments.items()
         }
-        masters = Chunk.unreadable(whole((size,)), name, group.masters.dtype)
+        masters = Chunk.unreadable(full_box((size,)), name, group.masters.dtype)
         groups.append(replace(group, masters=masters, moments=moments))
     return replace(like, path=name, groups=tuple(groups))
 
 
-def size_in_row(
+def elements_on_rank(
     known: Mapping[int, int], rank: int, count: int, named: Mapping[str, Shape], group: PartitionedGroup
 ) -> int:
     """Return how many elements of the flat buffer of a group this rank has."""

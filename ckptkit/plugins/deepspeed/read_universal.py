@@ -7,20 +7,20 @@ from math import prod
 from pathlib import Path, PurePosixPath
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported
-from ckptkit.formats.archives.flatten import Flattening, pairs_of
+from ckptkit.formats.archives.flatten import Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
-from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
-from ckptkit.io.file import folders, is_there, names_in
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
+from ckptkit.io.file import is_existing_path, list_directories, names_in
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import Shape, whole
+from ckptkit.layout.box import Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.deepspeed.experts import without_number
+from ckptkit.plugins.deepspeed.experts import find_name_around_number
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.plugins.deepspeed.modules import put_copy
+from ckptkit.plugins.deepspeed.modules import put_unpickled_copy
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
-from ckptkit.plugins.deepspeed.parts import blame
+from ckptkit.plugins.deepspeed.parts import read_with_path
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering, Settings
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
 
 NAME = "universal"
 ZERO = "zero"
@@ -44,12 +44,12 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     Reports files that are missing or cannot be read. A missing optimizer-state file is not detected, because no other
     file lists it.
     """
-    models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
+    models = [read_with_path(root, name, read_model_states) for name in model_files(root, tag)]
     shapes = [{name: full_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
             known.update({name: full_shape(model, name, shape) for name, shape in group.items()})
-    expert = next((name for group in shapes for name in group if without_number(name)), None)
+    expert = next((name for group in shapes for name in group if find_name_around_number(name)), None)
     if expert is not None:
         message = "expected an expert's number in the model, found its number on one rank, which several experts share"
         raise Unsupported(message, path=root / tag, tensor=expert)
@@ -60,10 +60,10 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
         files_by_state = dict(parameter_files(root, tag, name))
         described |= set(files_by_state.values())
         for state_name, path in {MASTER: path_from_root(tag, ZERO, name, f"{MASTER}.pt"), **files_by_state}.items():
-            put_file(gathering, root, path, name, state_name, shape, report)
+            put_parameter_file(gathering, root, path, name, state_name, shape, report)
         trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
     for model in models[:1] if models[0].slices is not None else models:
-        put_rest(gathering, model, trained)
+        put_untrained_and_tied(gathering, model, trained)
     described |= set(put_untrained(gathering, root, tag, trained, report))
     path = path_from_root(tag, ZERO, OPTIMIZER)
     try:
@@ -81,8 +81,8 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
 def full_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
     """Return the full shape of a parameter, given the `shape` on one rank (fused experts, tensor parallelism)."""
     if model.slices is not None:
-        return model.slices.of(name).shape
-    return model.auto_layers[name].whole(shape) if name in model.auto_layers else shape
+        return model.slices.slicing_of(name).shape
+    return model.auto_layers[name].full_shape_from_slice(shape) if name in model.auto_layers else shape
 
 
 def path_from_root(*names: str) -> str:
@@ -115,11 +115,11 @@ def parameter_files(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]
             yield file.removesuffix(".pt"), path_from_root(tag, ZERO, name, file)
 
 
-def missing_file(path: Path) -> Incomplete:
+def missing_parameter_file_error(path: Path) -> Incomplete:
     return Incomplete("the file is missing", path=path, hint="copy the missing file here")
 
 
-def put_file(
+def put_parameter_file(
     gathering: Gathering, root: Path, path: str, name: str, state_name: str, shape: Shape, report: Report
 ) -> None:
     """Put the only tensor of a file: master weight, optimizer state or step.
@@ -128,26 +128,28 @@ def put_file(
     """
     key_path = (MODEL, name) if state_name == MASTER else (*STATE, name, state_name)
     try:
-        if not is_there(root / path):
-            raise missing_file(root / path)
-        gathering.put(key_path, read_value(root, path, state_name, shape))
+        if not is_existing_path(root / path):
+            raise missing_parameter_file_error(root / path)
+        gathering.put_entry(key_path, read_parameter_file(root, path, state_name, shape))
     except CkptError as error:
         if state_name == STEP:
             report(error.blame(tensor=".".join(key_path)))
             return
         report(error.blame(path=root / path))
-        gathering.put(key_path, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(whole(shape), path, _KEPT),)))
+        gathering.put_entry(
+            key_path, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(full_box(shape), path, _KEPT),))
+        )
 
 
-def read_value(root: Path, path: str, state_name: str, shape: Shape) -> StoredTensor | Blob:
+def read_parameter_file(root: Path, path: str, state_name: str, shape: Shape) -> StoredTensor | Blob:
     """Return the tensor or the non-tensor entry in a file of a parameter."""
     file = read_state_file(root, path)
     flattening = Flattening(file.entries, path)
-    value = as_dict(file.value, path).get("param") if pairs_of(file.value) is not None else file.value
+    value = require_dict(file.value, path).get("param") if find_dict_items(file.value) is not None else file.value
     return (
-        with_known_shape(flattening.tensor_of(value), shape, is_free=state_name == STEP)
+        with_known_shape(flattening.make_stored_tensor(value), shape, is_free=state_name == STEP)
         if is_tensor(value)
-        else flattening.blob(value)
+        else flattening.make_blob(value)
     )
 
 
@@ -158,22 +160,22 @@ def with_known_shape(stored: StoredTensor, shape: Shape, *, is_free: bool = Fals
     (chunk,) = stored.chunks
     if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
         raise Corrupt(f"expected [{prod(shape)}] (`param_shapes`), found {list(stored.spec.shape)}")
-    return StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=whole(shape)),))
+    return StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=full_box(shape)),))
 
 
-def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:
+def put_untrained_and_tied(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:
     """Put the tied names and all entries of a model-states file that are not trained parameters or copies of them."""
     for alias, name in model.aliases.items():
         if name in trained and alias not in trained:
-            gathering.put((MODEL, alias), trained[name])
+            gathering.put_entry((MODEL, alias), trained[name])
     for entry, value in (model.module or {}).items():
         known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
         if known is not None and model.slices is not None:
             continue  # only the slice of one rank, so not a copy of the full tensor
         if known is not None:
-            put_copy(gathering, model.flattening, str(entry), value, known)
-        elif not (is_tensor(value) and as_tensor(value).shape == (0,) and entry not in model.buffers):
-            gathering.flatten(model.flattening, value, (MODEL, str(entry)))
+            put_unpickled_copy(gathering, model.flattening, str(entry), value, known)
+        elif not (is_tensor(value) and as_tensor_record(value).shape == (0,) and entry not in model.buffers):
+            gathering.put_flattened(model.flattening, value, (MODEL, str(entry)))
 
 
 def put_untrained(
@@ -183,7 +185,7 @@ def put_untrained(
 
     Reports a file that cannot be read.
     """
-    for folder in folders(root / tag / ZERO):
+    for folder in list_directories(root / tag / ZERO):
         if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
             continue
         for state_name, path in parameter_files(root, tag, folder.name):
@@ -191,10 +193,10 @@ def put_untrained(
                 continue
             try:
                 file = read_state_file(root, path)
-                value = dict_or_none(file.value, path).get("param")
+                value = dict_or_empty(file.value, path).get("param")
                 if not is_tensor(value):
                     raise Corrupt("there is no tensor under `param`, and the shape is unknown", path=root / path)
-                gathering.put((MODEL, folder.name), Flattening(file.entries, path).tensor_of(value))
+                gathering.put_entry((MODEL, folder.name), Flattening(file.entries, path).make_stored_tensor(value))
             except CkptError as error:
                 report(error.blame(tensor=f"{MODEL}.{folder.name}"))
             yield path
@@ -204,20 +206,22 @@ def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Seq
     """Put the state that all parameters share: parameter groups, steps that have no files, the loss scale."""
     flattening = Flattening(file.entries, file.name)
     try:
-        saved = as_dict(file.value, file.name)
-        inner = dict_or_none(saved.get(_INNER), _INNER)
-        groups = as_kind(saved.get("param_groups", inner.get("param_groups")), list, "param_groups")
-        states = dict_or_none(inner.get("state"), "state")
+        saved = require_dict(file.value, file.name)
+        inner = dict_or_empty(saved.get(_INNER), _INNER)
+        groups = require_type(saved.get("param_groups", inner.get("param_groups")), list, "param_groups")
+        states = dict_or_empty(inner.get("state"), "state")
         for i, group in enumerate(groups):
-            settings: Settings = as_dict(group, "param_groups")
-            numbers = [as_count(number, "params") for number in as_kind(settings.get("params"), list, "params")]
+            settings: Settings = require_dict(group, "param_groups")
+            numbers = [
+                require_count(number, "params") for number in require_type(settings.get("params"), list, "params")
+            ]
             if any(number >= len(shapes) for number in numbers):
                 raise Corrupt(
                     f"expected {len(shapes)} buffers (`param_shapes`), found {numbers[:8]} in the parameter groups"
                 )
             gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
         for number, named in enumerate(shapes):
-            step = as_dict(states[number], "state").get(STEP) if number in states else None
+            step = require_dict(states[number], "state").get(STEP) if number in states else None
             without_step = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
             if step is not None:
                 gathering.put_state(flattening, without_step, {STEP: step})
@@ -228,13 +232,13 @@ def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Seq
         raise error.blame(path=root / file.name) from None
 
 
-def check_files(root: Path, tag: str, report: Report) -> None:
+def check_parameter_files(root: Path, tag: str, report: Report) -> None:
     """Report each parameter in the model states that has no file."""
     for path in model_files(root, tag):
-        for group in blame(root, path, read_model_states).shapes or ():
+        for group in read_with_path(root, path, read_model_states).shapes or ():
             for name in group:
                 try:
                     if MASTER not in dict(parameter_files(root, tag, name)):
-                        report(missing_file(root / tag / ZERO / name / f"{MASTER}.pt"))
+                        report(missing_parameter_file_error(root / tag / ZERO / name / f"{MASTER}.pt"))
                 except CkptError as error:
                     report(error)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.shards.dtensors import unravel
 from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.layout.axes import cut
-from ckptkit.layout.box import Box, Shape, find_overlap, row_major, whole
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
+from ckptkit.layout.axes import cut_axis
+from ckptkit.layout.box import Box, Shape, find_overlap, full_box, row_major_strides
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
 
 INFO, _MAP = "universal_checkpoint_info", "affine_map"
 _VERSION = 1
@@ -40,7 +40,7 @@ class SlicedParameter:
     shape: Shape
     slices: tuple[tuple[Shape, tuple[SlicePiece, ...]], ...]
 
-    def join(self, parts: Sequence[StoredTensor]) -> StoredTensor:
+    def join_parts(self, parts: Sequence[StoredTensor]) -> StoredTensor:
         """Return the full tensor. Raises `Corrupt` if a slice has another shape or dtype than the map says."""
         chunks: list[Chunk] = []
         for rank, (part, (shape, pieces)) in enumerate(zip(parts, self.slices, strict=True)):
@@ -48,10 +48,10 @@ class SlicedParameter:
                 message = f"expected {list(shape)} on rank {rank} of tensor parallelism, found {part.spec}"
                 raise Corrupt(message, tensor=self.name)
             for piece in pieces:
-                chunks += chunks_of(part, piece) if piece.is_first else ()
+                chunks += chunks_of_slice_piece(part, piece) if piece.is_first else ()
         return StoredTensor(Spec(parts[0].spec.dtype, self.shape), tuple(chunks))
 
-    def copies(self, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
+    def replicated_chunks(self, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
         """Return the chunks of all pieces that an earlier rank also has."""
         pairs = zip(parts, self.slices, strict=True)
         return tuple(
@@ -59,7 +59,7 @@ class SlicedParameter:
             for part, (_, pieces) in pairs
             for piece in pieces
             if not piece.is_first
-            for chunk in chunks_of(part, piece)
+            for chunk in chunks_of_slice_piece(part, piece)
         )
 
 
@@ -70,23 +70,23 @@ class SliceMap:
         self._params = params
         self.ranks = ranks
 
-    def of(self, name: str) -> SlicedParameter:
+    def slicing_of(self, name: str) -> SlicedParameter:
         """Return how a parameter is sliced. Raises `Unsupported` if the map does not contain the parameter."""
         entry = self._params.get(f"^{re.escape(name)}$")
         if entry is None:
             message = "tensor parallelism cut this parameter, and the map of AutoTP does not have it"
             raise Unsupported(message, tensor=name, hint=_HINT)
-        entry = as_dict(entry, _MAP)
-        shape = shape_in(entry.get("logical_shape"))
-        ranks = as_dict(entry.get("ranks"), "ranks")
+        entry = require_dict(entry, _MAP)
+        shape = parse_shape(entry.get("logical_shape"))
+        ranks = require_dict(entry.get("ranks"), "ranks")
         if {str(rank) for rank in ranks} != set(map(str, range(self.ranks))):
             raise Corrupt(f"expected slices of {self.ranks} ranks, found {len(ranks)}", tensor=name)
-        by_rank = {int(rank): as_dict(entry_of_rank, "ranks") for rank, entry_of_rank in ranks.items()}
+        by_rank = {int(rank): require_dict(entry_of_rank, "ranks") for rank, entry_of_rank in ranks.items()}
         slices = tuple(read_slice(by_rank[rank], rank, shape, name) for rank in range(self.ranks))
         boxes = [piece.in_whole for _, pieces in slices for piece in pieces if piece.is_first]
         covered = sum(box.numel for box in boxes)
-        if covered != whole(shape).numel:
-            message = f"expected pieces of {whole(shape).numel} elements, found {covered}"
+        if covered != full_box(shape).numel:
+            message = f"expected pieces of {full_box(shape).numel} elements, found {covered}"
             raise Corrupt(message, tensor=name, hint=_HINT)
         if overlap := find_overlap(boxes):
             shared = overlap[2]
@@ -95,56 +95,58 @@ class SliceMap:
         return SlicedParameter(name, shape, slices)
 
 
-def read_slice_map(saved: Mapping[str | int, Any], ranks: int) -> SliceMap | None:
+def find_slice_map(saved: Mapping[str | int, Any], ranks: int) -> SliceMap | None:
     """Return the map in the model-states file of a run with `ranks` ranks; None if the file has no map.
 
     Raises `Unsupported` for another version of the map.
     """
-    saved_map = dict_or_none(dict_or_none(saved.get(INFO), INFO).get(_MAP), _MAP)
+    saved_map = dict_or_empty(dict_or_empty(saved.get(INFO), INFO).get(_MAP), _MAP)
     if not saved_map:
         return None
     if saved_map.get("version") != _VERSION:
         message = f"expected version {_VERSION} of AutoTP's map, found {saved_map.get('version')!r}"
         raise Unsupported(message, hint=_HINT)
-    return SliceMap(as_dict(saved_map.get("params"), "params"), ranks)
+    return SliceMap(require_dict(saved_map.get("params"), "params"), ranks)
 
 
 def read_slice(
     saved: Mapping[str | int, Any], rank: int, shape: Shape, name: str
 ) -> tuple[Shape, tuple[SlicePiece, ...]]:
     """Return the shape of a slice, and its pieces."""
-    slice_shape = shape_in(saved.get("shard_shape"))
+    slice_shape = parse_shape(saved.get("shard_shape"))
     pieces = []
-    for entry in as_kind(saved.get("pieces"), list, "pieces"):
-        piece = as_dict(entry, "pieces")
+    for entry in require_type(saved.get("pieces"), list, "pieces"):
+        piece = require_dict(entry, "pieces")
         if piece.get("scale", 1) != 1:
             message = f"a rank's slice is the parameter times {piece['scale']}"
             raise Unsupported(message, tensor=name, hint=_HINT)
-        size = shape_in(piece.get("shape"))
-        holders = [as_count(holder, "locations") for holder in as_kind(piece.get("locations"), list, "locations")]
+        size = parse_shape(piece.get("shape"))
+        holders = [
+            require_count(holder, "locations") for holder in require_type(piece.get("locations"), list, "locations")
+        ]
         in_whole, in_slice = (
-            box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", slice_shape))
+            parse_box(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", slice_shape))
         )
         pieces.append(SlicePiece(in_whole, in_slice, is_first=rank == min(holders, default=rank)))
     return slice_shape, tuple(pieces)
 
 
-def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
-    """Return the box of shape `size` at the offset that `place` records, in a tensor of `shape`.
+def parse_box(offsets: Any, size: Shape, shape: Shape, name: str) -> Box:
+    """Return the box of shape `size` at the offset that `offsets` records, in a tensor of `shape`.
 
     Raises `Unsupported` if the strides are not those of a row-major tensor, `Corrupt` if the box exceeds the tensor.
     """
-    offset_and_strides = as_kind(place, list, "pieces")
+    offset_and_strides = require_type(offsets, list, "pieces")
     if len(offset_and_strides) != 2:
         raise Corrupt(f"expected an offset and strides of a piece, found {len(offset_and_strides)} values", tensor=name)
-    offset, piece_strides = as_count(offset_and_strides[0], "pieces"), shape_in(offset_and_strides[1])
-    strides = row_major(shape)
+    offset, piece_strides = require_count(offset_and_strides[0], "pieces"), parse_shape(offset_and_strides[1])
+    strides = row_major_strides(shape)
     is_row_major = len(size) == len(piece_strides) == len(shape) and all(
         n < 2 or step == stride for n, step, stride in zip(size, piece_strides, strides, strict=True)
     )
     if not is_row_major:
         raise Unsupported("a piece of the parameter is not a box of it", tensor=name, hint=_HINT)
-    if offset >= whole(shape).numel:
+    if offset >= full_box(shape).numel:
         raise Corrupt(f"a piece at element {offset} is outside the shape {list(shape)}", tensor=name)
     box = Box(unravel(offset, shape), size)
     if any(stop > extent for stop, extent in zip(box.stop, shape, strict=True)):
@@ -152,11 +154,11 @@ def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
     return box
 
 
-def chunks_of(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
+def chunks_of_slice_piece(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
     """Return the chunks of a piece, at their position in the full tensor."""
     for axis, (start, stop) in enumerate(zip(piece.in_slice.start, piece.in_slice.stop, strict=True)):
         if (start, stop) != (0, part.spec.shape[axis]):
-            part = cut(part, axis, start, stop)
+            part = cut_axis(part, axis, start, stop)
     corner = piece.in_whole.start
     return [
         chunk._replace(box=Box(tuple(a + b for a, b in zip(chunk.box.start, corner, strict=True)), chunk.box.size))
@@ -164,5 +166,5 @@ def chunks_of(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
     ]
 
 
-def shape_in(value: Any) -> Shape:
-    return tuple(as_count(extent, _MAP) for extent in as_kind(value, list, _MAP))
+def parse_shape(value: Any) -> Shape:
+    return tuple(require_count(extent, _MAP) for extent in require_type(value, list, _MAP))

@@ -14,15 +14,15 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.formats.archives.flatten import FlatState, Flattening
-from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import is_counted_through, match_by_size, match_if_certain
-from ckptkit.layout.wrappers import PARAM_NAMES, match_recorded, read_recorded
+from ckptkit.layout.matching import find_match_in_order, is_counted_from_zero, match_by_size
+from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.model_states import ModelStates
-from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, without_classes
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type, without_classes
 
 Settings = Mapping[str | int, Any]
 
@@ -40,7 +40,7 @@ class Gathering:
     flat: FlatState = field(default_factory=FlatState)
     twins: dict[str, StoredTensor] = field(default_factory=dict)
 
-    def put(self, key: KeyPath, stored: StoredTensor | Blob) -> None:
+    def put_entry(self, key: KeyPath, stored: StoredTensor | Blob) -> None:
         """Put a tensor or an entry at a key path. Raises `Unsupported` if the name is taken."""
         name = ".".join(map(str, key))
         if name in self.flat.keys:
@@ -51,41 +51,41 @@ class Gathering:
         else:
             self.flat.tensors[name] = stored
 
-    def put_twin(self, key: KeyPath, twin: StoredTensor) -> None:
+    def put_low_precision_copy(self, key: KeyPath, copy: StoredTensor) -> None:
         """Put the low-precision copy of the tensor at a key path."""
-        self.twins[".".join(map(str, key))] = twin
+        self.twins[".".join(map(str, key))] = copy
 
-    def flatten(self, flattening: Flattening, value: Any, key: KeyPath) -> None:
+    def put_flattened(self, flattening: Flattening, value: Any, key: KeyPath) -> None:
         """Put all tensors and entries inside `value` below a key path."""
         flattening.flat = self.flat
-        flattening.add(value, key)
+        flattening.add_nested(value, key)
 
     def put_state(self, flattening: Flattening, names: list[str], values: Mapping[str, Any]) -> None:
         """Put optimizer state that several parameters share below the name of each of them."""
         for state_name, value in values.items():
             try:
-                stored = flattening.tensor_of(value) if is_tensor(value) else flattening.blob(value)
+                stored = flattening.make_stored_tensor(value) if is_tensor(value) else flattening.make_blob(value)
             except CkptError as error:
                 raise error.blame(tensor=".".join((*STATE, names[0], state_name)) if names else state_name) from None
             for name in names:
-                self.put((*STATE, name, state_name), stored)
+                self.put_entry((*STATE, name, state_name), stored)
 
     def put_group(self, flattening: Flattening, number: int, settings: Settings, names: list[str]) -> None:
         """Put the hyperparameters and the parameter names of a parameter group."""
         for key, value in settings.items():
             if key != "params":
-                stored = flattening.tensor_of(value) if is_tensor(value) else flattening.blob(value)
-                self.put((*GROUPS, number, key), stored)
-        self.put((*GROUPS, number, "params"), Blob(flattening.path, flattening.pickle.offset, 0, dump(names)))
+                stored = flattening.make_stored_tensor(value) if is_tensor(value) else flattening.make_blob(value)
+                self.put_entry((*GROUPS, number, key), stored)
+        self.put_entry((*GROUPS, number, "params"), Blob(flattening.path, flattening.pickle.offset, 0, dump(names)))
 
     def put_other(self, flattening: Flattening, key: str | int, value: Any) -> None:
         """Put an entry under its own key, or under `client_state` if the model or the optimizer has that key."""
         key_path = ("client_state", key) if key in (MODEL, STATE[0]) else (key,)
         value = without_classes(value)
         if key in _IN_ONE:
-            self.put(key_path, flattening.blob(value))
+            self.put_entry(key_path, flattening.make_blob(value))
         else:
-            self.flatten(flattening, value, key_path)
+            self.put_flattened(flattening, value, key_path)
 
 
 _MASTERS = "fp32_groups"
@@ -104,45 +104,46 @@ class IndexedOptimizer:
     others: Mapping[str | int, Any]
 
     @property
-    def numbers(self) -> list[list[Any]]:
-        return [as_kind(group.get("params"), list, "params") for group in self.groups]
+    def indices_by_group(self) -> list[list[Any]]:
+        return [require_type(group.get("params"), list, "params") for group in self.groups]
 
 
-def read_numbered(flattening: Flattening, value: Any) -> IndexedOptimizer:
+def read_indexed_optimizer(flattening: Flattening, value: Any) -> IndexedOptimizer:
     """Return the optimizer that was saved as `value`; None means an optimizer without states."""
-    saved = dict_or_none(value, "optimizer")
+    saved = dict_or_empty(value, "optimizer")
     torch_state = (
-        as_dict(saved.pop(_TORCH), _TORCH) if _TORCH in saved else {key: saved.pop(key) for key in list(saved)}
+        require_dict(saved.pop(_TORCH), _TORCH) if _TORCH in saved else {key: saved.pop(key) for key in list(saved)}
     )
     groups = [
-        as_dict(group, "param_groups") for group in as_kind(torch_state.get("param_groups", []), list, "param_groups")
+        require_dict(group, "param_groups")
+        for group in require_type(torch_state.get("param_groups", []), list, "param_groups")
     ]
-    states = dict_or_none(torch_state.get("state"), "state")
-    masters = [master for group in saved.get(_MASTERS) or () for master in as_kind(group, list, _MASTERS)]
+    states = dict_or_empty(torch_state.get("state"), "state")
+    masters = [master for group in saved.get(_MASTERS) or () for master in require_type(group, list, _MASTERS)]
     return IndexedOptimizer(flattening, groups, states, masters, saved)
 
 
 def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
     """Put the model and the optimizer: by name if the parameter order is certain, else by parameter index."""
-    optimizer = read_numbered(model.flattening, model.optimizer)
+    optimizer = read_indexed_optimizer(model.flattening, model.optimizer)
     names: Names = {}
     if len(optimizer.groups) == 1:
-        names = dict(enumerate(names_in_order(optimizer, optimizer.numbers[0], trained_shapes(model))))
-    masters = masters_of(optimizer, names)
+        names = dict(enumerate(find_names_in_order(optimizer, optimizer.indices_by_group[0], trained_shapes(model))))
+    masters = master_weights_by_name(optimizer, names)
     for name, value in (model.module or {}).items():
         put_weight(gathering, model.flattening, str(name), value, masters)
     put_states(gathering, optimizer, names)
-    params = [[names.get(number, number) for number in numbers] for numbers in optimizer.numbers]
+    params = [[names.get(number, number) for number in numbers] for numbers in optimizer.indices_by_group]
     put_groups(gathering, optimizer, params, has_masters=bool(masters))
 
 
 def put_states(gathering: Gathering, optimizer: IndexedOptimizer, names: Names, among: range | None = None) -> None:
     """Put the optimizer states of all parameters, or only of the parameter indices in `among`."""
     for number, state in optimizer.states.items():
-        if among is None or as_count(number, "state") in among:
-            for state_name, value in as_dict(state, "state").items():
+        if among is None or require_count(number, "state") in among:
+            for state_name, value in require_dict(state, "state").items():
                 name = names.get(int(number), str(number))
-                gathering.flatten(optimizer.flattening, value, (*STATE, name, state_name))
+                gathering.put_flattened(optimizer.flattening, value, (*STATE, name, state_name))
 
 
 def put_groups(
@@ -158,17 +159,17 @@ def put_groups(
         if is_recorded:
             entries[PARAM_NAMES] = list(listed)
         for key, value in entries.items():
-            gathering.flatten(optimizer.flattening, value, (*GROUPS, i, key))
+            gathering.put_flattened(optimizer.flattening, value, (*GROUPS, i, key))
     for key, value in optimizer.others.items():
         if not (has_masters and key == _MASTERS):
-            gathering.flatten(optimizer.flattening, without_classes(value), (STATE[0], key))
+            gathering.put_flattened(optimizer.flattening, without_classes(value), (STATE[0], key))
 
 
-def masters_of(optimizer: IndexedOptimizer, names: Names) -> dict[str, StoredTensor]:
+def master_weights_by_name(optimizer: IndexedOptimizer, names: Names) -> dict[str, StoredTensor]:
     """Return the fp32 master weights by name; {} if the parameter order is not certain."""
     if not (names and optimizer.masters):
         return {}
-    stored = map(optimizer.flattening.tensor_of, optimizer.masters)
+    stored = map(optimizer.flattening.make_stored_tensor, optimizer.masters)
     return dict(zip(names.values(), stored, strict=True))
 
 
@@ -180,13 +181,13 @@ def put_weight(
     If it has a master weight, put that weight instead, with the entry as its low-precision twin.
     """
     if name not in masters:
-        gathering.flatten(flattening, value, (MODEL, name))
+        gathering.put_flattened(flattening, value, (MODEL, name))
         return
-    gathering.put((MODEL, name), masters[name])
-    gathering.put_twin((MODEL, name), flattening.tensor_of(value))
+    gathering.put_entry((MODEL, name), masters[name])
+    gathering.put_low_precision_copy((MODEL, name), flattening.make_stored_tensor(value))
 
 
-def names_in_order(
+def find_names_in_order(
     optimizer: IndexedOptimizer, numbers: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
 ) -> list[str]:
     """Return the parameter names of an optimizer in index order; [] if the order is not certain.
@@ -194,12 +195,14 @@ def names_in_order(
     The order comes from recorded names, from shapes that allow only one assignment, or from `parameters` if
     `is_in_order`. The shapes of all optimizer states and master weights must agree with it.
     """
-    moments = dict(shapes_of_moments(optimizer.states))
-    masters = {number: shape_of(value) for number, value in enumerate(optimizer.masters)}
+    moments = dict(shapes_of_states(optimizer.states))
+    masters = {number: require_tensor_shape(value) for number, value in enumerate(optimizer.masters)}
     try:
-        recorded = read_recorded(optimizer.numbers, [group.get(PARAM_NAMES) for group in optimizer.groups])
+        recorded = read_recorded_names(
+            optimizer.indices_by_group, [group.get(PARAM_NAMES) for group in optimizer.groups]
+        )
         if recorded:
-            name_of_index = match_recorded(recorded, moments, parameters)
+            name_of_index = parameters_by_index(recorded, moments, parameters)
         elif is_in_order:
             name_of_index = dict(zip(sorted(numbers), parameters, strict=False))
         else:
@@ -207,9 +210,9 @@ def names_in_order(
     except (Corrupt, Mismatch, Unsupported):
         return []
     parameters = {name_of_index[number]: parameters[name_of_index[number]] for number in sorted(name_of_index)}
-    if not is_counted_through([numbers]) or len(masters or moments) != len(parameters):
+    if not is_counted_from_zero([numbers]) or len(masters or moments) != len(parameters):
         return []
-    agrees = [match_if_certain([numbers], shapes, parameters) is not None for shapes in (moments, masters)]
+    agrees = [find_match_in_order([numbers], shapes, parameters) is not None for shapes in (moments, masters)]
     return list(parameters) if all(agrees) else []
 
 
@@ -220,7 +223,7 @@ def trained_shapes(model: ModelStates) -> dict[str, Shape]:
     for name, value in (model.module or {}).items():
         if not is_tensor(value) or name in model.buffers or name in model.frozen:
             continue
-        tensor = as_tensor(value)
+        tensor = as_tensor_record(value)
         storage_view = (tensor.key, tensor.offset, tensor.shape)
         if storage_view not in seen:
             seen.add(storage_view)
@@ -228,16 +231,18 @@ def trained_shapes(model: ModelStates) -> dict[str, Shape]:
     return shapes
 
 
-def shapes_of_moments(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:
+def shapes_of_states(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:
     """Yield the parameter index and the shape of the optimizer states of each parameter that has states."""
     for number, state in states.items():
-        shapes = {shape_of(value) for value in as_dict(state, "state").values() if is_tensor(value)} - {()}
+        shapes = {
+            require_tensor_shape(value) for value in require_dict(state, "state").values() if is_tensor(value)
+        } - {()}
         if len(shapes) == 1:
-            yield as_count(number, "state"), shapes.pop()
+            yield require_count(number, "state"), shapes.pop()
 
 
-def shape_of(value: Any) -> Shape:
+def require_tensor_shape(value: Any) -> Shape:
     """Return the shape of a tensor. Raises `Corrupt` for anything else."""
     if not is_tensor(value):
         raise Corrupt(f"expected only tensors in `{_MASTERS}`, found something else")
-    return as_tensor(value).shape
+    return as_tensor_record(value).shape

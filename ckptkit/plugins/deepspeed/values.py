@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ckptkit.errors import Corrupt
-from ckptkit.formats.archives.flatten import name_of_type, pairs_of
+from ckptkit.formats.archives.flatten import describe_pickled_type, find_dict_items
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.tensor_calls import as_shape, is_tensor
 from ckptkit.layout.box import Shape
@@ -15,43 +15,45 @@ Kind = TypeVar("Kind")
 _MOST_AXES = 64  # of a tensor, as in torch
 
 
-def as_dict(value: Any, what: str) -> dict[str | int, Any]:
+def require_dict(value: Any, name: str) -> dict[str | int, Any]:
     """Return the items of a dict with keys that are strings or integers. Raises `Corrupt` for anything else."""
-    pairs = pairs_of(value)
+    pairs = find_dict_items(value)
     if pairs is None or not all(isinstance(key, (str, int)) for key, _ in pairs):
-        raise Corrupt(f"`{what}`: expected a dict by name or number, found {name_of_type(value)}")
+        raise Corrupt(f"`{name}`: expected a dict by name or number, found {describe_pickled_type(value)}")
     return dict(pairs)
 
 
-def dict_or_none(value: Any, what: str) -> dict[str | int, Any]:
+def dict_or_empty(value: Any, what: str) -> dict[str | int, Any]:
     """Return the items of a dict; {} for None."""
-    return {} if value is None else as_dict(value, what)
+    return {} if value is None else require_dict(value, what)
 
 
-def as_kind(value: Any, kind: type[Kind], what: str) -> Kind:
+def require_type(value: Any, expected: type[Kind], name: str) -> Kind:
     """Return a value of exactly this type. Raises `Corrupt` for another type, subclasses included."""
-    if type(value) is not kind:
-        raise Corrupt(f"`{what}`: expected `{kind.__name__}`, found {name_of_type(value)}")
+    if type(value) is not expected:
+        raise Corrupt(f"`{name}`: expected `{expected.__name__}`, found {describe_pickled_type(value)}")
     return value
 
 
-def as_count(value: Any, what: str) -> int:
+def require_count(value: Any, name: str) -> int:
     """Return an integer that is 0 or more. Raises `Corrupt` for anything else."""
-    if as_kind(value, int, what) < 0:
-        raise Corrupt(f"`{what}`: expected 0 or more, found {value}")
+    if require_type(value, int, name) < 0:
+        raise Corrupt(f"`{name}`: expected 0 or more, found {value}")
     return int(value)
 
 
 def shapes_in_dict(value: Any, what: str) -> dict[str, Shape]:
     """Return the shapes in a dict of `torch.Size`, by name and in order."""
     shapes: dict[str, Shape] = {}
-    for name, shape in dict_or_none(value, what).items():
+    for name, shape in dict_or_empty(value, what).items():
         try:
-            shapes[as_kind(name, str, what)] = checked = as_shape(shape)
+            shapes[require_type(name, str, what)] = checked = as_shape(shape)
             if len(checked) > _MOST_AXES:
                 raise ValueError("shape")
         except ValueError as error:
-            raise Corrupt(f"`{what}`: expected a shape, found {name_of_type(shape)}", tensor=str(name)) from error
+            raise Corrupt(
+                f"`{what}`: expected a shape, found {describe_pickled_type(shape)}", tensor=str(name)
+            ) from error
     return shapes
 
 
@@ -60,7 +62,7 @@ def without_classes(value: Any) -> Any:
 
     The result can be loaded without DeepSpeed.
     """
-    if not isinstance(value, Record) or is_tensor(value) or pairs_of(value) is not None:
+    if not isinstance(value, Record) or is_tensor(value) or find_dict_items(value) is not None:
         return value
     if value.state is None and len(value.args) == 1:
         return value.args[0]

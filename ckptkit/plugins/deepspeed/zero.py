@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.layout.axes import boxes_of_run, concatenate
+from ckptkit.layout.axes import chunks_of_flat_range, concatenate
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, partition_groups
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup
@@ -36,7 +36,7 @@ class RankRun(NamedTuple):
     numel: int
 
 
-def runs_in_row(first: int, numel: int, size: int, ranks: int) -> Iterator[RankRun]:
+def ranges_in_joined_buffers(first: int, numel: int, size: int, ranks: int) -> Iterator[RankRun]:
     """Yield the runs of a tensor with `numel` elements from element `first` of the joined buffers of all ranks.
 
     This is the partitioning of ZeRO 1 and 2. Each buffer has `size` elements; the last may have another size.
@@ -50,12 +50,12 @@ def runs_in_row(first: int, numel: int, size: int, ranks: int) -> Iterator[RankR
         at += count
 
 
-def runs_of_each(first: int, numel: int, ranks: int) -> Iterator[RankRun]:
+def ranges_in_each_buffer(first: int, numel: int, ranks: int) -> Iterator[RankRun]:
     """Yield the runs of a tensor that is split evenly over the ranks, from element `first` of each buffer.
 
     This is the partitioning of ZeRO 3. The last ranks may have fewer elements, followed by padding.
     """
-    size = share_of(numel, ranks)
+    size = padded_elements_per_rank(numel, ranks)
     for rank in range(ranks):
         count = min(size, numel - rank * size)
         if count <= 0:
@@ -63,14 +63,14 @@ def runs_of_each(first: int, numel: int, ranks: int) -> Iterator[RankRun]:
         yield RankRun(rank, first, rank * size, count)
 
 
-def share_of(numel: int, ranks: int) -> int:
+def padded_elements_per_rank(numel: int, ranks: int) -> int:
     """Return the number of elements per rank, with padding, of a tensor that is split evenly."""
     return -(-numel // ranks)
 
 
-def join_runs(shape: Shape, runs: Iterable[RankRun], buffers: Sequence[Chunk]) -> StoredTensor:
+def join_ranges(shape: Shape, ranges: Iterable[RankRun], buffers: Sequence[Chunk]) -> StoredTensor:
     """Return the tensor of `shape` that consists of runs in the flat buffers of the ranks."""
-    chunks = (boxes_of_run(buffers[run.rank], run.start, shape, run.at, run.at + run.numel) for run in runs)
+    chunks = (chunks_of_flat_range(buffers[run.rank], run.start, shape, run.at, run.at + run.numel) for run in ranges)
     return StoredTensor(Spec(buffers[0].dtype, shape), tuple(chain.from_iterable(chunks)))
 
 
@@ -93,7 +93,7 @@ class ZeroParameter:
     settings: int
 
 
-def parameters_of(
+def join_zero_parameters(
     shapes: Sequence[Mapping[str, Shape]], partitions: Sequence[Partition], experts: ExpertFiles | None, root: Path
 ) -> Iterator[ZeroParameter]:
     """Yield the parameters of each group, joined from the partitions of all ranks; `shapes` has one dict per group.
@@ -111,32 +111,35 @@ def parameters_of(
         by_name: dict[str, list[ZeroParameter]] = {}
         for group_of_ranks in partition_groups(number, named, partitions, experts):
             groups = [partition.groups[number] for partition in group_of_ranks.partitions]
-            check_consistent(groups, group_of_ranks.partitions, root)
-            for parameter_part in (parameters_of_sub_group if first.cuts_each else parameters_of_group)(
+            check_group_consistent(groups, group_of_ranks.partitions, root)
+            for parameter_part in (join_sub_group_parameters if first.cuts_each else join_group_parameters)(
                 group_of_ranks.named, groups, root
             ):
                 by_name.setdefault(parameter_part.name, []).append(parameter_part)
-        yield from map(join_ranks, by_name.values())
+        yield from map(join_expert_parameters, by_name.values())
 
 
-def join_ranks(parts: Sequence[ZeroParameter]) -> ZeroParameter:
+def join_expert_parameters(parameters: Sequence[ZeroParameter]) -> ZeroParameter:
     """Return a parameter with the experts of all ranks, concatenated along axis 0."""
     moments = {
-        state_name: concatenate([part.moments[state_name] for part in parts], 0) for state_name in parts[0].moments
+        state_name: concatenate([part.moments[state_name] for part in parameters], 0)
+        for state_name in parameters[0].moments
     }
-    return replace(parts[0], master=concatenate([part.master for part in parts], 0), moments=moments)
+    return replace(parameters[0], master=concatenate([part.master for part in parameters], 0), moments=moments)
 
 
-def join_slices(parts: Sequence[ZeroParameter], sliced: SlicedParameter) -> ZeroParameter:
+def join_sliced_parameters(parameters: Sequence[ZeroParameter], sliced: SlicedParameter) -> ZeroParameter:
     """Return a parameter joined from tensor-parallel slices. Raises `Corrupt` if optimizer states differ."""
-    first = parts[0]
-    if any(part.moments.keys() != first.moments.keys() or part.settings != first.settings for part in parts):
+    first = parameters[0]
+    if any(part.moments.keys() != first.moments.keys() or part.settings != first.settings for part in parameters):
         raise Corrupt("the ranks of tensor parallelism have different states of it", tensor=first.name)
-    moments = {state_name: sliced.join([part.moments[state_name] for part in parts]) for state_name in first.moments}
-    return replace(first, master=sliced.join([part.master for part in parts]), moments=moments)
+    moments = {
+        state_name: sliced.join_parts([part.moments[state_name] for part in parameters]) for state_name in first.moments
+    }
+    return replace(first, master=sliced.join_parts([part.master for part in parameters]), moments=moments)
 
 
-def check_consistent(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
+def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
     """Check that all ranks saved the same states, paddings and dtypes for a group.
 
     Raises `Unsupported` if the group has another number of ranks, `Corrupt` if the ranks differ.
@@ -162,7 +165,7 @@ def check_consistent(groups: Sequence[PartitionedGroup], partitions: Sequence[Pa
                 raise Corrupt(f"the dtype of `{name}` differs from the dtype in `{partitions[0].path}`", path=path)
 
 
-def parameters_of_group(
+def join_group_parameters(
     named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
 ) -> Iterator[ZeroParameter]:
     """Yield the parameters of a group of ZeRO 1 or 2."""
@@ -174,13 +177,13 @@ def parameters_of_group(
     at = end = 0
     for (name, shape), padding in zip(named.items(), paddings, strict=True):
         end = at + prod(shape)
-        yield join_parameter(name, shape, groups, list(runs_in_row(at, prod(shape), size, len(groups))))
+        yield join_parameter(name, shape, groups, list(ranges_in_joined_buffers(at, prod(shape), size, len(groups))))
         at = end + padding
-    for buffers in buffers_of(groups):
-        check_row(buffers, end, root)
+    for buffers in buffers_of_ranks(groups):
+        check_buffer_lengths(buffers, end, root)
 
 
-def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
+def check_buffer_lengths(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
     """Raise `Corrupt` unless the buffers contain `needed` elements plus at most the padding at the end."""
     size, total = buffers[0].box.numel, sum(buffer.box.numel for buffer in buffers)
     for buffer in buffers[1:]:
@@ -195,24 +198,24 @@ def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
         raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
 
 
-def parameters_of_sub_group(
+def join_sub_group_parameters(
     named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
 ) -> Iterator[ZeroParameter]:
     """Yield the parameters of a sub-group of ZeRO 3."""
     ranks = len(groups)
-    needed = sum(share_of(prod(shape), ranks) for shape in named.values())
-    for buffer in (buffer for buffers in buffers_of(groups) for buffer in buffers):
+    needed = sum(padded_elements_per_rank(prod(shape), ranks) for shape in named.values())
+    for buffer in (buffer for buffers in buffers_of_ranks(groups) for buffer in buffers):
         if buffer.box.numel != needed:
             message = f"expected {needed} elements on each of {ranks} ranks, found {buffer.box.numel}"
             hint = f"{_HINT}; ckptkit does not read MiCS, which shards among fewer ranks"
             raise Corrupt(message, path=root / buffer.path, hint=hint)
     at = 0
     for name, shape in named.items():
-        yield join_parameter(name, shape, groups, list(runs_of_each(at, prod(shape), ranks)))
-        at += share_of(prod(shape), ranks)
+        yield join_parameter(name, shape, groups, list(ranges_in_each_buffer(at, prod(shape), ranks)))
+        at += padded_elements_per_rank(prod(shape), ranks)
 
 
-def buffers_of(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
+def buffers_of_ranks(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
     """Yield the buffers of all ranks: first the master weights, then each optimizer state."""
     yield [group.masters for group in groups]
     for name in groups[0].moments:
@@ -220,10 +223,10 @@ def buffers_of(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
 
 
 def join_parameter(
-    name: str, shape: Shape, groups: Sequence[PartitionedGroup], runs: Sequence[RankRun]
+    name: str, shape: Shape, groups: Sequence[PartitionedGroup], ranges: Sequence[RankRun]
 ) -> ZeroParameter:
     """Return the parameter that consists of runs in the buffers of the ranks."""
     first = groups[0]
-    masters, *moments = (join_runs(shape, runs, buffers) for buffers in buffers_of(groups))
+    masters, *moments = (join_ranges(shape, ranges, buffers) for buffers in buffers_of_ranks(groups))
     by_name = dict(zip(first.moments, moments, strict=True))
     return ZeroParameter(name, masters, by_name, first.flattening, first.values, first.settings)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.conversion.as_consolidated import ConsolidatedView, as_consolidated
-from ckptkit.conversion.convert import with_left_behind
+from ckptkit.conversion.as_consolidated import ConsolidatedView, open_as_consolidated
+from ckptkit.conversion.convert import with_not_copied_files
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.io.destination import to_destination
 from ckptkit.io.origin import Origin
@@ -18,11 +18,11 @@ from ckptkit.io.path import to_path
 from ckptkit.io.progress import Progress
 from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
-from ckptkit.state.directories import check_free, require_outside, require_separate_destination
+from ckptkit.state.directories import require_free_or_replaceable, require_outside, require_separate_destination
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import Keywords
-from ckptkit.state.pipeline import write
-from ckptkit.state.report import Converted, complete, report
+from ckptkit.state.pipeline import write_output
+from ckptkit.state.report import Converted, complete_result, predict_result
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.chain import DeltaChain, Patched
@@ -52,26 +52,28 @@ def apply(
     if not given:
         raise Usage("expected at least one delta to apply, found none", hint="run `ckptkit apply BASE DELTA OUT`")
     output = to_destination(out)
-    check_free(output, overwrite=overwrite, is_file=False)
+    require_free_or_replaceable(output, overwrite=overwrite, is_file=False)
     options: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
     if dtype:
         options["dtype"] = dtype
-    opened = as_consolidated(base, options, output)
+    opened = open_as_consolidated(base, options, output)
     require_separate_destination(opened.checkpoint, output, opened.draft.writer)
     paths = [to_path(path) for path in given]
     for path in paths:
         require_outside(path, output)
     chain = open_chain(paths)
     conversion = draft_apply(opened, chain, jobs)
-    prospect = report(conversion, time.perf_counter() - began)
+    prospect = predict_result(conversion, time.perf_counter() - began)
     if dry_run:
         return prospect
     try:
-        written = write(conversion)
+        written = write_output(conversion)
     except Corrupt as error:  # the CRC-32 of a result differs: blame the delta for changed tensors, else the base
         is_changed = error.tensor in chain.specs
-        raise error.blame(path=chain.file_of(str(error.tensor)) if is_changed else opened.path) from error.__cause__
-    return complete(conversion, prospect, written, time.perf_counter() - began)
+        raise error.blame(
+            path=chain.last_payload_path_of(str(error.tensor)) if is_changed else opened.path
+        ) from error.__cause__
+    return complete_result(conversion, prospect, written, time.perf_counter() - began)
 
 
 def open_chain(deltas: Sequence[Path]) -> DeltaChain:
@@ -86,38 +88,38 @@ def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> 
 
     Raises `Mismatch` if `base` is not the base of the first delta.
     """
-    from ckptkit.plugins.deltas.identity import sums_of
+    from ckptkit.plugins.deltas.identity import checksum_by_tensor
     from ckptkit.plugins.deltas.verify_delta import check_delta
 
     chain.check_specs(base.layout)
     for delta in chain.deltas:
         check_delta(delta)
-    sums = sums_of(base.layout, jobs=jobs)
+    sums = checksum_by_tensor(base.layout, jobs=jobs)
     chain.check_base(base.layout, sums)
     conversion = replace(
         base.conversion,
         drafts=[draft_with_changes(base, chain, sums)],
         origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in chain.deltas)],
     )
-    return with_left_behind(conversion, [base.checkpoint])
+    return with_not_copied_files(conversion, [base.checkpoint])
 
 
 def draft_with_changes(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, int]) -> Draft:
     """Return the draft of `base` with the changes of the chain, in the shards of `base`."""
     draft = base.draft
-    options = WriterOptions(base.conversion.options.max_shard_size, places=shards_of(base))
+    options = WriterOptions(base.conversion.options.max_shard_size, places=find_file_by_tensor(base))
     read_paths = [path for delta in chain.deltas for path in (delta.path / name for name in sorted(delta.layout.files))]
     return replace(
         draft,
         sources=(*draft.sources, *(delta.layout for delta in chain.deltas)),
         read=(*draft.read, *read_paths),
-        files=draft.writer.arrange(draft.wanted, options),
-        recipes=recipes_of(chain, draft.wanted),
-        sums={**sums, **chain.sums},
+        files=draft.writer.lay_out_files(draft.wanted, options),
+        recipes=patch_recipes_by_name(chain, draft.wanted),
+        sums={**sums, **chain.final_checksums},
     )
 
 
-def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
+def find_file_by_tensor(base: ConsolidatedView) -> Mapping[str, str] | None:
     """Return the file of each tensor if the base is a Hugging Face model; None for other formats."""
     layout = base.draft.wanted
     if layout.format != base.draft.writer.name or layout.world_size is not None or not base.path.is_dir():
@@ -128,7 +130,7 @@ def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
     return file_of_tensor if len(files) > 1 or files <= written_files else None
 
 
-def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
+def patch_recipes_by_name(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
     """Return a recipe for each changed tensor, which starts from the base or from a full tensor in a delta."""
     from ckptkit.plugins.deltas.chain import LoadedChanges, Patched
     from ckptkit.plugins.deltas.open_delta import WHOLE
@@ -136,7 +138,7 @@ def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
     changes = LoadedChanges(chain)
     recipes = {}
     for name, spec in chain.specs.items():
-        last = chain.last_whole(name)
+        last = chain.find_last_full_delta(name)
         operand = Operand(0, name, spec.dtype) if last is None else Operand(last + 1, name + WHOLE, spec.dtype)
         shape = base.tensors[name].shape_of_chunks if last is None else spec.shape
         recipes[name] = Patched(operand, name, shape, changes)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, show
-from ckptkit.cli.output import Json, Quiet, pick, print_json, progress_bar, say
+from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, print_result
+from ckptkit.cli.output import Json, Quiet, pick, print_json, print_text_line, progress_bar
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
 from ckptkit.words import count
@@ -60,7 +60,7 @@ def apply(
     from ckptkit.plugins.deltas.apply import apply as run
 
     if in_place:
-        change_in_place(paths, [dtype, overwrite, dry_run, jobs, no_sync], json=json)
+        run_apply_in_place(paths, [dtype, overwrite, dry_run, jobs, no_sync], json=json)
         return
     if len(paths) < 3:
         raise Usage(
@@ -79,10 +79,10 @@ def apply(
             sync=not no_sync,
             progress=progress,
         )
-    show(base, done, "patched a copy of", json=json)
+    print_result(base, done, "patched a copy of", json=json)
 
 
-def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> None:
+def run_apply_in_place(paths: list[Path], others: list[object], *, json: bool) -> None:
     """Run `ckptkit apply LOCAL ROOT --in-place`. Raises `Usage` if any of `others`, the other options, is set."""
     from ckptkit.plugins.deltas.apply_in_place import apply_in_place
 
@@ -95,4 +95,4 @@ def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> N
         print_json(pick(done, "path", "deltas", "tensors", "elements", "unfinished") | {"completed": done.is_completed})
         return
     for line in done.summary():
-        say(line)
+        print_text_line(line)

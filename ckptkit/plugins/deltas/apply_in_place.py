@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.as_consolidated import as_consolidated
+from ckptkit.conversion.as_consolidated import open_as_consolidated
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, translate_os_errors
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.io.file import names_in
-from ckptkit.io.path import to_local, to_path
+from ckptkit.io.path import to_local_path, to_path
 from ckptkit.layout import Layout
 from ckptkit.plugins.deltas import in_place
-from ckptkit.plugins.deltas.chain import DeltaChain, short
-from ckptkit.plugins.deltas.identity import identify, sums_of
+from ckptkit.plugins.deltas.chain import DeltaChain, short_id
+from ckptkit.plugins.deltas.identity import checksum_by_tensor, identity_of_model
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import Delta, open_delta
-from ckptkit.plugins.deltas.record import RECORD, is_delta, is_unfinished
+from ckptkit.plugins.deltas.record import RECORD, is_complete_delta, is_unfinished_delta
 from ckptkit.plugins.deltas.verify_delta import check_delta
 from ckptkit.summary import Summarized
 from ckptkit.words import count
@@ -68,29 +68,29 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
     new, or the same call completes the update. A server that has mapped the files sees a mixture of old and new
     weights. Raises `Mismatch` if no delta is for this model, and the errors of a bad delta, before it changes anything.
     """
-    path, source = to_local(local), to_path(root)
+    path, source = to_local_path(local), to_path(root)
     if not path.is_dir():
         raise NotACheckpoint("expected a directory with a Hugging Face model", path=path)
-    with in_place.locked(path):
-        in_place.clear(path)
+    with in_place.locked_model(path):
+        in_place.remove_leftovers(path)
         is_completed = in_place.has_journal(path)
         if is_completed:
             in_place.complete_journal(path)
-        model = open_plain(path)
-        sums = sums_of(model)
+        model = open_contiguous_model(path)
+        sums = checksum_by_tensor(model)
         update = find_update(model, sums, source)
         if not update.deltas:
             return ChangedInPlace(path, (), is_completed=is_completed, unfinished=update.unfinished)
         require_own_files(path, model)
-        record = in_place.change(path, model, sums, update.successor)
+        record = in_place.write_change_journal(path, model, sums, update.successor)
         in_place.complete_journal(path)
     return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed, update.unfinished)
 
 
-def open_plain(path: Path) -> Layout:
+def open_contiguous_model(path: Path) -> Layout:
     """Return the layout of a Hugging Face model in which every tensor is contiguous in one file."""
     component = Checkpoint.open(path).model_component
-    layout = replace(locate(component.layout), blobs={}, twins={}, keys={})
+    layout = replace(locate_all_chunks(component.layout), blobs={}, twins={}, keys={})
     if layout.format != "hf" or layout.world_size is not None or component.path != path:
         hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
         raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
@@ -113,34 +113,34 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
     """Return the update of the model that the deltas in `root` describe."""
     if not root.is_dir():
         raise NotACheckpoint("expected a directory with deltas", path=root)
-    if is_delta(root) or is_unfinished(root):
-        return update_by_deltas(model, sums, [root], root)
+    if is_complete_delta(root) or is_unfinished_delta(root):
+        return find_update_by_deltas(model, sums, [root], root)
     candidates = [root / name for name in sorted(names_in(root))]
-    delta_paths = [path for path in candidates if is_delta(path)]
+    delta_paths = [path for path in candidates if is_complete_delta(path)]
     if not delta_paths:
         raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
-    unfinished = tuple(filter(is_unfinished, candidates))
-    return update_by_deltas(model, sums, delta_paths, root)._replace(unfinished=unfinished)
+    unfinished = tuple(filter(is_unfinished_delta, candidates))
+    return find_update_by_deltas(model, sums, delta_paths, root)._replace(unfinished=unfinished)
 
 
-def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], root: Path) -> Update:
+def find_update_by_deltas(model: Layout, sums: Mapping[str, int], delta_paths: list[Path], root: Path) -> Update:
     """Return the update from the deltas that continue from the model's state; file names do not set the order.
 
     Raises `Mismatch` if no delta fits, `Usage` if two deltas have the same base.
     """
-    require_as_consolidated(model)
+    require_consolidated_form(model)
     by_base: dict[str, Delta] = {}
-    deltas = [open_delta(path) for path in found]
+    deltas = [open_delta(path) for path in delta_paths]
     for delta in deltas:
         if (other := by_base.get(delta.record.base)) and other.record.new != delta.record.new:
-            message = f"expected one delta of base {short(delta.record.base)}, also found {other.path.name}"
+            message = f"expected one delta of base {short_id(delta.record.base)}, also found {other.path.name}"
             raise Usage(message, path=delta.path, hint="pass one of them instead of the directory")
         by_base[delta.record.base] = delta
-    identity = identify(model.specs, sums)
+    identity = identity_of_model(model.specs, sums)
     if identity not in by_base and all(delta.record.new != identity for delta in deltas):
         if len(deltas) == 1:
             DeltaChain.of(deltas).check_base(model, sums)
-        message = f"expected a delta of base {short(identity)}, found {count(len(deltas), 'delta')} of others"
+        message = f"expected a delta of base {short_id(identity)}, found {count(len(deltas), 'delta')} of others"
         raise Mismatch(message, path=root, hint="a delta is missing, or this model was not made from them")
     chain: list[Delta] = []
     while identity in by_base and by_base[identity] not in chain:
@@ -153,9 +153,9 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
     return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, full_chain))
 
 
-def require_as_consolidated(model: Layout) -> None:
+def require_consolidated_form(model: Layout) -> None:
     """Raise `Unsupported` unless the model is stored as `consolidate` would write it: deltas refer to that form."""
-    wanted = as_consolidated(model.root, {}, model.root).layout.specs
+    wanted = open_as_consolidated(model.root, {}, model.root).layout.specs
     for name in sorted(model.specs.keys() | wanted.keys()):
         if model.specs.get(name) != wanted.get(name):
             message = f"`consolidate` would write {wanted.get(name, 'no such tensor')}, found {model.specs.get(name)}"

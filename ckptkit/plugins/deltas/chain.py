@@ -15,11 +15,11 @@ import numpy as np
 
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.box import Box, Shape, span_of, whole
+from ckptkit.layout.box import Box, Shape, full_box, span_of
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.changes import Array, Changes, load_changes, merge_changes
-from ckptkit.plugins.deltas.identity import identify
+from ckptkit.plugins.deltas.identity import identity_of_model
 from ckptkit.plugins.deltas.open_delta import Delta
 from ckptkit.plugins.deltas.record import RECORD
 
@@ -39,7 +39,7 @@ class LoadedChanges:
             if name not in self._cache:
                 while len(self._cache) >= _KEPT:
                     del self._cache[next(iter(self._cache))]
-                self._cache[name] = self._chain.load(name)
+                self._cache[name] = self._chain.find_changes_of(name)
             return self._cache[name]
 
 
@@ -48,17 +48,17 @@ class Patched:
 
     def __init__(self, operand: Operand, name: str, shape: Shape, changes: LoadedChanges) -> None:
         self.operands = (operand,)
-        self._name, self._box, self._changes = name, whole(shape), changes
+        self._name, self._box, self._changes = name, full_box(shape), changes
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
         """Return the elements of a box after the change; the box must be contiguous in row-major order."""
         changes = self._changes[self._name]
         if changes is not None:
-            put_into(blocks[0], span_of(box, self._box, None).start, changes, dtype.itemsize)
+            write_changes_into(blocks[0], span_of(box, self._box, None).start, changes, dtype.itemsize)
         return blocks[0], False
 
 
-def put_into(block: memoryview, first: int, changes: Changes, itemsize: int) -> int:
+def write_changes_into(block: memoryview, first: int, changes: Changes, itemsize: int) -> int:
     """Write the new values into a block that begins at element `first`, and return how many were written."""
     count = len(block) // itemsize
     low, high = np.searchsorted(changes.positions, np.array([first, first + count], changes.positions.dtype))
@@ -83,15 +83,14 @@ class DeltaChain:
         """Return the chain of deltas. Raises `Mismatch` if a delta does not continue from the one before it."""
         for earlier, later in pairwise(deltas):
             if later.record.base != earlier.record.new:
-                message = (
-                    f"expected a delta of base {short(earlier.record.new)}, found one of {short(later.record.base)}"
-                )
+                expected, found = short_id(earlier.record.new), short_id(later.record.base)
+                message = f"expected a delta of base {expected}, found one of {found}"
                 hint = f"a delta is missing between {earlier.path} and this one, or the deltas are in the wrong order"
                 raise Mismatch(message, path=later.path, hint=hint)
         return cls(tuple(deltas))
 
     @property
-    def sums(self) -> dict[str, int]:
+    def final_checksums(self) -> dict[str, int]:
         """Return the final CRC-32 of each tensor that changes."""
         return {name: tensor.crc32_new for delta in self.deltas for name, tensor in delta.record.tensors.items()}
 
@@ -100,20 +99,20 @@ class DeltaChain:
         """Return dtype and shape of each tensor that changes."""
         return {name: tensor.spec for delta in self.deltas for name, tensor in delta.record.tensors.items()}
 
-    def last_whole(self, name: str) -> int | None:
+    def find_last_full_delta(self, name: str) -> int | None:
         """Return the index of the last delta that contains the full tensor; None if there is none."""
-        return max((i for i, delta in enumerate(self.deltas) if delta.holds_whole(name)), default=None)
+        return max((i for i, delta in enumerate(self.deltas) if delta.has_full_tensor(name)), default=None)
 
-    def load(self, name: str) -> Changes | None:
+    def find_changes_of(self, name: str) -> Changes | None:
         """Return the changes of a tensor since the last delta that contains it in full; None without changes."""
-        last = self.last_whole(name)
+        last = self.find_last_full_delta(name)
         later = self.deltas[0 if last is None else last + 1 :]
         changes = [load_changes(delta, name) for delta in later if name in delta.record.tensors]
         return merge_changes(changes) if changes else None
 
-    def file_of(self, name: str) -> Path:
+    def last_payload_path_of(self, name: str) -> Path:
         """Return the file of the last delta that changes the tensor."""
-        return next(delta.file_of(name) for delta in reversed(self.deltas) if name in delta.record.tensors)
+        return next(delta.payload_path_of(name) for delta in reversed(self.deltas) if name in delta.record.tensors)
 
     def check_base(self, base: Layout, sums: Mapping[str, int]) -> None:
         """Check that the model with these checksums is the base of the first delta.
@@ -121,11 +120,11 @@ class DeltaChain:
         Raises `Mismatch` for another model, and `Corrupt` if a delta does not produce the model that it names.
         """
         self.check_specs(base)
-        first, identity = self.deltas[0].record, identify(base.specs, sums)
+        first, identity = self.deltas[0].record, identity_of_model(base.specs, sums)
         if identity == first.base:
-            self._check_results(base, sums)
+            self._check_identities(base, sums)
             return
-        message = f"expected base {short(first.base)}, found {short(identity)}{self._describe_mismatch(sums)}"
+        message = f"expected base {short_id(first.base)}, found {short_id(identity)}{self._describe_mismatch(sums)}"
         hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
         if identity == self.deltas[-1].record.new:
             message, hint = (
@@ -134,12 +133,12 @@ class DeltaChain:
             )
         raise Mismatch(message, path=base.root, hint=hint)
 
-    def _check_results(self, base: Layout, sums: Mapping[str, int]) -> None:
+    def _check_identities(self, base: Layout, sums: Mapping[str, int]) -> None:
         after = dict(sums)
         for delta in self.deltas:
             after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
-            if (identity := identify(base.specs, after)) != delta.record.new:
-                message = f"expected weights {short(delta.record.new)} after the delta, found {short(identity)}"
+            if (identity := identity_of_model(base.specs, after)) != delta.record.new:
+                message = f"expected weights {short_id(delta.record.new)} after the delta, found {short_id(identity)}"
                 raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
 
     def _describe_mismatch(self, sums: Mapping[str, int]) -> str:
@@ -158,12 +157,12 @@ class DeltaChain:
             if tensor.spec != spec:
                 hint = (
                     f"`ckptkit apply --dtype {spec.dtype}` casts the base first"
-                    if tensor.spec.dtype.can_become(spec.dtype)
+                    if tensor.spec.dtype.is_castable_to(spec.dtype)
                     else None
                 )
                 message = f"expected {spec} as in the delta, found {tensor.spec}"
                 raise Mismatch(message, path=base.root, tensor=name, hint=hint)
 
 
-def short(identity: str) -> str:
+def short_id(identity: str) -> str:
     return identity[:_SHOWN]

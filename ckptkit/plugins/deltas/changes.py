@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.check_sources import Sources
-from ckptkit.engine.compare import are_equal
-from ckptkit.engine.copy import scrub
+from ckptkit.engine.compare import are_equal_buffers
+from ckptkit.engine.copy import reread_unchecked_ranges
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.read import read
-from ckptkit.engine.visit import Pieces, Worker, visit
+from ckptkit.engine.read import read_box
+from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.progress import Told
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.plan import Plan, Target, targets_for
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, Delta
 
@@ -34,19 +34,19 @@ def load_changes(delta: Delta, name: str) -> Changes:
     Raises `Corrupt` for positions that are not strictly increasing or outside the tensor, and for damaged bytes.
     """
     tensor = delta.record.tensors[name]
-    (positions, values) = (read_all(delta, name + suffix) for suffix in (INDICES, VALUES))
+    (positions, values) = (read_delta_tensor(delta, name + suffix) for suffix in (INDICES, VALUES))
     indices: Array = np.frombuffer(positions, delta.layout.tensors[name + INDICES].spec.dtype.name)
     check_positions(delta, name, indices, tensor.spec.numel)
-    return Changes(indices, view(values, tensor.spec.dtype.itemsize))
+    return Changes(indices, as_unsigned_elements(values, tensor.spec.dtype.itemsize))
 
 
-def read_all(delta: Delta, key: str) -> bytearray:
-    return read(delta.layout, key, whole(delta.layout.tensors[key].spec.shape))
+def read_delta_tensor(delta: Delta, key: str) -> bytearray:
+    return read_box(delta.layout, key, full_box(delta.layout.tensors[key].spec.shape))
 
 
 def check_positions(delta: Delta, name: str, positions: Array, numel: int) -> None:
     """Raise `Corrupt` unless the positions are strictly increasing and inside the tensor."""
-    path = delta.file_of(name)
+    path = delta.payload_path_of(name)
     if positions[0] < 0 or positions[-1] >= numel or positions.max() >= numel or positions.min() < 0:
         wrong = int(positions[(positions < 0) | (positions >= numel)][0])
         raise Corrupt(f"expected positions from 0 to {numel - 1}, found {wrong}", path=path, tensor=name)
@@ -58,15 +58,15 @@ def check_positions(delta: Delta, name: str, positions: Array, numel: int) -> No
         raise Corrupt(f"expected strictly increasing positions, found {problem}", path=path, tensor=name)
 
 
-def merge_changes(found: Sequence[Changes]) -> Changes:
+def merge_changes(changes_in_order: Sequence[Changes]) -> Changes:
     """Return the changes of several deltas to one tensor as one; later deltas win."""
-    if len(found) == 1:
-        return found[0]
-    positions = np.concatenate([changes.positions for changes in found])
+    if len(changes_in_order) == 1:
+        return changes_in_order[0]
+    positions = np.concatenate([changes.positions for changes in changes_in_order])
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
     is_last = np.append(positions[1:] != positions[:-1], np.ones(1, np.bool_))
-    values = np.concatenate([changes.values for changes in found])[order]
+    values = np.concatenate([changes.values for changes in changes_in_order])[order]
     return Changes(positions[is_last], values[is_last])
 
 
@@ -80,7 +80,7 @@ class Changes(NamedTuple):
     values: Array
 
     @property
-    def number(self) -> int:
+    def change_count(self) -> int:
         return len(self.positions)
 
 
@@ -96,62 +96,62 @@ class SumsOfBoth:
     checked_bytes: int
 
 
-def view(data: memoryview | bytes | bytearray, itemsize: int) -> Array:
+def as_unsigned_elements(data: memoryview | bytes | bytearray, itemsize: int) -> Array:
     """Return the elements as unsigned integers of their width, or as raw bytes above 8 bytes."""
     elements: Array = np.frombuffer(data, f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
     return elements
 
 
-def changes_in(old: memoryview, new: memoryview, itemsize: int) -> Changes:
+def differing_elements(old: memoryview, new: memoryview, itemsize: int) -> Changes:
     """Return the elements of `new` whose bits differ from `old`; positions start at 0."""
     word_size = min(itemsize, 8)
-    differ = view(old, word_size) != view(new, word_size)
+    differ = as_unsigned_elements(old, word_size) != as_unsigned_elements(new, word_size)
     if itemsize > word_size:
         differ = differ.reshape(-1, itemsize // word_size).any(axis=1)
     positions = np.flatnonzero(differ)
-    return Changes(positions, view(new, itemsize)[positions])
+    return Changes(positions, as_unsigned_elements(new, itemsize)[positions])
 
 
-def find_changes(
-    before: Layout, after: Layout, take: Take, *, jobs: int | None = None, progress: Told | None = None
+def pass_changes_to(
+    before: Layout, after: Layout, sink: Take, *, jobs: int | None = None, progress: Told | None = None
 ) -> SumsOfBoth:
-    """Compare two located layouts with the same tensors, dtypes and shapes, and pass each change to `take`.
+    """Compare two located layouts with the same tensors, dtypes and shapes, and pass each change to `sink`.
 
-    `take` gets the blocks of a tensor in any order, from one thread at a time. The checksum of every chunk that has one
+    `sink` gets the blocks of a tensor in any order, from one thread at a time. The checksum of every chunk that has one
     is verified.
     """
-    plan = Plan(before, after, tuple(targets_of(before, after)), (after,))
+    plan = Plan(before, after, tuple(row_major_targets(before, after)), (after,))
     sources = Sources(plan, Ledger())
     sums: tuple[Checksums[str], Checksums[str]] = (Checksums(), Checksums())
 
     def compare_block(worker: Worker, block: Block) -> tuple[int, int, Changes | None]:
-        old, new = worker.read(block, 0), worker.read(block, 1)
+        old, new = worker.read_input(block, 0), worker.read_input(block, 1)
         crc = crc32(old)
-        if are_equal(old, new):
+        if are_equal_buffers(old, new):
             return crc, crc, None
-        return crc, crc32(new), changes_in(old, new, block.target.chunk.dtype.itemsize)
+        return crc, crc32(new), differing_elements(old, new, block.target.chunk.dtype.itemsize)
 
     def record_block(block: Block, seen: tuple[int, int, Changes | None], pieces: Pieces) -> None:
-        sources.note(pieces)
+        sources.record_reads(pieces)
         name, changes = block.target.name, seen[2]
         for checksums, crc in zip(sums, seen[:2], strict=True):
             checksums.add(name, block.start, block.nbytes, crc)
         if changes is not None:
-            take(name, block.start // block.target.chunk.dtype.itemsize, changes)
+            sink(name, block.start // block.target.chunk.dtype.itemsize, changes)
         if progress:
             progress(2 * block.nbytes)
 
-    visit(plan, compare_block, record_block, jobs, sums=sources.compares)
-    scrub(sources, jobs)
+    visit_blocks(plan, compare_block, record_block, jobs, sums=sources.is_awaiting_comparison)
+    reread_unchecked_ranges(sources, jobs)
     specs = before.specs
     before_sums, after_sums = (
-        {name: checksums.whole(name, spec.nbytes) or 0 for name, spec in specs.items()} for checksums in sums
+        {name: checksums.find_complete(name, spec.nbytes) or 0 for name, spec in specs.items()} for checksums in sums
     )
     return SumsOfBoth(before_sums, after_sums, sources.checked_bytes)
 
 
-def targets_of(before: Layout, after: Layout) -> Iterator[Target]:
+def row_major_targets(before: Layout, after: Layout) -> Iterator[Target]:
     """Yield each tensor as a contiguous row-major target."""
     for name, spec in before.specs.items():
-        chunk = Chunk(whole(spec.shape), name, 0, spec.nbytes, spec.dtype)
+        chunk = Chunk(full_box(spec.shape), name, 0, spec.nbytes, spec.dtype)
         yield from targets_for(name, StoredTensor(spec, (chunk,)), (before, after))

@@ -11,17 +11,17 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.manifest import source_record_of
 from ckptkit.checkpoints.model_facts import ModelFacts
-from ckptkit.conversion.as_consolidated import ConsolidatedView, both_consolidated
-from ckptkit.conversion.convert import warn_of_weights
+from ckptkit.conversion.as_consolidated import ConsolidatedView, open_both_as_consolidated
+from ckptkit.conversion.convert import warn_of_inconsistent_weights
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
-from ckptkit.io.allocation import make_folder
+from ckptkit.io.allocation import make_directory
 from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.file import file_size, names_in
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Progress, Told, report_progress
+from ckptkit.io.progress import Progress, Told, make_progress_reporter
 from ckptkit.io.staging import Stage
 from ckptkit.models.computation import describe_differences
 from ckptkit.plugins.deltas.record import DeltaRecord
@@ -95,19 +95,19 @@ def delta(
     """
     began = time.perf_counter()
     output = to_destination(out)
-    require_absent(output)
-    sides = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
+    require_free_output(output)
+    sides = open_both_as_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
     for side in sides:
         require_separate_destination(side.checkpoint, output, side.draft.writer)
-    pair = ComparedPair(sides, jobs, report_progress(progress, 2 * sides[0].layout.nbytes))
+    pair = ComparedPair(sides, jobs, make_progress_reporter(progress, 2 * sides[0].layout.nbytes))
     if dry_run:
-        written = pair.measure(output)
+        written = pair.plan_delta(output)
         if not force:
-            require_small(written)
+            require_smaller_than_model(written)
     elif is_remote(output):
-        written = pair.send(output, force=force)
+        written = pair.write_to_store(output, force=force)
     else:
-        written = pair.write(output, output, force=force, sync=sync)
+        written = pair.write_to_directory(output, output, force=force, sync=sync)
     return replace(written, seconds=time.perf_counter() - began)
 
 
@@ -119,23 +119,23 @@ class ComparedPair:
     jobs: int | None
     told: Told | None
 
-    def measure(self, output: Path) -> WrittenDelta:
-        """Return the delta that `write` would write."""
+    def plan_delta(self, output: Path) -> WrittenDelta:
+        """Return the delta that `write_to_directory` would write."""
         from ckptkit.plugins.deltas.spool import Spool
 
         with Spool(None, self.sides[0].layout.specs) as spool:
-            return self.report(output, *self.find(spool))
+            return self.make_written_delta(output, *self.find_changes(spool))
 
-    def send(self, output: Path, *, force: bool) -> WrittenDelta:
+    def write_to_store(self, output: Path, *, force: bool) -> WrittenDelta:
         """Write the delta to a temporary directory, then copy it to an object store. The result is atomic."""
         from ckptkit.hub.cp import cp
 
         with TemporaryDirectory(prefix="ckptkit-") as temporary:
-            written = self.write(output, Path(temporary, "delta"), force=force, sync=False)
+            written = self.write_to_directory(output, Path(temporary, "delta"), force=force, sync=False)
             cp(Path(temporary, "delta"), output, jobs=self.jobs)
         return written
 
-    def write(self, output: Path, staging: Path, *, force: bool, sync: bool) -> WrittenDelta:
+    def write_to_directory(self, output: Path, staging: Path, *, force: bool, sync: bool) -> WrittenDelta:
         """Write the delta to `output` by way of directory `staging`. The result is atomic."""
         from ckptkit.plugins.deltas.spool import Spool
         from ckptkit.plugins.deltas.write_delta import write_delta
@@ -144,16 +144,16 @@ class ComparedPair:
         stage = Stage(staging, sync=sync)
         try:
             stage.open()
-            make_folder(stage.work)
-            with Spool(stage.work / "changes", self.sides[0].layout.specs) as spool:
-                changes, checked = self.find(spool)
-                written = self.report(output, changes, checked)
+            make_directory(stage.notes_directory)
+            with Spool(stage.notes_directory / "changes", self.sides[0].layout.specs) as spool:
+                changes, checked = self.find_changes(spool)
+                written = self.make_written_delta(output, changes, checked)
                 if not force:
-                    require_small(written)
-                source = {**source_of(self.sides[1].layout), "base": str(self.sides[0].path.absolute())}
+                    require_smaller_than_model(written)
+                source = {**source_record_of(self.sides[1].layout), "base": str(self.sides[0].path.absolute())}
                 record = write_delta(stage.path, changes, source)
             for origin in origins:
-                origin.check()
+                origin.require_unchanged()
             files = {name: file_size(stage.path / name) for name in sorted(names_in(stage.path)) if "." in name[1:]}
             stage.commit()
         except BaseException:
@@ -161,17 +161,17 @@ class ComparedPair:
             raise
         return replace(written, record=record, files=files, dry_run=False)
 
-    def find(self, spool: Spool) -> tuple[FoundChanges, int]:
+    def find_changes(self, spool: Spool) -> tuple[FoundChanges, int]:
         """Compare all elements. Returns the changes, and the number of source bytes with a verified checksum."""
-        from ckptkit.plugins.deltas.changes import find_changes
-        from ckptkit.plugins.deltas.write_delta import FoundChanges, fill_from
+        from ckptkit.plugins.deltas.changes import pass_changes_to
+        from ckptkit.plugins.deltas.write_delta import FoundChanges, filler_from_model
 
         before, after = (side.layout for side in self.sides)
-        sums = find_changes(before, after, spool.add, jobs=self.jobs, progress=self.told)
-        changes = FoundChanges(after.specs, sums.before, sums.after, spool, fill_from(after, self.jobs))
+        sums = pass_changes_to(before, after, spool.add_block_changes, jobs=self.jobs, progress=self.told)
+        changes = FoundChanges(after.specs, sums.before, sums.after, spool, filler_from_model(after, self.jobs))
         return changes, sums.checked_bytes
 
-    def compare_configs(self) -> Iterator[str]:
+    def notes_on_configs(self) -> Iterator[str]:
         """Yield a note on each config and tokenizer that differs: a delta contains neither."""
         before, after = (ModelFacts.of(side.checkpoint) for side in self.sides)
         compared = before.compare(after)
@@ -181,24 +181,28 @@ class ComparedPair:
             yield f"a delta does not contain {files}, and the new model differs: {differences}; copy it too"
         yield from before.note_on_inputs(after)
 
-    def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
+    def make_written_delta(self, output: Path, changes: FoundChanges, checked: int) -> WrittenDelta:
         """Return the planned delta for these changes."""
         from ckptkit.plugins.deltas.nan import nan_warnings
 
-        notes = nan_warnings(found.spool.nan) if found.spool.changed else ("no tensor changed",)
+        notes = nan_warnings(changes.spool.nan) if changes.spool.changed else ("no tensor changed",)
         return WrittenDelta(
             base=self.sides[0].path,
             new=self.sides[1].path,
             output=output,
-            record=found.record(dict.fromkeys(found.payload, "")),
-            nbytes=found.payload_bytes,
-            notes=(*notes, *self.compare_configs(), *chain(*(warn_of_weights(side.checkpoint) for side in self.sides))),
+            record=changes.make_record(dict.fromkeys(changes.payload_specs_by_tensor, "")),
+            nbytes=changes.payload_bytes,
+            notes=(
+                *notes,
+                *self.notes_on_configs(),
+                *chain(*(warn_of_inconsistent_weights(side.checkpoint) for side in self.sides)),
+            ),
             checked_bytes=checked,
             dry_run=True,
         )
 
 
-def require_absent(output: Path) -> None:
+def require_free_output(output: Path) -> None:
     """Raise `Occupied` if the destination exists, `Unsupported` for a destination on the Hub."""
     if is_on_hub(output):
         hint = "write to a local directory, then `ckptkit cp` it there with --yes"
@@ -208,7 +212,7 @@ def require_absent(output: Path) -> None:
             raise Occupied("the destination exists", path=output, hint="choose another directory")
 
 
-def require_small(written: WrittenDelta) -> None:
+def require_smaller_than_model(written: WrittenDelta) -> None:
     """Raise `Unsupported` for a delta that is not much smaller than the model."""
     if written.share > LARGEST:
         message = (

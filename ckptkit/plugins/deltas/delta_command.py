@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, pick, print_json, print_note, print_table, print_text_line, progress_bar
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
 from ckptkit.words import format_bytes
@@ -81,14 +81,14 @@ def delta(
         report(done)
 
 
-def show_files(done: WrittenDelta) -> None:
+def print_summary_and_files(done: WrittenDelta) -> None:
     """Print the summary and the table of written files."""
     first, *further_lines = done.summary()
-    say(first)
+    print_text_line(first)
     if done.files:
         print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
     for line in further_lines:
-        say(line)
+        print_text_line(line)
 
 
 def to_json(done: WrittenDelta) -> dict[str, Any]:
@@ -110,6 +110,6 @@ def to_json(done: WrittenDelta) -> dict[str, Any]:
 
 def report(done: WrittenDelta) -> None:
     """Print the result as text."""
-    show_files(done)
+    print_summary_and_files(done)
     for text in done.notes:
-        note(f"note: {text}")
+        print_note(f"note: {text}")

@@ -17,21 +17,21 @@ import numpy as np
 
 from ckptkit.checkpoints.manifest import FileSum, read_manifest
 from ckptkit.checkpoints.seal import replace_manifest
-from ckptkit.engine.compare import fingerprints
-from ckptkit.engine.scan import sum_file
+from ckptkit.engine.compare import row_major_checksums
+from ckptkit.engine.scan import file_checksum
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Mismatch, translate_os_errors
-from ckptkit.formats import find_format
+from ckptkit.formats import require_known_format
 from ckptkit.formats.protocols import JOURNAL
-from ckptkit.io.allocation import make_folder
+from ckptkit.io.allocation import make_directory
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.disk import lock_path, remove, retry_interrupted, sync_path, sync_tree
-from ckptkit.io.file import OpenFiles, file_size, is_there, read_at
-from ckptkit.io.locks import acquire, release
-from ckptkit.io.staging import clear_dead
+from ckptkit.io.disk import lock_path, remove_path, retry_interrupted, sync_directory_tree, sync_path
+from ckptkit.io.file import OpenFiles, file_size, is_existing_path, read_at
+from ckptkit.io.locks import acquire_lock, release_lock
+from ckptkit.io.staging import remove_dead_leftovers
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
-from ckptkit.plugins.deltas.chain import put_into
-from ckptkit.plugins.deltas.changes import changes_in, load_changes
-from ckptkit.plugins.deltas.new_blocks import Successor, blocks_of
+from ckptkit.plugins.deltas.chain import write_changes_into
+from ckptkit.plugins.deltas.changes import differing_elements, load_changes
+from ckptkit.plugins.deltas.new_blocks import Successor, read_blocks_in_order
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import DeltaRecord
 from ckptkit.plugins.deltas.spool import Spool
@@ -40,19 +40,21 @@ from ckptkit.plugins.deltas.write_delta import FoundChanges, write_delta
 _SPOOL = ".changes"
 
 
-def write_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
+def write_delta_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
     """Create directory `root` and write the delta from `base` to its successor there.
 
     Raises `Corrupt` if the data of `base` does not match `sums`.
     """
-    make_folder(root)
+    make_directory(root)
     after = dict(sums)
     with Spool(root / _SPOOL, base.specs) as spool:
         for name in successor.specs:
             old = new = 0
-            for block in successor.blocks(name):
+            for block in successor.new_blocks_of(name):
                 old, new = crc32(block.old, old), crc32(block.new, new)
-                spool.add(name, block.first, changes_in(block.old, block.new, base.specs[name].dtype.itemsize))
+                spool.add_block_changes(
+                    name, block.first, differing_elements(block.old, block.new, base.specs[name].dtype.itemsize)
+                )
             if old != sums[name]:
                 raise Corrupt(f"expected CRC-32 {sums[name]:08x}, found {old:08x}", path=base.root, tensor=name)
             after[name] = new
@@ -64,13 +66,13 @@ def write_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Succ
             chunk = wanted.tensors[key].chunks[0]
             position = crc = 0
             with OpenFiles(wanted.root, writable=True) as files:
-                for block in successor.blocks(name):
+                for block in successor.new_blocks_of(name):
                     files[chunk.path].write_at(block.new, chunk.offset + position)
                     position, crc = position + len(block.new), crc32(block.new, crc)
             yield (chunk.path, chunk.offset), crc
 
         record = write_delta(root, FoundChanges(base.specs, sums, after, spool, fill_tensors))
-    remove(root / _SPOOL)
+    remove_path(root / _SPOOL)
     return record
 
 
@@ -79,43 +81,43 @@ _PIECE = 1 << 18  # bytes per read-modify-write
 
 
 @contextmanager
-def locked(local: Path) -> Iterator[None]:
+def locked_model(local: Path) -> Iterator[None]:
     """Hold an exclusive lock on the model. Raises `Occupied` if another process has the lock."""
     path = lock_path(local.absolute())
     with translate_os_errors(local):
-        lock = acquire(path)
+        lock = acquire_lock(path)
     try:
         yield
     finally:
-        release(lock, path)
+        release_lock(lock, path)
 
 
 def has_journal(local: Path) -> bool:
     """Return whether an interrupted change of the model must be completed."""
-    return is_there(local / JOURNAL)
+    return is_existing_path(local / JOURNAL)
 
 
-def clear(local: Path) -> None:
+def remove_leftovers(local: Path) -> None:
     """Remove the leftovers of interrupted calls, except the journal."""
     with translate_os_errors(local):
         for name in (_NEW, _OLD):
-            remove(local / name)
-    clear_dead(local)
+            remove_path(local / name)
+    remove_dead_leftovers(local)
 
 
-def change(local: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
+def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
     """Write the journal of a change from `base` to `successor`."""
     new_journal = local / _NEW
     try:
-        record = write_log(new_journal, base, sums, successor)
+        record = write_delta_log(new_journal, base, sums, successor)
         with translate_os_errors(local):
-            sync_tree(new_journal)
+            sync_directory_tree(new_journal)
             # this rename commits the change: after it, a crash is completed and not undone
             retry_interrupted(os.rename, new_journal, local / JOURNAL)
             sync_path(local)
     except BaseException:
         with translate_os_errors(local):
-            remove(new_journal)
+            remove_path(new_journal)
         raise
     return record
 
@@ -126,42 +128,42 @@ def complete_journal(local: Path) -> Delta:
     Raises `Corrupt` and keeps the journal if the model does not match the journal afterwards.
     """
     log = open_delta(local / JOURNAL)
-    layout = layout_of(local)
+    layout = layout_ignoring_journal(local)
     for name, tensor in log.record.tensors.items():
         if layout.tensors[name].spec != tensor.spec:
             raise Mismatch(f"expected {tensor.spec}, found {layout.tensors[name].spec}", path=local, tensor=name)
     with OpenFiles(local, writable=True) as written, OpenFiles(local) as read_files:
         for name in log.record.tensors:
             chunk = layout.tensors[name].chunks[0]
-            for start, data in changed_ranges(log, name, chunk, read_files):
+            for start, data in unfinished_ranges(log, name, chunk, read_files):
                 written[chunk.path].write_at(data, chunk.offset + start)
     touched = sorted({layout.tensors[name].chunks[0].path for name in log.record.tensors})
     for file in touched:
         sync_path(local / file)
-    check_result(local, layout, log.record)
+    require_recorded_checksums(local, layout, log.record)
     renew_manifest(local, layout, log.record, touched)
     with translate_os_errors(local):
         # last: a crash before this rename repeats the whole change, which is idempotent
         retry_interrupted(os.rename, local / JOURNAL, local / _OLD)
         sync_path(local)
-    clear(local)
+    remove_leftovers(local)
     return log
 
 
-def layout_of(local: Path) -> Layout:
+def layout_ignoring_journal(local: Path) -> Layout:
     """Return the layout of the model, and ignore its journal."""
 
     def report(problem: CkptError) -> None:
         if not (isinstance(problem, Incomplete) and problem.path == local / JOURNAL):
             raise problem
 
-    return find_format(local).read(local, report)
+    return require_known_format(local).read(local, report)
 
 
-def changed_ranges(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Iterator[tuple[int, memoryview]]:
+def unfinished_ranges(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Iterator[tuple[int, memoryview]]:
     """Yield the byte ranges of a tensor that still differ from the journal, each with its start offset."""
-    if log.holds_whole(name):
-        for first, data in blocks_of(log.layout, name + WHOLE):
+    if log.has_full_tensor(name):
+        for first, data in read_blocks_in_order(log.layout, name + WHOLE):
             yield first * chunk.dtype.itemsize, memoryview(data)
         return
     changes = load_changes(log, name)
@@ -170,14 +172,14 @@ def changed_ranges(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Ite
         start = int(number) * (_PIECE // width) * width
         old = read_at(files[chunk.path], min(_PIECE // width * width, chunk.length - start), chunk.offset + start)
         new = memoryview(bytearray(old))
-        put_into(new, start // width, changes, width)
+        write_changes_into(new, start // width, changes, width)
         if new != old:
             yield start, new
 
 
-def check_result(local: Path, layout: Layout, record: DeltaRecord) -> None:
+def require_recorded_checksums(local: Path, layout: Layout, record: DeltaRecord) -> None:
     """Raise `Corrupt` unless each changed tensor has the expected CRC-32."""
-    sums = fingerprints(edits.select(layout, record.tensors.__contains__))
+    sums = row_major_checksums(edits.select_entries(layout, record.tensors.__contains__))
     for name, tensor in record.tensors.items():
         if sums[name] != tensor.crc32_new:
             message = f"expected CRC-32 {tensor.crc32_new:08x} after the change, found {sums[name]:08x}"
@@ -201,6 +203,6 @@ def renew_manifest(local: Path, layout: Layout, record: DeltaRecord, files: list
     for file in files:
         size = file_size(local / file)
         renewed[file] = FileSum(
-            size, sum_file(local, file, size, [extent for extent in extents if extent.path == file])
+            size, file_checksum(local, file, size, [extent for extent in extents if extent.path == file])
         )
     replace_manifest(local, replace(manifest, files={**manifest.files, **renewed}, tensors=sums))

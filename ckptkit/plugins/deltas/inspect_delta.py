@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.io.path import to_path
-from ckptkit.plugins.deltas.chain import short
+from ckptkit.plugins.deltas.chain import short_id
 from ckptkit.plugins.deltas.open_delta import open_delta
 from ckptkit.plugins.deltas.record import FORMAT, DeltaRecord
 from ckptkit.summary import Summarized
@@ -25,7 +25,7 @@ class InspectedDelta(Summarized):
 
     def summary(self) -> Iterator[str]:
         record = self.record
-        yield f"{self.path}: {self.format}, from {short(record.base)} to {short(record.new)}"
+        yield f"{self.path}: {self.format}, from {short_id(record.base)} to {short_id(record.new)}"
         changed = len(record.tensors)
         every = count(changed + record.unchanged, "tensor")
         yield f"{per_cent(record.density)} of the elements changed, in {changed:,} of {every}"

@@ -8,27 +8,27 @@ from typing import Any
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checks.verify import Verified
-from ckptkit.cli.output import pick, print_json, print_table, say
+from ckptkit.cli.output import pick, print_json, print_table, print_text_line
 from ckptkit.hub.cp import Contents
 from ckptkit.io.file import file_size
 from ckptkit.plugins.deltas.inspect_delta import InspectedDelta, inspect_delta
 from ckptkit.plugins.deltas.open_delta import open_delta
-from ckptkit.plugins.deltas.record import FORMAT, RECORD, is_delta
+from ckptkit.plugins.deltas.record import FORMAT, RECORD, is_complete_delta
 from ckptkit.plugins.deltas.verify_delta import verify_delta
 from ckptkit.words import per_cent
 
 
 def is_complete(path: Path) -> bool:
     """Return whether a directory contains a complete delta; only checks for `delta.json`."""
-    return is_delta(path)
+    return is_complete_delta(path)
 
 
-def check(path: Path, *, base: Path | None, jobs: int | None) -> Verified:
+def verify_directory(path: Path, *, base: Path | None, jobs: int | None) -> Verified:
     """Look for damage in a delta, and for anything that prevents applying it to `base`."""
     return verify_delta(path, base=base, jobs=jobs)
 
 
-def list_files(path: Path) -> Contents:
+def list_contents(path: Path) -> Contents:
     """Return the files of a delta to copy. `delta.json` comes last, because it marks the delta as complete."""
     delta = open_delta(path)
     manifest = read_manifest(path)
@@ -38,14 +38,14 @@ def list_files(path: Path) -> Contents:
     return Contents(path, FORMAT, (), sizes, (RECORD,), sums=sums)
 
 
-def show(path: Path, *, tensors: bool, json: bool) -> None:
+def show_description(path: Path, *, tensors: bool, json: bool) -> None:
     """Print a summary of a delta, for `ckptkit inspect`."""
     inspected = inspect_delta(path)
     if json:
         print_json(delta_json(inspected))
         return
     for line in inspected.summary():
-        say(line)
+        print_text_line(line)
     if tensors:
         rows = [
             (f"{tensor.changed:,}", per_cent(tensor.changed / tensor.spec.numel), str(tensor.spec), name)

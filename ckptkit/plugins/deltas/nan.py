@@ -18,7 +18,7 @@ def count_nan(values: Array, dtype: str) -> int:
     if dtype in _INFINITY:
         return int(((values & 0x7FFF) > _INFINITY[dtype]).sum())
     if dtype in SMALL_FLOATS and SMALL_FLOATS[dtype].nbits == 8:
-        return int(np.isnan(np.array(SMALL_FLOATS[dtype].numbers)[values]).sum())
+        return int(np.isnan(np.array(SMALL_FLOATS[dtype].value_by_bits)[values]).sum())
     return 0
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from ckptkit.engine.blocks import BLOCK_BYTES
-from ckptkit.engine.read import read
+from ckptkit.engine.read import read_box
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.box import cut_box, whole
-from ckptkit.plugins.deltas.chain import WRITE_AGAIN, DeltaChain, put_into
+from ckptkit.layout.box import cut_box, full_box
+from ckptkit.plugins.deltas.chain import WRITE_AGAIN, DeltaChain, write_changes_into
 from ckptkit.plugins.deltas.open_delta import WHOLE
 
 
@@ -30,16 +30,16 @@ class Successor(Protocol):
     def specs(self) -> Mapping[str, Spec]:
         """Return dtype and shape of the tensors that may change."""
 
-    def blocks(self, name: str) -> Iterator[NewBlock]:
+    def new_blocks_of(self, name: str) -> Iterator[NewBlock]:
         """Yield all blocks of a tensor in order. Raises `Corrupt` or `Mismatch` for another base."""
 
 
-def blocks_of(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
+def read_blocks_in_order(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
     """Yield the blocks of a tensor in row-major order, each with the index of its first element."""
     spec = layout.tensors[name].spec
     first = 0
-    for box in cut_box(whole(spec.shape), BLOCK_BYTES // spec.dtype.itemsize):
-        yield first, read(layout, name, box, jobs=1)
+    for box in cut_box(full_box(spec.shape), BLOCK_BYTES // spec.dtype.itemsize):
+        yield first, read_box(layout, name, box, jobs=1)
         first += box.numel
 
 
@@ -53,21 +53,21 @@ class ChainSuccessor:
     def specs(self) -> Mapping[str, Spec]:
         return self._chain.specs
 
-    def blocks(self, name: str) -> Iterator[NewBlock]:
+    def new_blocks_of(self, name: str) -> Iterator[NewBlock]:
         """Yield the blocks of a tensor.
 
         Raises `Corrupt` after the last block if the CRC-32 differs from the CRC-32 in the last delta.
         """
-        expected, crc = self._chain.sums[name], 0
-        last, changes = self._chain.last_whole(name), self._chain.load(name)
+        expected, crc = self._chain.final_checksums[name], 0
+        last, changes = self._chain.find_last_full_delta(name), self._chain.find_changes_of(name)
         delta = None if last is None else self._chain.deltas[last].layout
-        full_blocks = None if delta is None else blocks_of(delta, name + WHOLE)
-        for first, old in blocks_of(self._base, name):
+        full_blocks = None if delta is None else read_blocks_in_order(delta, name + WHOLE)
+        for first, old in read_blocks_in_order(self._base, name):
             new = bytearray(old) if full_blocks is None else next(full_blocks)[1]
             if changes is not None:
-                put_into(memoryview(new), first, changes, self.specs[name].dtype.itemsize)
+                write_changes_into(memoryview(new), first, changes, self.specs[name].dtype.itemsize)
             crc = crc32(new, crc)
             yield NewBlock(first, memoryview(old), memoryview(new))
         if crc != expected:
             message = f"expected CRC-32 {expected:08x} after the change, found {crc:08x}"
-            raise Corrupt(message, path=self._chain.file_of(name), tensor=name, hint=WRITE_AGAIN)
+            raise Corrupt(message, path=self._chain.last_payload_path_of(name), tensor=name, hint=WRITE_AGAIN)

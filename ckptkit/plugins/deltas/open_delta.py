@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt
-from ckptkit.formats.safetensors_headers import read_header
+from ckptkit.formats.safetensors_headers import read_header_chunks
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.deltas.record import DeltaRecord, DeltaTensor, read_record
+from ckptkit.plugins.deltas.record import DeltaRecord, DeltaTensor, read_delta_record
 
 VALUES, INDICES, WHOLE = ".values", ".indices", ".whole"
 _INT32, _INT64 = DTYPES["int32"], DTYPES["int64"]
@@ -23,14 +23,14 @@ def index_dtype(spec: Spec) -> str:
     return (_INT32 if spec.numel < _SMALL else _INT64).name
 
 
-def is_whole(spec: Spec, changed: int) -> bool:
+def is_full_tensor_smaller(spec: Spec, changed: int) -> bool:
     """Return whether the full tensor takes less space than `changed` positions and values."""
     return changed * (DTYPES[index_dtype(spec)].itemsize + spec.dtype.itemsize) > spec.nbytes
 
 
 def payload_specs(name: str, spec: Spec, changed: int) -> dict[str, Spec]:
     """Return the tensors, by key, that a delta stores for a tensor with `changed` changed elements."""
-    if is_whole(spec, changed):
+    if is_full_tensor_smaller(spec, changed):
         return {name + WHOLE: spec}
     shape = (changed,)
     return {name + INDICES: Spec(DTYPES[index_dtype(spec)], shape), name + VALUES: Spec(spec.dtype, shape)}
@@ -47,7 +47,7 @@ class Delta:
     record: DeltaRecord
     layout: Layout
 
-    def holds_whole(self, name: str) -> bool:
+    def has_full_tensor(self, name: str) -> bool:
         """Return whether the delta contains the full tensor instead of positions and values."""
         return name + WHOLE in self.layout.tensors
 
@@ -56,12 +56,12 @@ class Delta:
         """Return the bytes of all tensor data in the delta."""
         return self.layout.nbytes
 
-    def nbytes_of(self, name: str) -> int:
+    def stored_nbytes_of(self, name: str) -> int:
         """Return the bytes that the delta stores for a changed tensor."""
         stored = (self.layout.tensors.get(name + suffix) for suffix in (WHOLE, INDICES, VALUES))
         return sum(tensor.spec.nbytes for tensor in stored if tensor is not None)
 
-    def file_of(self, name: str) -> Path:
+    def payload_path_of(self, name: str) -> Path:
         return self.path / self.record.tensors[name].file
 
 
@@ -70,12 +70,12 @@ def open_delta(path: Path) -> Delta:
 
     Raises `Incomplete` if `delta.json` or a file is missing, `Corrupt` if the files do not match `delta.json`.
     """
-    record = read_record(path)
+    record = read_delta_record(path)
     manifest = read_manifest(path)
     sums = {} if manifest is None else manifest.tensors
     tensors: dict[str, StoredTensor] = {}
     for file in sorted({tensor.file for tensor in record.tensors.values()}):
-        for key, chunk in read_header(path / file).items():
+        for key, chunk in read_header_chunks(path / file).items():
             if key in tensors:
                 raise Corrupt(f"the tensor is also in `{tensors[key].chunks[0].path}`", path=path / file, tensor=key)
             tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(crc32=sums.get(key)),))
@@ -94,18 +94,18 @@ def check_payload(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredT
             message = f"expected {INDICES} and {VALUES}, or {WHOLE}, found {suffixes}"
             raise Corrupt(message, path=path / tensor.file, tensor=name)
         for suffix, payload in stored.items():
-            check_spec(path, name, suffix, tensor, payload)
+            check_payload_spec(path, name, suffix, tensor, payload)
     if stray := min(tensors.keys() - known, default=None):
         raise Corrupt("`delta.json` does not name this tensor", path=path, tensor=stray)
 
 
-def check_spec(path: Path, name: str, suffix: str, tensor: DeltaTensor, found: StoredTensor) -> None:
+def check_payload_spec(path: Path, name: str, suffix: str, tensor: DeltaTensor, stored: StoredTensor) -> None:
     """Raise `Corrupt` unless a stored tensor has the dtype, shape and file that `delta.json` records."""
     shape = tensor.spec.shape if suffix == WHOLE else (tensor.changed,)
     dtypes = _INDEX_DTYPES if suffix == INDICES else (tensor.spec.dtype,)
-    if found.spec.shape != shape or found.spec.dtype not in dtypes:
-        message = f"expected {Spec(dtypes[0], shape)} in {suffix}, found {found.spec}"
+    if stored.spec.shape != shape or stored.spec.dtype not in dtypes:
+        message = f"expected {Spec(dtypes[0], shape)} in {suffix}, found {stored.spec}"
         raise Corrupt(message, path=path / tensor.file, tensor=name)
-    if found.chunks[0].path != tensor.file:
-        message = f"expected {suffix} in `{tensor.file}`, found it in `{found.chunks[0].path}`"
+    if stored.chunks[0].path != tensor.file:
+        message = f"expected {suffix} in `{tensor.file}`, found it in `{stored.chunks[0].path}`"
         raise Corrupt(message, path=path, tensor=name)

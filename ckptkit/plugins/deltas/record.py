@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import check_name, is_there, missing_path_error, names_in, read_small
+from ckptkit.io.file import is_existing_path, missing_path_error, names_in, read_small, require_plain_file_name
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.version import __version__
@@ -20,14 +20,14 @@ RECORD = "delta.json"
 _PAYLOAD = re.compile(r"delta-[0-9]+-of-[0-9]+\.safetensors")
 
 
-def is_delta(path: Path) -> bool:
+def is_complete_delta(path: Path) -> bool:
     """Return whether a directory contains a complete delta; only checks for `delta.json`."""
-    return path.is_dir() and is_there(path / RECORD)
+    return path.is_dir() and is_existing_path(path / RECORD)
 
 
-def is_unfinished(path: Path) -> bool:
+def is_unfinished_delta(path: Path) -> bool:
     """Return whether a directory contains files of a delta, but no `delta.json`."""
-    return path.is_dir() and not is_there(path / RECORD) and any(map(_PAYLOAD.fullmatch, names_in(path)))
+    return path.is_dir() and not is_existing_path(path / RECORD) and any(map(_PAYLOAD.fullmatch, names_in(path)))
 
 
 FORMAT, VERSION = "ckptkit-delta", 1
@@ -77,7 +77,7 @@ class DeltaRecord:
             "tool": f"ckptkit {__version__}",
             "base": self.base,
             "new": self.new,
-            "tensors": {name: tensor_json(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: delta_tensor_json(tensor) for name, tensor in self.tensors.items()},
             "unchanged": self.unchanged,
             "elements": self.elements,
             "nbytes": self.nbytes,
@@ -87,7 +87,7 @@ class DeltaRecord:
         return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
+def delta_tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
     return {
         "dtype": tensor.spec.dtype.name,
         "shape": list(tensor.spec.shape),
@@ -98,14 +98,14 @@ def tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
     }
 
 
-def read_record(root: Path) -> DeltaRecord:
+def read_delta_record(root: Path) -> DeltaRecord:
     """Return the record of the delta in directory `root`.
 
     Raises `Incomplete` if `delta.json` is missing, `NotACheckpoint` if the directory does not exist, `Corrupt` or
     `Unsupported` for an unreadable record.
     """
     path = root / RECORD
-    if not is_there(path):
+    if not is_existing_path(path):
         if not root.exists():
             raise missing_path_error(root)
         hint = "pass a complete output of `ckptkit delta`: it writes this file last"
@@ -117,27 +117,27 @@ def read_record(root: Path) -> DeltaRecord:
         hint = "use a newer ckptkit"
         raise Unsupported(f"expected version {VERSION}, found {value.get('version')!r}", path=path, hint=hint)
     try:
-        tensors = {name: read_tensor(name, described) for name, described in value["tensors"].items()}
+        tensors = {name: parse_delta_tensor(name, described) for name, described in value["tensors"].items()}
         numbers = (int(value[key]) for key in ("unchanged", "elements", "nbytes"))
-        record = DeltaRecord(read_identity(value["base"]), read_identity(value["new"]), tensors, *numbers)
+        record = DeltaRecord(parse_identity(value["base"]), parse_identity(value["new"]), tensors, *numbers)
     except CkptError as error:
         raise error.blame(path=path) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"not a `{RECORD}` of version {VERSION} ({error!r})", path=path) from error
     for file in {tensor.file for tensor in tensors.values()}:
-        check_name(file, root)
+        require_plain_file_name(file, root)
     return record
 
 
-def read_identity(value: object) -> str:
+def parse_identity(value: object) -> str:
     """Return the identity of a model. Raises ValueError unless it is a SHA-256."""
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
         raise ValueError(f"expected a SHA-256, found {value!r}")
     return value
 
 
-def read_tensor(name: str, value: Mapping[str, Any]) -> DeltaTensor:
-    """Return the tensor that `tensor_json` described. Raises KeyError, TypeError or ValueError for other data."""
+def parse_delta_tensor(name: str, value: Mapping[str, Any]) -> DeltaTensor:
+    """Return the tensor that `delta_tensor_json` described. Raises KeyError, TypeError or ValueError for other data."""
     dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
     if not all(type(extent) is int and extent >= 0 for extent in shape):
         raise Corrupt(f"expected a shape, found {list(shape)}", tensor=name)

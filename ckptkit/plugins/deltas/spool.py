@@ -12,7 +12,7 @@ from ckptkit.errors import translate_os_errors
 from ckptkit.layout import Spec
 from ckptkit.plugins.deltas.changes import Changes
 from ckptkit.plugins.deltas.nan import count_nan
-from ckptkit.plugins.deltas.open_delta import index_dtype, is_whole
+from ckptkit.plugins.deltas.open_delta import index_dtype, is_full_tensor_smaller
 
 
 class SpooledBlock(NamedTuple):
@@ -47,14 +47,14 @@ class Spool:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def add(self, name: str, first: int, changes: Changes) -> None:
+    def add_block_changes(self, name: str, first: int, changes: Changes) -> None:
         """Add the changes of the block that begins at element `first`; positions count from the start of the block."""
-        if not changes.number:
+        if not changes.change_count:
             return
         spec = self._specs[name]
-        self.changed[name] += changes.number
+        self.changed[name] += changes.change_count
         self.nan += count_nan(changes.values, spec.dtype.name)
-        if self._path is None or is_whole(spec, self.changed[name]):
+        if self._path is None or is_full_tensor_smaller(spec, self.changed[name]):
             # the full tensor will be stored instead, so its blocks are not needed
             self._blocks.pop(name, None)
             return
@@ -63,10 +63,10 @@ class Spool:
             self._file.seek(self._end)
             self._file.write(positions.tobytes())
             self._file.write(changes.values.tobytes())
-        self._blocks[name].append(SpooledBlock(first, changes.number, self._end))
+        self._blocks[name].append(SpooledBlock(first, changes.change_count, self._end))
         self._end += positions.nbytes + changes.values.nbytes
 
-    def read(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+    def read_tensor_changes(self, name: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield positions and values of a tensor's changes, in element order."""
         spec = self._specs[name]
         width = 4 if index_dtype(spec) == "int32" else 8

@@ -12,18 +12,18 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.checkpoints.seal import sum_files
+from ckptkit.checkpoints.seal import file_checksums
 from ckptkit.checks.verify import Verified
-from ckptkit.conversion.as_consolidated import as_consolidated
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.conversion.as_consolidated import open_as_consolidated
+from ckptkit.errors import CkptError, Corrupt, Report, raise_problem
 from ckptkit.io.crc32 import RESTORE
 from ckptkit.io.file import file_size, missing_path_error
 from ckptkit.io.path import to_path
 from ckptkit.io.progress import Told
 from ckptkit.layout import edits
 from ckptkit.plugins.deltas.chain import DeltaChain
-from ckptkit.plugins.deltas.changes import load_changes, read_all, view
-from ckptkit.plugins.deltas.identity import sums_of
+from ckptkit.plugins.deltas.changes import as_unsigned_elements, load_changes, read_delta_tensor
+from ckptkit.plugins.deltas.identity import checksum_by_tensor
 from ckptkit.plugins.deltas.nan import count_nan, nan_warnings
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
@@ -39,7 +39,7 @@ class CheckedDelta:
     nan: int = 0
 
 
-def check_delta(delta: Delta, report: Report = refuse, told: Told | None = None) -> CheckedDelta:
+def check_delta(delta: Delta, report: Report = raise_problem, told: Told | None = None) -> CheckedDelta:
     """Read all data of a delta, and report each damaged tensor.
 
     Positions must be strictly increasing and inside the tensor; a full tensor must have the CRC-32 that `delta.json`
@@ -48,27 +48,29 @@ def check_delta(delta: Delta, report: Report = refuse, told: Told | None = None)
     nan = 0
     for name in delta.record.tensors:
         try:
-            nan += check_tensor(delta, name)
+            nan += count_nan_in_tensor(delta, name)
         except CkptError as error:
-            report(error.blame(path=delta.file_of(name), tensor=name))
+            report(error.blame(path=delta.payload_path_of(name), tensor=name))
         if told:
-            told(delta.nbytes_of(name))
+            told(delta.stored_nbytes_of(name))
     sizes = [(t.chunks[0].crc32 is not None, t.spec.nbytes) for t in delta.layout.tensors.values()]
     checked = sum(nbytes for is_checked, nbytes in sizes if is_checked)
     return CheckedDelta(checked, sum(nbytes for _, nbytes in sizes) - checked, nan)
 
 
-def check_tensor(delta: Delta, name: str) -> int:
+def count_nan_in_tensor(delta: Delta, name: str) -> int:
     """Check the data of one tensor, and return how many new values are NaN."""
     tensor = delta.record.tensors[name]
-    if not delta.holds_whole(name):
+    if not delta.has_full_tensor(name):
         return count_nan(load_changes(delta, name).values, tensor.spec.dtype.name)
     key = name + WHOLE
-    crc = sums_of(edits.select(delta.layout, key.__eq__))[key]
+    crc = checksum_by_tensor(edits.select_entries(delta.layout, key.__eq__))[key]
     if crc != tensor.crc32_new:
         message = f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {crc:08x}"
         raise Corrupt(message)
-    return count_nan(view(read_all(delta, key), tensor.spec.dtype.itemsize), tensor.spec.dtype.name)
+    return count_nan(
+        as_unsigned_elements(read_delta_tensor(delta, key), tensor.spec.dtype.itemsize), tensor.spec.dtype.name
+    )
 
 
 def verify_delta(
@@ -83,22 +85,22 @@ def verify_delta(
     root = to_path(path)
     if not root.exists():
         raise missing_path_error(root)
-    opened = None if base is None else as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
+    opened = None if base is None else open_as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
     problems = Problems()
     verified = Verified(root, FORMAT)
     try:
         delta = open_delta(root)
-        verified = read_and_check(delta, problems)
+        verified = verify_delta_data(delta, problems)
         if opened is not None:
             chain = DeltaChain.of([delta])
-            chain.check_base(opened.layout, sums_of(opened.layout, jobs=jobs))
-            check_blocks(ChainSuccessor(opened.layout, chain), problems)
+            chain.check_base(opened.layout, checksum_by_tensor(opened.layout, jobs=jobs))
+            check_results_on_base(ChainSuccessor(opened.layout, chain), problems)
     except CkptError as error:
         problems.add(error.blame(path=root))
-    return replace(verified, problems=problems.list())
+    return replace(verified, problems=problems.all_problems())
 
 
-def read_and_check(delta: Delta, problems: Problems) -> Verified:
+def verify_delta_data(delta: Delta, problems: Problems) -> Verified:
     """Read all data of a delta, and collect each damaged tensor and file in `problems`."""
     checked = check_delta(delta, problems.add)
     manifest = read_manifest(delta.path)
@@ -119,11 +121,11 @@ def read_and_check(delta: Delta, problems: Problems) -> Verified:
     )
 
 
-def check_blocks(successor: Successor, problems: Problems) -> None:
+def check_results_on_base(successor: Successor, problems: Problems) -> None:
     """Compute every changed tensor, and collect each one whose CRC-32 differs from the delta."""
     for name in successor.specs:
         try:
-            for _ in successor.blocks(name):
+            for _ in successor.new_blocks_of(name):
                 pass
         except CkptError as error:
             problems.add(error)
@@ -132,8 +134,8 @@ def check_blocks(successor: Successor, problems: Problems) -> None:
 def compare_with_manifest(root: Path, manifest: Manifest, files: Iterable[str], problems: Problems) -> None:
     """Add the files that differ from the manifest to `problems`, unless the file already has a problem."""
     known = {name: manifest.files[name] for name in sorted(files) if name in manifest.files}
-    sums = sum_files(root, known, ())
+    sums = file_checksums(root, known, ())
     for name, wanted in known.items():
-        if sums[name] != wanted and not problems.are_in(root / name):
+        if sums[name] != wanted and not problems.has_problem_in(root / name):
             message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {sums[name].crc32:08x}"
             problems.add(Corrupt(message, path=root / name, hint=RESTORE))

@@ -22,9 +22,9 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 )
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
-from ckptkit.integrations.loaded_weights import LoadedWeights, forget, replace_weights, weights_of
-from ckptkit.plugins.deltas.identity import identify
-from ckptkit.plugins.deltas.vllm_patches import changes_of, check_chain
+from ckptkit.integrations.loaded_weights import LoadedWeights, delete_load_record, find_load_record, set_load_record
+from ckptkit.plugins.deltas.identity import identity_of_model
+from ckptkit.plugins.deltas.vllm_patches import all_changes_of, load_and_check_chain
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.chain import DeltaChain
@@ -68,7 +68,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: DeltaInitInfo) -> None:  # noqa: ARG002
         """Check that deltas can be applied to this engine."""
         with log_errors():
-            self.check_engine()
+            self.require_patchable_weights()
 
     def start_weight_update(self) -> None:
         """Do nothing: weights change in place."""
@@ -85,22 +85,22 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
         Raises a `CkptError`; the weights are then unchanged, unless the error says that they are damaged.
         """
         with log_errors():
-            weights = self.check_engine()
-            chain, result = check_chain(update_info.paths, weights)
-            patches = [patch_of(chain, name) for name in chain.specs]
+            weights = self.require_patchable_weights()
+            chain, result = load_and_check_chain(update_info.paths, weights)
+            patches = [make_patch(chain, name) for name in chain.specs]
             for patch in patches:
                 self.load_noop_patch(patch)
-            self.apply(patches)
-            replace_weights(self.model, result)
-            new = identify(result.layout.specs, result.sums)
+            self.apply_patches(patches)
+            set_load_record(self.model, result)
+            new = identity_of_model(result.layout.specs, result.sums)
             _logger.info("ckptkit applied %s: the weights are now %s", ", ".join(update_info.paths), new)
 
-    def check_engine(self) -> LoadedWeights:
+    def require_patchable_weights(self) -> LoadedWeights:
         """Return the recorded state of the engine's weights.
 
         Raises `Unsupported` if they cannot be patched in place.
         """
-        weights = weights_of(self.model)
+        weights = find_load_record(self.model)
         if weights is None:
             raise Unsupported("the state of the engine's weights is unknown to ckptkit", hint=_RELOAD)
         if self.model_config.quantization is not None:
@@ -124,20 +124,20 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
         if not loaded and parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel:
             raise Unsupported("vLLM's model does not load this tensor", tensor=patch.name)
 
-    def apply(self, patches: Sequence[CheckpointWeightPatch]) -> None:
+    def apply_patches(self, patches: Sequence[CheckpointWeightPatch]) -> None:
         """Patch the weights. Raises `Corrupt` if that fails; the state of the weights is then unknown."""
         try:
             load_checkpoint_weight_patches(self.model, patches)
         except BaseException as error:
-            forget(self.model)
+            delete_load_record(self.model)
             raise Corrupt(f"the engine's weights are damaged: {error!r}", hint="call `reload_weights`") from error
         if wrong := [name for name, parameter in self.model.named_parameters() if torch.isnan(parameter).any()]:
-            forget(self.model)
+            delete_load_record(self.model)
             raise Corrupt("the engine's weight has NaN after the patch", tensor=wrong[0], hint="call `reload_weights`")
 
 
-def patch_of(chain: DeltaChain, name: str) -> CheckpointWeightPatch:
-    spec, changes = chain.specs[name], changes_of(chain, name)
+def make_patch(chain: DeltaChain, name: str) -> CheckpointWeightPatch:
+    spec, changes = chain.specs[name], all_changes_of(chain, name)
     dtype = getattr(torch, spec.dtype.name)
     values = torch.from_numpy(changes.values.copy().view("u1")).view(dtype)
     return CheckpointWeightPatch(name, spec.shape, dtype, values, torch.from_numpy(changes.positions.copy()))

@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.seal import create_files, write_manifest
-from ckptkit.engine.copy import check_complete, copy
-from ckptkit.formats import locate
-from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
-from ckptkit.io.allocation import check_room, write_file
+from ckptkit.engine.copy import check_all_units_written, copy_by_plan
+from ckptkit.formats import locate_all_chunks
+from ckptkit.formats.safetensors_headers import (
+    check_header_with_library,
+    make_header,
+    read_header_chunks,
+    require_storable_spec,
+)
+from ckptkit.io.allocation import require_free_space, write_new_file
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, NewFile, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
-from ckptkit.plugins.deltas.identity import identify
-from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, is_whole, payload_specs
+from ckptkit.plugins.deltas.identity import identity_of_model
+from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, is_full_tensor_smaller, payload_specs
 from ckptkit.plugins.deltas.record import RECORD, DeltaRecord, DeltaTensor
 from ckptkit.plugins.deltas.spool import Spool
 
@@ -40,7 +45,7 @@ class FoundChanges:
     fill: Fill
 
     @property
-    def payload(self) -> dict[str, dict[str, Spec]]:
+    def payload_specs_by_tensor(self) -> dict[str, dict[str, Spec]]:
         """Return the tensors that the delta stores for each changed tensor."""
         specs, changed = self.specs, self.spool.changed
         return {name: payload_specs(name, specs[name], changed[name]) for name in specs if changed[name]}
@@ -48,9 +53,11 @@ class FoundChanges:
     @property
     def payload_bytes(self) -> int:
         """Return the bytes of all tensors in the delta."""
-        return sum(spec.nbytes for tensor_specs in self.payload.values() for spec in tensor_specs.values())
+        return sum(
+            spec.nbytes for tensor_specs in self.payload_specs_by_tensor.values() for spec in tensor_specs.values()
+        )
 
-    def record(self, files: Mapping[str, str]) -> DeltaRecord:
+    def make_record(self, files: Mapping[str, str]) -> DeltaRecord:
         """Return the record of the delta; `files` maps each changed tensor to its file."""
         specs = self.specs
         tensors = {
@@ -60,8 +67,8 @@ class FoundChanges:
             for name, file in files.items()
         }
         return DeltaRecord(
-            base=identify(specs, self.sums_before),
-            new=identify(specs, self.sums_after),
+            base=identity_of_model(specs, self.sums_before),
+            new=identity_of_model(specs, self.sums_after),
             tensors=tensors,
             unchanged=len(specs) - len(tensors),
             elements=sum(spec.numel for spec in specs.values()),
@@ -71,24 +78,28 @@ class FoundChanges:
 
 def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] | None = None) -> DeltaRecord:
     """Write a delta into the existing directory `root`, and return its record."""
-    payload = difference.payload
+    payload = difference.payload_specs_by_tensor
     for specs in payload.values():
         for key, spec in specs.items():
-            check_writable(key, spec)
-    files = split_into_files(payload)
-    check_room(root, difference.payload_bytes)
-    create_files(root, [new_file(file, [payload[name] for name in names]) for file, names in files.items()], anew=True)
-    layout = read_files(root, files)
-    sums = write_changes(layout, difference) | fill_whole(layout, difference.fill)
+            require_storable_spec(key, spec)
+    files = payload_names_by_file(payload)
+    require_free_space(root, difference.payload_bytes)
+    create_files(
+        root, [new_payload_file(file, [payload[name] for name in names]) for file, names in files.items()], anew=True
+    )
+    layout = read_payload_layout(root, files)
+    sums = write_changed_elements(layout, difference) | fill_full_tensors(layout, difference.fill)
     for file in files:
-        check_readable(root / file, {key: t.chunks[0] for key, t in layout.tensors.items() if t.chunks[0].path == file})
-    record = difference.record({name: file for file, names in files.items() for name in names})
-    write_file(root / RECORD, record.to_bytes(difference.payload_bytes))
+        check_header_with_library(
+            root / file, {key: t.chunks[0] for key, t in layout.tensors.items() if t.chunks[0].path == file}
+        )
+    record = difference.make_record({name: file for file, names in files.items() for name in names})
+    write_new_file(root / RECORD, record.to_bytes(difference.payload_bytes))
     write_manifest(layout, sums, [*files, RECORD], anew=True, source=source)
     return record
 
 
-def split_into_files(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
+def payload_names_by_file(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
     """Return the names of the changed tensors by file; all data of one tensor is in the same file."""
     files: list[list[str]] = []
     room = 0
@@ -102,30 +113,30 @@ def split_into_files(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str, lis
     return {f"delta-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def new_file(name: str, held: Iterable[Mapping[str, Spec]]) -> NewFile:
-    specs = {key: spec for tensor_specs in held for key, spec in tensor_specs.items()}
+def new_payload_file(name: str, specs_by_tensor: Iterable[Mapping[str, Spec]]) -> NewFile:
+    specs = {key: spec for tensor_specs in specs_by_tensor for key, spec in tensor_specs.items()}
     header = make_header(specs)
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
 
-def read_files(root: Path, files: Iterable[str]) -> Layout:
+def read_payload_layout(root: Path, files: Iterable[str]) -> Layout:
     """Return the layout of the tensors in the files of a delta, from their headers."""
-    chunks = {key: chunk for file in files for key, chunk in read_header(root / file).items()}
+    chunks = {key: chunk for file in files for key, chunk in read_header_chunks(root / file).items()}
     tensors = {key: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for key, chunk in chunks.items()}
     return Layout(root, "hf", tensors)
 
 
-def write_changes(layout: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
+def write_changed_elements(layout: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
     """Write positions and values, and return the CRC-32 of each; skips full tensors."""
     sums_by_offset: dict[FileOffset, int] = {}
     specs, spool = difference.specs, difference.spool
     with OpenFiles(layout.root, writable=True) as files:
-        for name in difference.payload:
-            if is_whole(specs[name], spool.changed[name]):
+        for name in difference.payload_specs_by_tensor:
+            if is_full_tensor_smaller(specs[name], spool.changed[name]):
                 continue
             chunks = [layout.tensors[name + suffix].chunks[0] for suffix in (INDICES, VALUES)]
             written, sums = [0, 0], [0, 0]
-            for piece in spool.read(name):
+            for piece in spool.read_tensor_changes(name):
                 for i, (data, chunk) in enumerate(zip(piece, chunks, strict=True)):
                     files[chunk.path].write_at(memoryview(data), chunk.offset + written[i])
                     written[i], sums[i] = written[i] + len(data), crc32(data, sums[i])
@@ -133,7 +144,7 @@ def write_changes(layout: Layout, difference: FoundChanges) -> dict[FileOffset, 
     return sums_by_offset
 
 
-def fill_whole(layout: Layout, fill: Fill) -> dict[FileOffset, int]:
+def fill_full_tensors(layout: Layout, fill: Fill) -> dict[FileOffset, int]:
     """Fill the full tensors, and return the CRC-32 of each."""
     names = {key: key.removesuffix(WHOLE) for key in layout.tensors if key.endswith(WHOLE)}
     if not names:
@@ -141,12 +152,12 @@ def fill_whole(layout: Layout, fill: Fill) -> dict[FileOffset, int]:
     return fill(replace(layout, tensors={key: layout.tensors[key] for key in names}), names)
 
 
-def fill_from(after: Layout, jobs: int | None) -> Fill:
+def filler_from_model(after: Layout, jobs: int | None) -> Fill:
     """Return a function that fills tensors with the data of `after`."""
 
     def fill(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
         source = replace(after, tensors={key: after.tensors[name] for key, name in names.items()}, blobs={}, keys={})
-        plan = make_plan(locate(source), wanted)
-        return dict(check_complete(plan, copy(plan, jobs=jobs), jobs=jobs).checksums)
+        plan = make_plan(locate_all_chunks(source), wanted)
+        return dict(check_all_units_written(plan, copy_by_plan(plan, jobs=jobs), jobs=jobs).checksums)
 
     return fill

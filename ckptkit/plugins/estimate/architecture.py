@@ -11,8 +11,8 @@ from typing import Any
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
-from ckptkit.models.expected import expected
-from ckptkit.models.known_types import letter_sizes
+from ckptkit.models.expected import expected_model
+from ckptkit.models.known_types import sizes_by_letter
 
 _UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module in a ModuleList
 
@@ -46,22 +46,22 @@ class Architecture:
         return sum(map(prod, self.parameters.values()))
 
     @cached_property
-    def block(self) -> int:
+    def largest_block_numel(self) -> int:
         """Return the parameters of the largest transformer block, which is one FSDP unit."""
         return max(self._blocks.values(), default=0)
 
     @cached_property
-    def blocks(self) -> int:
+    def all_blocks_numel(self) -> int:
         """Return the parameters of all transformer blocks."""
         return sum(self._blocks.values())
 
     @property
-    def root(self) -> int:
+    def root_unit_numel(self) -> int:
         """Return the parameters of the root FSDP unit: embedding, head and last norm, all outside the blocks."""
-        return self.numel - self.blocks
+        return self.numel - self.all_blocks_numel
 
     @cached_property
-    def head(self) -> int:
+    def largest_unit_matrix_numel(self) -> int:
         """Return the parameters of the largest matrix outside the blocks: the head, or a matrix of the same size."""
         return max((prod(shape) for name, shape in self.parameters.items() if not _UNIT.match(name)), default=0)
 
@@ -79,18 +79,18 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
     Raises `Unsupported` if both do not know the model, or if the config lacks a size.
     """
-    model = expected({key: value for key, value in config.items() if key != "quantization_config"})
+    model = expected_model({key: value for key, value in config.items() if key != "quantization_config"})
     parameters = {name: shape or (1,) for name, shape in model.parameters.items()}
     tied = {name: model.shapes[name] for name in model.tied}
-    return assemble(model.sizes, parameters, tied, is_llama=model.is_llama)
+    return make_architecture(model.sizes, parameters, tied, is_llama=model.is_llama)
 
 
-def assemble(
+def make_architecture(
     config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict[str, Shape], *, is_llama: bool
 ) -> Architecture:
     """Return the architecture with these parameters; the widths come from Llama's names in `config`."""
     try:
-        sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
+        sizes, layers = sizes_by_letter(config), int(config["num_hidden_layers"])
         max_length = int(config.get("max_position_embeddings") or 0)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise Unsupported(f"the config of this `{config.get('model_type')}` lacks a size: {error!r}") from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, print_json, print_note, print_table, print_text_line
 from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -120,31 +120,35 @@ def estimate(
 def report(estimated: Estimated, *, in_detail: bool) -> None:
     """Print the estimate as tables."""
     model, setup = estimated.model, estimated.budgets[0].setup
-    say(f"{model.model_type}: {format_count(model.numel)} parameters with a vocabulary of {model.vocabulary:,}")
-    blocks = f"{count(model.layers, 'block')} of {format_count(model.block)}"
-    say(f"{blocks} and {format_count(model.root)} outside the blocks")
-    say(f"largest unit that is gathered at once: {format_bytes(estimated.largest_unit)} in {setup.param_dtype}")
-    say(
-        f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
-        f"{count(setup.sequence_length, 'token')}, {recomputed(setup)}, stored in {setup.master_dtype}"
+    print_text_line(
+        f"{model.model_type}: {format_count(model.numel)} parameters with a vocabulary of {model.vocabulary:,}"
     )
-    say("")
+    blocks = f"{count(model.layers, 'block')} of {format_count(model.largest_block_numel)}"
+    print_text_line(f"{blocks} and {format_count(model.root_unit_numel)} outside the blocks")
+    print_text_line(
+        f"largest unit that is gathered at once: {format_bytes(estimated.largest_unit)} in {setup.param_dtype}"
+    )
+    print_text_line(
+        f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
+        f"{count(setup.sequence_length, 'token')}, {describe_recomputation(setup)}, stored in {setup.master_dtype}"
+    )
+    print_text_line("")
     if in_detail:
         print_detail(estimated.budgets[0])
     else:
         print_strategies(estimated)
     if estimated.gpu_memory is not None:
         for budget in estimated.budgets:
-            say(verdict(estimated, budget))
-    say("")
+            print_text_line(describe_fit(estimated, budget))
+    print_text_line("")
     print_table(
         [(CHECKPOINTS[kind], format_bytes(nbytes)) for kind, nbytes in estimated.disk.items()], ("on disk", "size")
     )
     for text in estimated.notes:
-        note(f"note: {text}")
+        print_note(f"note: {text}")
 
 
-def recomputed(setup: Setup) -> str:
+def describe_recomputation(setup: Setup) -> str:
     """Return a phrase that says which activations are recomputed."""
     if setup.recompute_every == 0:
         return "nothing recomputed"
@@ -155,14 +159,14 @@ def recomputed(setup: Setup) -> str:
 def print_strategies(estimated: Estimated) -> None:
     """Print a row per strategy, with a column for host memory if any is used."""
     host = ["host"] if estimated.budgets[0].host else []
-    say("states: parameters, gradients and optimizer; units: gathered parameters and their gradients")
+    print_text_line("states: parameters, gradients and optimizer; units: gathered parameters and their gradients")
     header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "peak in")
-    print_table([row(budget) for budget in estimated.budgets], header)
+    print_table([strategy_row(budget) for budget in estimated.budgets], header)
 
 
-def row(budget: Budget) -> tuple[str, ...]:
+def strategy_row(budget: Budget) -> tuple[str, ...]:
     """Return the row of one strategy, at its peak."""
-    parts = budget.parts
+    parts = budget.peak_bytes_by_component
     sizes = (
         sum(parts[component] for component in STATES),
         sum(parts[component] for component in UNITS),
@@ -171,41 +175,41 @@ def row(budget: Budget) -> tuple[str, ...]:
         budget.peak,
         *([budget.host] if budget.host else []),
     )
-    return (label(budget.setup), *map(format_bytes, sizes), budget.peak_moment)
+    return (strategy_label(budget.setup), *map(format_bytes, sizes), budget.peak_moment)
 
 
-def label(setup: Setup) -> str:
-    layout = f" {setup.replicas} x {setup.shards}" if setup.strategy == "hybrid_shard" else ""
+def strategy_label(setup: Setup) -> str:
+    layout = f" {setup.replicas} x {setup.shard_count}" if setup.strategy == "hybrid_shard" else ""
     return setup.strategy + layout
 
 
 def print_detail(budget: Budget) -> None:
     """Print the memory of one strategy at each moment of a step, with bars for its peak."""
-    say(f"{label(budget.setup)}, at each moment of a step; the bars show `{budget.peak_moment}`")
+    print_text_line(f"{strategy_label(budget.setup)}, at each moment of a step; the bars show `{budget.peak_moment}`")
     moments = budget.moments
     rows: list[Sequence[str]] = [
         (
             component,
             *(format_bytes(parts[component]) for parts in moments.values()),
-            bar(budget.parts[component], budget.peak),
+            bar_of_fraction(budget.peak_bytes_by_component[component], budget.peak),
         )
-        for component in budget.parts
+        for component in budget.peak_bytes_by_component
         if any(parts[component] for parts in moments.values())
     ]
     totals = [format_bytes(sum(parts.values())) for parts in moments.values()]
     print_table([*rows, ("in all", *totals, "")], ("", *moments, ""))
     if budget.host:
-        say(f"host: {format_bytes(budget.host)} per GPU")
+        print_text_line(f"host: {format_bytes(budget.host)} per GPU")
 
 
-def bar(part: int, whole: int) -> str:
-    return "█" * round(BAR * part / whole)
+def bar_of_fraction(nbytes: int, total: int) -> str:
+    return "█" * round(BAR * nbytes / total)
 
 
-def verdict(estimated: Estimated, budget: Budget) -> str:
+def describe_fit(estimated: Estimated, budget: Budget) -> str:
     """Return whether a strategy fits; if not, on how many GPUs it would."""
     assert estimated.gpu_memory is not None
-    name = label(budget.setup)
+    name = strategy_label(budget.setup)
     needs = f"needs {format_bytes(budget.peak)}, each GPU has {format_bytes(estimated.gpu_memory)}"
     if estimated.fits(budget):
         return f"{name} fits: {needs}"
@@ -223,8 +227,8 @@ def to_json(estimated: Estimated) -> dict[str, Any]:
             "model_type": model.model_type,
             "parameters": model.numel,
             "layers": model.layers,
-            "block_parameters": model.block,
-            "root_parameters": model.root,
+            "block_parameters": model.largest_block_numel,
+            "root_parameters": model.root_unit_numel,
         },
         "setup": settings | {"param_dtype": setup.param_dtype.name, "master_dtype": setup.master_dtype.name},
         "largest_unit_bytes": estimated.largest_unit,
@@ -239,8 +243,8 @@ def strategy_json(estimated: Estimated, budget: Budget) -> dict[str, Any]:
     """Return one strategy of the estimate."""
     return {
         "strategy": budget.setup.strategy,
-        "shards": budget.setup.shards,
-        "replicas": budget.setup.world_size // budget.setup.shards,
+        "shards": budget.setup.shard_count,
+        "replicas": budget.setup.world_size // budget.setup.shard_count,
         "peak_bytes": budget.peak,
         "peak_at": budget.peak_moment,
         "moments": budget.moments,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.formats.json_text import not_json
+from ckptkit.formats.json_text import not_json_error
 from ckptkit.io.file import read_small
-from ckptkit.io.path import hint_for_hub_id, is_model_id, remarks_on_id
-from ckptkit.io.stores.hub import downloading
+from ckptkit.io.path import hint_for_hub_id, is_model_id, remarks_on_hub_id
+from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout.dtypes import DTYPES, parse_dtype
 from ckptkit.plugins.estimate.architecture import Architecture, read_architecture
 from ckptkit.plugins.estimate.memory import STRATEGIES, Budget, Setup, make_budget
@@ -51,7 +51,9 @@ class Estimated(Summarized):
     @property
     def largest_unit(self) -> int:
         """Return the bytes of the largest FSDP unit when it is gathered, in the compute dtype."""
-        return max(self.model.block, self.model.root) * self.budgets[0].setup.param_dtype.itemsize
+        return (
+            max(self.model.largest_block_numel, self.model.root_unit_numel) * self.budgets[0].setup.param_dtype.itemsize
+        )
 
     def fits(self, budget: Budget) -> bool | None:
         """Return whether the budget fits into GPU memory; None if the GPU memory is unknown."""
@@ -94,9 +96,9 @@ def estimate(
     `ckptkit.plugins.estimate.memory`. Raises `Usage` for settings that exclude each other, `Unsupported` for a model of
     unknown sizes.
     """
-    asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
+    asked = () if isinstance(model, Mapping) else remarks_on_hub_id(str(model))
     if not isinstance(model, Mapping) and model in SIZES:
-        sized = ModelConfig.sized(str(model), tied=not untied, vocab_size=vocab_size)
+        sized = ModelConfig.of_size(str(model), tied=not untied, vocab_size=vocab_size)
         config: Mapping[str, Any] = json.loads(sized.to_json())
         tied = "tied" if sized.tie_word_embeddings else "untied"
         counted = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
@@ -105,7 +107,7 @@ def estimate(
         message = f"--vocab-size and --untied have no effect: MODEL is not a size ({', '.join(SIZES)})"
         raise Usage(message, hint="drop them")
     else:
-        config = model if isinstance(model, Mapping) else read_config(str(model))
+        config = model if isinstance(model, Mapping) else load_model_config(str(model))
     architecture = read_architecture(config)
     setup = Setup(
         world_size=world_size,
@@ -117,13 +119,13 @@ def estimate(
         prefetch=prefetch,
         cpu_offload=cpu_offload,
     )
-    setups = setups_for(setup, strategy, replicas)
+    setups = setups_by_strategy(setup, strategy, replicas)
     return Estimated(
         architecture,
         tuple(make_budget(architecture, variant) for variant in setups),
-        disk_bytes(architecture, setup),
+        checkpoint_bytes_by_kind(architecture, setup),
         None if gpu_memory is None else parse_bytes(gpu_memory),
-        (*asked, *notes_on(architecture, setup)),
+        (*asked, *notes_on_limits(architecture, setup)),
     )
 
 
@@ -140,7 +142,7 @@ def choose_length(model: Architecture, wanted: int | None) -> int:
     return wanted
 
 
-def setups_for(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
+def setups_by_strategy(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
     """Return the setup for `strategy`, or for each strategy.
 
     Without an explicit request, hybrid_shard is left out if the GPUs cannot be divided into replicas.
@@ -158,7 +160,7 @@ def setups_for(setup: Setup, strategy: str | None, replicas: int | None) -> list
     return [replace(setup, strategy=name, replicas=copies) for name in names]
 
 
-def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
+def checkpoint_bytes_by_kind(model: Architecture, setup: Setup) -> dict[str, int]:
     """Return the tensor bytes of each kind of checkpoint; headers and metadata add a few hundred bytes per shard.
 
     `model` and `model_and_optimizer` are checkpoints of the training loop, in shards or one file: tied weights are
@@ -176,7 +178,7 @@ def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
     }
 
 
-def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
+def notes_on_limits(model: Architecture, setup: Setup) -> Iterator[str]:
     """Yield the limits of an estimate."""
     if setup.master_dtype.name == "bfloat16":
         yield (
@@ -188,20 +190,20 @@ def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
     yield "not counted: the CUDA context, NCCL's buffers, and memory that the allocator loses to fragmentation"
 
 
-def read_config(model: str) -> dict[str, Any]:
+def load_model_config(model: str) -> dict[str, Any]:
     """Read the config of `model`: a config.json, a directory with one, or a Hub id (only the config is fetched)."""
-    path = find_config(model)
+    path = locate_model_config(model)
     text = read_small(path.resolve(), _CONFIG_LIMIT)  # files in the Hub cache are symbolic links
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise not_json(error, text, path) from error
+        raise not_json_error(error, text, path) from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise NotACheckpoint("expected the config of a model, found no `model_type`", path=path)
     return config
 
 
-def find_config(model: str) -> Path:
+def locate_model_config(model: str) -> Path:
     """Return the path of the config.json of `model`, downloaded from the Hub if `model` is no local path."""
     path = Path(model)
     if path.is_dir() and not (path / _CONFIG).is_file():
@@ -216,5 +218,5 @@ def find_config(model: str) -> Path:
         raise Usage(message, hint=hint_for_hub_id(model))
     from huggingface_hub import hf_hub_download
 
-    with downloading(model):
+    with translate_download_errors(model):
         return Path(hf_hub_download(model, _CONFIG))

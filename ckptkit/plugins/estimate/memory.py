@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckptkit.errors import Usage, too_small
+from ckptkit.errors import Usage, too_small_error
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.plugins.estimate.architecture import Architecture
 
@@ -72,7 +72,7 @@ class Setup:
             ("recompute_every", 0), ("prefetch", 0),
         ):  # fmt: skip
             if getattr(self, name) < least:
-                raise too_small(name, least, getattr(self, name))
+                raise too_small_error(name, least, getattr(self, name))
         for name in ("param_dtype", "master_dtype"):
             if getattr(self, name).name not in _COMPUTABLE:
                 raise Usage(
@@ -84,14 +84,14 @@ class Setup:
             raise Usage(f"--world-size: expected a multiple of {self.replicas} (--replicas), found {self.world_size}")
 
     @property
-    def shards(self) -> int:
+    def shard_count(self) -> int:
         """Return the number of GPUs that share one copy of the states."""
         if self.strategy == "ddp":
             return 1
         return self.world_size // self.replicas if self.strategy == "hybrid_shard" else self.world_size
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_gpu(self) -> int:
         """Return the number of tokens that a GPU processes at once."""
         return self.micro_batch_size * self.sequence_length
 
@@ -114,22 +114,27 @@ class Budget:
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
-    def parts(self) -> Parts:
+    def peak_bytes_by_component(self) -> Parts:
         """Return the bytes at the peak, by component."""
         return self.moments[self.peak_moment]
 
     @property
     def peak(self) -> int:
         """Return the total bytes at the peak."""
-        return sum(self.parts.values())
+        return sum(self.peak_bytes_by_component.values())
 
 
 def make_budget(model: Architecture, setup: Setup) -> Budget:
     """Compute the memory of training `model`, at each moment of a step that can be the peak."""
-    stored = shard_numel(model, setup.shards) * setup.master_dtype.itemsize
+    stored = shard_numel(model, setup.shard_count) * setup.master_dtype.itemsize
     states = {"parameters": stored, "gradients": stored, "optimizer": 2 * stored}
     on_gpu = dict.fromkeys(states, 0) if setup.cpu_offload else states
-    moments = {"loss": at_loss, "backward": in_backward, "embedding": at_embedding, "end": at_end}
+    moments = {
+        "loss": bytes_at_loss,
+        "backward": bytes_in_last_block,
+        "embedding": bytes_at_embedding,
+        "end": bytes_at_end,
+    }
     return Budget(
         setup,
         {name: on_gpu | dict.fromkeys(WORK, 0) | count_bytes(model, setup) for name, count_bytes in moments.items()},
@@ -137,47 +142,49 @@ def make_budget(model: Architecture, setup: Setup) -> Budget:
     )
 
 
-def at_loss(model: Architecture, setup: Setup) -> Parts:
+def bytes_at_loss(model: Architecture, setup: Setup) -> Parts:
     """Return the bytes besides the states at the start of backward, when all saved activations exist."""
     return {
         "gathered": unsharded_bytes(model, setup),
-        "activations": kept_bytes(model, setup) + norm_bytes(model.hidden, setup),
-        "logits": setup.tokens * model.vocabulary * 3 * _FLOAT32.itemsize,
+        "activations": saved_activation_bytes(model, setup) + norm_activation_bytes(model.hidden, setup),
+        "logits": setup.tokens_per_gpu * model.vocabulary * 3 * _FLOAT32.itemsize,
     }
 
 
-def in_backward(model: Architecture, setup: Setup) -> Parts:
+def bytes_in_last_block(model: Architecture, setup: Setup) -> Parts:
     """Return the bytes besides the states in the backward of the last block, when all other activations exist.
 
     This counts the buffer of a previous reduce-scatter, as for every other block: slightly too much.
     """
     itemsize = setup.param_dtype.itemsize
-    working = 2 * itemsize * setup.tokens * model.inner
-    # if the last block is not recomputed, its activations are already counted in `kept_bytes`
+    working = 2 * itemsize * setup.tokens_per_gpu * model.inner
+    # if the last block is not recomputed, its activations are already counted in `saved_activation_bytes`
     if setup.recompute_every and model.layers % setup.recompute_every == 0:
-        working += block_bytes(model, setup)
+        working += block_activation_bytes(model, setup)
     return {
-        "gathered": unsharded_bytes(model, setup) + blocks_at_once(model, setup) * model.block * itemsize,
-        "reduced": model.block * (itemsize + _FLOAT32.itemsize) + model.head * itemsize,
-        "activations": kept_bytes(model, setup) + working,
+        "gathered": unsharded_bytes(model, setup)
+        + blocks_gathered_in_backward(model, setup) * model.largest_block_numel * itemsize,
+        "reduced": model.largest_block_numel * (itemsize + _FLOAT32.itemsize)
+        + model.largest_unit_matrix_numel * itemsize,
+        "activations": saved_activation_bytes(model, setup) + working,
     }
 
 
-def at_embedding(model: Architecture, setup: Setup) -> Parts:
+def bytes_at_embedding(model: Architecture, setup: Setup) -> Parts:
     """Return the bytes besides the states in the backward of the embedding.
 
     They are the gradients of embedding and head, and their sum if the two are tied.
     """
-    gradients = (3 if model.tied else 2) * model.head * setup.param_dtype.itemsize
+    gradients = (3 if model.tied else 2) * model.largest_unit_matrix_numel * setup.param_dtype.itemsize
     return {
-        "gathered": model.root * setup.param_dtype.itemsize,
-        "reduced": gradients + model.block * _FLOAT32.itemsize,
+        "gathered": model.root_unit_numel * setup.param_dtype.itemsize,
+        "reduced": gradients + model.largest_block_numel * _FLOAT32.itemsize,
     }
 
 
-def at_end(model: Architecture, setup: Setup) -> Parts:
+def bytes_at_end(model: Architecture, setup: Setup) -> Parts:
     """Return the bytes besides the states at the end of backward, when the gradients of the root unit are reduced."""
-    return {"reduced": model.root * (setup.param_dtype.itemsize + _FLOAT32.itemsize)}
+    return {"reduced": model.root_unit_numel * (setup.param_dtype.itemsize + _FLOAT32.itemsize)}
 
 
 def shard_numel(model: Architecture, shards: int) -> int:
@@ -185,35 +192,35 @@ def shard_numel(model: Architecture, shards: int) -> int:
 
 
 def unsharded_bytes(model: Architecture, setup: Setup) -> int:
-    numel = model.numel if setup.strategy == "shard_grad_op" else model.root
+    numel = model.numel if setup.strategy == "shard_grad_op" else model.root_unit_numel
     return numel * setup.param_dtype.itemsize
 
 
-def blocks_at_once(model: Architecture, setup: Setup) -> int:
+def blocks_gathered_in_backward(model: Architecture, setup: Setup) -> int:
     """Return how many blocks backward gathers at once: the current block and the prefetched ones.
 
     Returns 0 if the blocks stay gathered from forward to backward.
     """
     if setup.strategy == "shard_grad_op":
         return 0
-    ahead = max(1, setup.prefetch) if setup.shards > 1 else 0  # with one shard there is nothing to prefetch
+    ahead = max(1, setup.prefetch) if setup.shard_count > 1 else 0  # with one shard there is nothing to prefetch
     return min(1 + ahead, model.layers)
 
 
-def kept_bytes(model: Architecture, setup: Setup) -> int:
+def saved_activation_bytes(model: Architecture, setup: Setup) -> int:
     """Return the bytes of activations saved from forward to backward; recomputed blocks save only their inputs."""
     recomputed = model.layers // setup.recompute_every if setup.recompute_every else 0
-    inputs = recomputed * setup.tokens * model.hidden * setup.param_dtype.itemsize
-    return inputs + (model.layers - recomputed) * block_bytes(model, setup)
+    inputs = recomputed * setup.tokens_per_gpu * model.hidden * setup.param_dtype.itemsize
+    return inputs + (model.layers - recomputed) * block_activation_bytes(model, setup)
 
 
-def block_bytes(model: Architecture, setup: Setup) -> int:
+def block_activation_bytes(model: Architecture, setup: Setup) -> int:
     """Return the bytes of activations that the backward of one block needs."""
     widths = 2 * model.query + 2 * model.key + 4 * model.inner
     bytes_per_token = setup.param_dtype.itemsize * widths + _FLOAT32.itemsize * model.heads
-    return setup.tokens * bytes_per_token + sum(norm_bytes(width, setup) for width in model.norms)
+    return setup.tokens_per_gpu * bytes_per_token + sum(norm_activation_bytes(width, setup) for width in model.norms)
 
 
-def norm_bytes(width: int, setup: Setup) -> int:
+def norm_activation_bytes(width: int, setup: Setup) -> int:
     """Return the bytes of activations that the backward of a norm needs, with the output of the norm."""
-    return setup.tokens * width * (_FLOAT32.itemsize + 2 * setup.param_dtype.itemsize)
+    return setup.tokens_per_gpu * width * (_FLOAT32.itemsize + 2 * setup.param_dtype.itemsize)

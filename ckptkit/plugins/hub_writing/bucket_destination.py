@@ -16,24 +16,24 @@ from dataclasses import dataclass, field
 from ckptkit.errors import CkptError, IOFailure, Occupied, Unsupported, Usage
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.destination import CLAIM, Check
-from ckptkit.io.file import destination_exists, read_small
-from ckptkit.io.path import RemotePath, refresh
-from ckptkit.io.pieces import is_large
-from ckptkit.io.stores.hub import parse_repository
-from ckptkit.io.stores.hub_calls import HubRepository, find_repository, require_token, silent
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of
+from ckptkit.io.file import destination_exists_error, read_small
+from ckptkit.io.path import RemotePath, drop_cached_listing
+from ckptkit.io.pieces import is_sent_in_pieces
+from ckptkit.io.stores.hub import parse_repository_path
+from ckptkit.io.stores.hub_calls import HubRepository, find_repository, require_token, silenced_hub_client
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, repository_url
 from ckptkit.plugins.hub_writing.calls import (
     BUCKET,
     Line,
     StoredFile,
-    ask_access,
     change_bucket,
     create_bucket,
-    describe_paths,
     is_private_bucket,
     list_bucket,
+    request_xet_access,
+    stored_files_among,
 )
-from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
+from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, require_session_class
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -53,7 +53,7 @@ class TargetRepository:
     def __str__(self) -> str:
         at = "" if self.revision == MAIN else f", {'branch' if self.head else 'new branch'} {self.revision}"
         access = "private" if self.basis is None or self.basis.is_private else "public"
-        return f"{page_of(self.repo_id)}{at} ({'new, ' if self.basis is None else ''}{access})"
+        return f"{repository_url(self.repo_id)}{at} ({'new, ' if self.basis is None else ''}{access})"
 
 
 def examine_repository(path: RemotePath) -> TargetRepository:
@@ -61,7 +61,7 @@ def examine_repository(path: RemotePath) -> TargetRepository:
 
     Raises `Unsupported` for a repository of another kind, `Usage` for a commit instead of a branch.
     """
-    kind, repo_id, named = parse_repository(str(path.top).partition("://")[2])
+    kind, repo_id, named = parse_repository_path(str(path.store_root).partition("://")[2])
     revision = named or MAIN
     if kind != "model":
         hint = "write to hf://org/name or to hf://buckets/org/name/folder"
@@ -76,21 +76,21 @@ def examine_repository(path: RemotePath) -> TargetRepository:
     return TargetRepository(repo_id, revision, head, basis)
 
 
-def describe_place(path: RemotePath) -> str:
+def describe_hub_destination(path: RemotePath) -> str:
     """Return the address of a destination, and whether it is new, private or public."""
-    with silent():
+    with silenced_hub_client():
         require_token()
         if path.parts[1] != BUCKET:
             return str(examine_repository(path))
-        bucket_id = bucket_of(path)
+        bucket_id = bucket_id_of(path)
         is_private = is_private_bucket(bucket_id)
         access = "public" if is_private is False else "private"
-        return f"{page_of(f'{BUCKET}/{bucket_id}')} ({'new, ' if is_private is None else ''}{access})"
+        return f"{repository_url(f'{BUCKET}/{bucket_id}')} ({'new, ' if is_private is None else ''}{access})"
 
 
-def bucket_of(path: RemotePath) -> str:
+def bucket_id_of(path: RemotePath) -> str:
     """Return the bucket id with its namespace, as requests to the Hub need it."""
-    return "/".join(path.top.parts[2:])
+    return "/".join(path.store_root.parts[2:])
 
 
 _MOST = 100  # file changes per request
@@ -111,76 +111,82 @@ class HubBucketDestination(XetDestination):
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Claim the folder for this upload; see `Destination`."""
         with ExitStack() as quiet:
-            quiet.enter_context(silent())
+            quiet.enter_context(silenced_hub_client())
             require_token()
-            find_session()
+            require_session_class()
             if is_private_bucket(self._id) is None:
                 create_bucket(self._id)
-            existing = self._list()
+            existing = self._list_files()
             previous = self._read_claim()
             is_ours = previous is not None and previous.plan == self.plan
             if previous is not None and not is_ours and not overwrite:
-                raise self._place.is_held(previous)
+                raise self._place.claimed_error(previous)
             if existing and not is_ours and not overwrite:
-                raise destination_exists(self.path)
+                raise destination_exists_error(self.path)
             first = check() if existing and previous is None else ()
-            self._files = XetFiles(self.path, ask_access(BUCKET, self._id))
+            self._files = XetFiles(self.path, request_xet_access(BUCKET, self._id))
             self._put_claim()
             if not is_ours:
                 marks = dict.fromkeys(name for name in (*first, *self.marks) if name in existing)
                 for names in (marks, existing.keys() - marks.keys()):
-                    self._change([{"type": "deleteFile", "path": self._place.key(name)} for name in sorted(names)])
+                    self._apply_operations(
+                        [{"type": "deleteFile", "path": self._place.object_key(name)} for name in sorted(names)]
+                    )
             self._quiet = quiet.pop_all()
 
-    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002
+    def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
         """Send a full file to the storage."""
-        self._files.put_small(name, data)
+        self._files.put_small_file(name, content)
 
-    def complete(self, name: str, crc: int) -> None:
+    def finish_file(self, name: str, crc32: int) -> None:
         """Check that the CRC-32 of a large file equals the CRC-32 of the sent bytes. Makes a marker visible."""
-        if is_large(self.sizes[name]):
-            self._files.require_same(name, crc)
+        if is_sent_in_pieces(self.sizes[name]):
+            self._files.require_sent_crc32(name, crc32)
             if name in self.marks:
-                self._show_mark(name)
+                self._publish_marker(name)
 
-    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+    def put_marker(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
         """Send a marker file, and make it visible after all other files."""
-        self.put_small(name, data, crc)
-        self._show_mark(name)
+        self.put_small_file(name, content, crc32)
+        self._publish_marker(name)
 
     def commit(self) -> None:
         """Make all files visible, and delete the claim: the upload is complete."""
         with self._quiet:
-            self._show_others()
-            self._change([{"type": "deleteFile", "path": self._place.claim_key}])
+            self._publish_other_files()
+            self._apply_operations([{"type": "deleteFile", "path": self._place.claim_key}])
 
-    def remarks(self) -> list[str]:
+    def remarks_on_upload(self) -> list[str]:
         """Return the limits of the store."""
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
 
-    def _show_mark(self, name: str) -> None:
-        self._show_others()
-        listed = describe_paths(self._id, [self._place.claim_key, self._place.key(name)])
+    def _publish_marker(self, name: str) -> None:
+        self._publish_other_files()
+        listed = stored_files_among(self._id, [self._place.claim_key, self._place.object_key(name)])
         if listed.get(self._place.claim_key) != expected_entry(self._claim):
-            raise self._place.was_lost()
-        if listed.get(self._place.key(name), expected_entry(self._files.sent[name])) != expected_entry(
+            raise self._place.lost_claim_error()
+        if listed.get(self._place.object_key(name), expected_entry(self._files.sent[name])) != expected_entry(
             self._files.sent[name]
         ):
             hint = "delete this file, then run the same command again"
             raise Occupied("another file is there", path=self.path / name, hint=hint)
-        self._show([name])
+        self._publish_files([name])
 
-    def _show_others(self) -> None:
+    def _publish_other_files(self) -> None:
         """Make all files visible that are no markers and not visible yet."""
-        self._show([name for name in sorted(self._files.sent) if name not in self.marks and name not in self._shown])
+        self._publish_files(
+            [name for name in sorted(self._files.sent) if name not in self.marks and name not in self._shown]
+        )
 
-    def _show(self, names: Sequence[str]) -> None:
+    def _publish_files(self, names: Sequence[str]) -> None:
         """Make files visible, and check that the Hub lists them correctly."""
         if not names:
             return
-        self._change([add_line(self._place.key(name), self._files.sent[name]) for name in names])
+        self._apply_operations(
+            [add_file_operation(self._place.object_key(name), self._files.sent[name]) for name in names]
+        )
         self._shown.update(names)
-        listed = self._list()
+        listed = self._list_files()
         for name in self._shown:
             sent, entry = expected_entry(self._files.sent[name]), listed.get(name)
             if entry != sent:
@@ -192,26 +198,26 @@ class HubBucketDestination(XetDestination):
 
     def _read_claim(self) -> StoreClaim | None:
         """Return the existing claim; None if there is none."""
-        refresh(self.path)
+        drop_cached_listing(self.path)
         path = self._place.claim_path
         return self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
 
     def _put_claim(self) -> None:
-        self._files.put_small(CLAIM, StoreClaim.begin(self.plan).to_bytes())
+        self._files.put_small_file(CLAIM, StoreClaim.begin(self.plan).to_bytes())
         self._claim = self._files.sent.pop(CLAIM)
         # the claim is not data of the checkpoint
         self._files.sent_bytes = 0
-        self._change([add_line(self._place.claim_key, self._claim)])
+        self._apply_operations([add_file_operation(self._place.claim_key, self._claim)])
 
-    def _change(self, lines: Sequence[Line]) -> None:
+    def _apply_operations(self, lines: Sequence[Line]) -> None:
         for start in range(0, len(lines), _MOST):
             change_bucket(self._id, lines[start : start + _MOST])
 
-    def _list(self) -> dict[str, StoredFile]:
+    def _list_files(self) -> dict[str, StoredFile]:
         """Return the files in the bucket by name, without the claim."""
         if self.is_file:
             (name,) = self.sizes
-            described = describe_paths(self._id, [self.path.key])
+            described = stored_files_among(self._id, [self.path.key])
             return {name: described[self.path.key]} if described else {}
         listed = list_bucket(self._id, self.path.key)
         listed.pop(CLAIM, None)
@@ -219,14 +225,14 @@ class HubBucketDestination(XetDestination):
 
     @property
     def _id(self) -> str:
-        return bucket_of(self.path)
+        return bucket_id_of(self.path)
 
     @property
     def _place(self) -> UploadTarget:
         return UploadTarget(self.path, self.is_file)
 
 
-def add_line(key: str, sent: XetFile) -> Line:
+def add_file_operation(key: str, sent: XetFile) -> Line:
     """Return the operation that makes a file visible in the bucket."""
     return {"type": "addFile", "path": key, "xetHash": sent.hash, "mtime": int(time.time() * 1000)}
 

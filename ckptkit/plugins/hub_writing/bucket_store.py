@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from ckptkit.errors import NotACheckpoint
 from ckptkit.io.stores import Read, StoreEntry
-from ckptkit.io.stores.hub import HubDownload, HubStore, connect
+from ckptkit.io.stores.hub import HubDownload, HubStore, make_hub_client
 
 
 class HubBucketStore:
@@ -22,17 +22,17 @@ class HubBucketStore:
 
     def __init__(self, url: str) -> None:
         self._id = "/".join(url.split("/")[-2:])
-        self._api = connect()
+        self._api = make_hub_client()
         self._sources: dict[tuple[str, str], HubDownload] = {}
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
         if not key:
-            return StoreEntry("", is_dir=self._is_there())
+            return StoreEntry("", is_dir=self._is_existing_bucket())
         folder, _, name = key.rpartition("/")
-        return next((entry for entry in self.entries(folder) if entry.name == name), None)
+        return next((entry for entry in self.list_entries(folder) if entry.name == name), None)
 
-    def entries(self, key: str) -> list[StoreEntry]:
+    def list_entries(self, key: str) -> list[StoreEntry]:
         """Return the entries of the directory at `key`."""
         from huggingface_hub.errors import BucketNotFoundError
 
@@ -41,19 +41,21 @@ class HubBucketStore:
             tree = list(self._api.list_bucket_tree(self._id, prefix=key or None, recursive=False))
         except BucketNotFoundError as error:
             raise NotACheckpoint("the Hub shows us no such bucket", hint=self.hint) from error
-        by_name = {(entry := entry_of(item)).name: entry for item in tree if is_in(item.path, base)}
+        by_name = {
+            (entry := entry_from_bucket_item(item)).name: entry for item in tree if is_directly_in(item.path, base)
+        }
         return list(by_name.values())
 
-    def open(self, key: str, entry: StoreEntry) -> Read:
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`."""
         address = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(key, safe='')}"
         return self._sources.setdefault((key, entry.tag), HubDownload(address, entry.size)).read
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         """Drop the cached file addresses, because files may have been replaced."""
         self._sources.clear()
 
-    def _is_there(self) -> bool:
+    def _is_existing_bucket(self) -> bool:
         from huggingface_hub.errors import BucketNotFoundError
 
         try:
@@ -63,12 +65,12 @@ class HubBucketStore:
         return True
 
 
-def is_in(path: str, base: str) -> bool:
+def is_directly_in(path: str, base: str) -> bool:
     """Return whether a path is directly in the folder with the path prefix `base`."""
     return path.startswith(base) and path != base and "/" not in path.removeprefix(base).strip("/")
 
 
-def entry_of(item: Any) -> StoreEntry:
+def entry_from_bucket_item(item: Any) -> StoreEntry:
     """Return the entry for a file or directory as huggingface_hub lists it."""
     name = item.path.strip("/").rpartition("/")[2]
     if item.type != "file":

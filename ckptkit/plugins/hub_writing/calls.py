@@ -13,8 +13,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session, hf_raise_for_status, http_backoff
 
 from ckptkit.errors import IOFailure, NotACheckpoint, Unsupported
-from ckptkit.io.stores.hub import connect, our_headers
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, redact, translate_hub_errors
+from ckptkit.io.stores.hub import make_hub_client, request_headers
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, as_line_without_token, translate_hub_errors
 
 MODEL, BUCKET = "models", "buckets"  # kinds of repositories in the Hub's API
 _SAMPLE = 512  # first bytes of a file, from which the Hub decides whether it is text
@@ -45,7 +45,7 @@ class XetAccess:
     headers: Mapping[str, str] = field(repr=False)
 
 
-def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool:
+def is_stored_in_lfs(repo_id: str, revision: str, name: str, data: bytes) -> bool:
     """Return whether the Hub wants a small file in its LFS storage instead of in git.
 
     Raises `Unsupported` if the .gitignore of the repository names the file.
@@ -53,7 +53,7 @@ def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool
     asked = {"path": name, "size": len(data), "sample": b64encode(data[:_SAMPLE]).decode()}
     with translate_hub_errors(repo_id, revision):
         address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/preupload/{quote(revision, safe='')}"
-        response = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
+        response = http_backoff("POST", address, json={"files": [asked]}, headers=request_headers())
         hf_raise_for_status(response)
         (upload_mode,) = response.json()["files"]
     if upload_mode.get("shouldIgnore"):
@@ -62,12 +62,12 @@ def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool
     return bool(upload_mode["uploadMode"] == "lfs" and data)  # the storage accepts no empty files
 
 
-def ask_access(kind: str, place_id: str, revision: str | None = None) -> XetAccess:
+def request_xet_access(kind: str, target_id: str, revision: str | None = None) -> XetAccess:
     """Return a permission to write to the storage of a repository at a revision, or of a bucket."""
     at = "" if revision is None else f"/{quote(revision, safe='')}"
-    address = f"{constants.ENDPOINT}/api/{kind}/{place_id}/xet-write-token{at}"
-    headers = our_headers()
-    with translate_hub_errors(place_id, revision or MAIN):
+    address = f"{constants.ENDPOINT}/api/{kind}/{target_id}/xet-write-token{at}"
+    headers = request_headers()
+    with translate_hub_errors(target_id, revision or MAIN):
         response = http_backoff("GET", address, headers=headers)
         hf_raise_for_status(response)
         access = response.json()
@@ -83,7 +83,9 @@ def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: 
     header = {"key": "header", "value": {"summary": message, "description": "", "parentCommit": parent}}
     address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
     with translate_hub_errors(repo_id, revision):
-        response = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
+        response = get_session().post(
+            address, headers=request_headers() | _NDJSON, content=to_json_lines([header, *lines])
+        )
         hf_raise_for_status(response)
         return str(response.json()["commitOid"])
 
@@ -106,7 +108,7 @@ def is_private_bucket(bucket_id: str) -> bool | None:
     """Return whether a bucket is private; None if it does not exist or is not visible to us."""
     try:
         with translate_hub_errors(bucket_id):
-            return bool(connect().bucket_info(bucket_id).private)
+            return bool(make_hub_client().bucket_info(bucket_id).private)
     except NotACheckpoint:
         return None
 
@@ -114,14 +116,14 @@ def is_private_bucket(bucket_id: str) -> bool | None:
 def create_bucket(bucket_id: str) -> None:
     """Create a private bucket."""
     with translate_hub_errors(bucket_id):
-        connect().create_bucket(bucket_id, private=True)
+        make_hub_client().create_bucket(bucket_id, private=True)
 
 
-def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
+def list_bucket(bucket_id: str, prefix: str) -> dict[str, StoredFile]:
     """Return all files below a folder of a bucket, by their names relative to it."""
-    base = f"{folder}/"
+    base = f"{prefix}/"
     with translate_hub_errors(bucket_id):
-        tree = connect().list_bucket_tree(bucket_id, prefix=folder, recursive=True)
+        tree = make_hub_client().list_bucket_tree(bucket_id, prefix=prefix, recursive=True)
         files = [item for item in tree if item.type == "file"]
     return {
         file.path.removeprefix(base): StoredFile(file.size, file.xet_hash)
@@ -130,10 +132,10 @@ def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
     }
 
 
-def describe_paths(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
+def stored_files_among(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
     """Return the existing files among these paths of a bucket, by path."""
     with translate_hub_errors(bucket_id):
-        files = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
+        files = list(make_hub_client().get_bucket_paths_info(bucket_id, list(paths)))
     return {file.path: StoredFile(file.size, file.xet_hash) for file in files}
 
 
@@ -145,14 +147,15 @@ def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
     """
     with translate_hub_errors(bucket_id):
         address = f"{constants.ENDPOINT}/api/{BUCKET}/{bucket_id}/batch"
-        response = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
+        response = http_backoff("POST", address, headers=request_headers() | _NDJSON, content=to_json_lines(lines))
         failed = response.json().get("failed") if response.status_code in (200, 422) else None
         if failed:
             first = failed[0]
-            message = f"the Hub did not change {len(failed)} of {len(lines)} files: {redact(str(first.get('error')))}"
+            why = as_line_without_token(str(first.get("error")))
+            message = f"the Hub did not change {len(failed)} of {len(lines)} files: {why}"
             raise IOFailure(message, path=f"hf://{BUCKET}/{bucket_id}/{first.get('path')}", hint=AGAIN)
         hf_raise_for_status(response)
 
 
-def pack(lines: Iterable[Line]) -> bytes:
+def to_json_lines(lines: Iterable[Line]) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)

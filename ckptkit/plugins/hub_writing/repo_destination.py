@@ -18,31 +18,31 @@ from threading import Lock
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
 from ckptkit.io.claims import UploadTarget
 from ckptkit.io.destination import Check
-from ckptkit.io.file import destination_exists
-from ckptkit.io.pieces import is_large
+from ckptkit.io.file import destination_exists_error
+from ckptkit.io.pieces import is_sent_in_pieces
 from ckptkit.io.stores.hub_calls import (
     HubFile,
     HubRepository,
     create_branch,
     create_repository,
     find_repository,
-    look_up,
+    require_repository,
     require_token,
-    silent,
+    silenced_hub_client,
 )
 from ckptkit.io.stores.hub_errors import MAIN
 from ckptkit.plugins.hub_writing.bucket_destination import TargetRepository, examine_repository
 from ckptkit.plugins.hub_writing.calls import (
     MODEL,
     Line,
-    ask_access,
     commit_files,
     data_line,
     deletion_line,
     inline_line,
-    is_kept_as_data,
+    is_stored_in_lfs,
+    request_xet_access,
 )
-from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
+from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, require_session_class
 from ckptkit.version import __version__
 
 _INLINE = 10_000_000  # bytes; the Hub takes no larger file into git itself
@@ -73,9 +73,9 @@ class HubRepoDestination(XetDestination):
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Check the repository, and create it if it is missing; see `Destination`."""
         with ExitStack() as quiet:
-            quiet.enter_context(silent())
+            quiet.enter_context(silenced_hub_client())
             require_token()
-            find_session()
+            require_session_class()
             prospect = examine_repository(self.path)
             if self.is_file and not self.path.key:
                 hint = f"name a file in the repository, like {self.path}/{next(iter(self.sizes))}"
@@ -88,26 +88,26 @@ class HubRepoDestination(XetDestination):
                 head = basis if prospect.revision == MAIN else None
                 prospect = TargetRepository(prospect.repo_id, prospect.revision, head, basis)
             self._repository = prospect
-            self._files = XetFiles(self.path, ask_access(MODEL, prospect.repo_id, self._branch))
+            self._files = XetFiles(self.path, request_xet_access(MODEL, prospect.repo_id, self._branch))
             self._quiet = quiet.pop_all()
 
-    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002
+    def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
         """Send a full file to the storage, or keep it for the commit if the Hub stores it in git."""
-        key, repository = self._key(name), self._repository
-        if len(data) > _INLINE or is_kept_as_data(repository.repo_id, self._branch, key, bytes(data)):
-            self._files.put_small(name, data)
+        key, repository = self._repository_key(name), self._repository
+        if len(content) > _INLINE or is_stored_in_lfs(repository.repo_id, self._branch, key, bytes(content)):
+            self._files.put_small_file(name, content)
             return
         with self._lock:
-            self._inline[name] = bytes(data)
+            self._inline[name] = bytes(content)
 
-    def complete(self, name: str, crc: int) -> None:
+    def finish_file(self, name: str, crc32: int) -> None:
         """Check that the CRC-32 of a large file equals the CRC-32 of the sent bytes."""
-        if is_large(self.sizes[name]):
-            self._files.require_same(name, crc)
+        if is_sent_in_pieces(self.sizes[name]):
+            self._files.require_sent_crc32(name, crc32)
 
-    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+    def put_marker(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
         """Send a full file. Markers need no special order, because all files appear in one commit."""
-        self.put_small(name, data, crc)
+        self.put_small_file(name, content, crc32)
 
     def commit(self) -> None:
         """Commit all files, and compare them with the files that the Hub then lists.
@@ -123,9 +123,9 @@ class HubRepoDestination(XetDestination):
             if repository.head is None:
                 create_branch(repository.repo_id, repository.revision, basis.commit)
             self.made = self._commit(repository, basis, lines) if lines else ""
-            self._require_same(look_up(repository.repo_id, self.made or basis.commit))
+            self._require_same(require_repository(repository.repo_id, self.made or basis.commit))
 
-    def remarks(self) -> list[str]:
+    def remarks_on_upload(self) -> list[str]:
         """Return the commit that contains the files."""
         if not self.made:
             return ["the repository had all of these files before: there is nothing to commit"]
@@ -148,18 +148,18 @@ class HubRepoDestination(XetDestination):
         passed.
         """
         if prospect.head is None:
-            base = "" if self.is_file else self._key("")
+            base = "" if self.is_file else self._repository_key("")
             keys = prospect.basis.files if prospect.basis and not self.is_file else {}
             return frozenset(key.removeprefix(base) for key in keys if key.startswith(base) and key not in _OF_GIT)
         names = frozenset(check())
         if names and not self._overwrite:
-            raise destination_exists(self.path)
+            raise destination_exists_error(self.path)
         return names
 
     def _require_free(self, names: Iterable[str], prospect: TargetRepository) -> None:
         """Raise `Occupied` if files of these names exist and must not be replaced."""
         files = prospect.head.files if prospect.head else {}
-        keys = {self._key(name): name for name in names}
+        keys = {self._repository_key(name): name for name in names}
         above = {str(folder) for key in keys for folder in PurePosixPath(key).parents}
         below = tuple(f"{key}/" for key in keys)
         blocked = next((key for key in files if key in above or key.startswith(below)), None)
@@ -175,16 +175,16 @@ class HubRepoDestination(XetDestination):
     def _operations(self, basis: HubRepository) -> Iterator[Line]:
         """Yield the operations of the commit."""
         for name, sent in sorted(self._files.sent.items()):
-            if not is_same_data(sent, basis.files.get(self._key(name))):
-                yield data_line(self._key(name), sent.nbytes, sent.sha256)
+            if not is_same_data(sent, basis.files.get(self._repository_key(name))):
+                yield data_line(self._repository_key(name), sent.nbytes, sent.sha256)
         for name, data in sorted(self._inline.items()):
-            if not is_same_text(data, basis.files.get(self._key(name))):
+            if not is_same_text(data, basis.files.get(self._repository_key(name))):
                 self._inline_bytes += len(data)
-                yield inline_line(self._key(name), data)
+                yield inline_line(self._repository_key(name), data)
         written = set(self._names)
         for name in sorted(self._replaced - written):
-            if self._key(name) in basis.files:
-                yield deletion_line(self._key(name))
+            if self._repository_key(name) in basis.files:
+                yield deletion_line(self._repository_key(name))
 
     def _commit(self, prospect: TargetRepository, basis: HubRepository, lines: Sequence[Line]) -> str:
         """Make the commit and return its id. If the response was lost, check whether the commit was made."""
@@ -211,15 +211,17 @@ class HubRepoDestination(XetDestination):
         """Return, by name, a description of each file that the Hub lists differently than it was sent."""
         differences = {}
         for name in self._names:
-            listed, sent = repository.files.get(self._key(name)), self._files.sent.get(name)
+            listed, sent = repository.files.get(self._repository_key(name)), self._files.sent.get(name)
             is_same = is_same_data(sent, listed) if sent else is_same_text(self._inline[name], listed)
             if not is_same:
-                expected = f"{sent.nbytes} bytes, SHA-256 {sent.sha256}" if sent else describe_text(self._inline[name])
-                differences[name] = f"expected {expected}; found {describe_file(listed)}"
+                expected = (
+                    f"{sent.nbytes} bytes, SHA-256 {sent.sha256}" if sent else describe_git_content(self._inline[name])
+                )
+                differences[name] = f"expected {expected}; found {describe_listed_file(listed)}"
         return differences
 
-    def _key(self, name: str) -> str:
-        return UploadTarget(self.path, self.is_file).key(name)
+    def _repository_key(self, name: str) -> str:
+        return UploadTarget(self.path, self.is_file).object_key(name)
 
 
 def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:
@@ -229,20 +231,20 @@ def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:
 
 def is_same_text(data: bytes, listed: HubFile | None) -> bool:
     """Return whether the Hub lists a file with this content in git."""
-    return listed is not None and listed.sha256 is None and listed.oid == git_id(data)
+    return listed is not None and listed.sha256 is None and listed.oid == git_blob_id(data)
 
 
-def describe_text(data: bytes) -> str:
-    return f"{len(data)} bytes, {git_id(data)} in git"
+def describe_git_content(data: bytes) -> str:
+    return f"{len(data)} bytes, {git_blob_id(data)} in git"
 
 
-def describe_file(listed: HubFile | None) -> str:
+def describe_listed_file(listed: HubFile | None) -> str:
     if listed is None:
         return "no such file"
     kind = f"SHA-256 {listed.sha256}" if listed.sha256 else f"{listed.oid} in git"
     return f"{listed.nbytes} bytes, {kind}"
 
 
-def git_id(data: bytes) -> str:
+def git_blob_id(data: bytes) -> str:
     """Return the git blob id of this content."""
     return sha1(b"blob %d\0%b" % (len(data), data), usedforsecurity=False).hexdigest()

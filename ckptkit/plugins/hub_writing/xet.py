@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 from huggingface_hub import constants
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
-from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import FilePiece, OrderedWriter
-from ckptkit.io.stores.hub_errors import AGAIN, redact
+from ckptkit.io.stores.hub_errors import AGAIN, as_line_without_token
 from ckptkit.plugins.hub_writing.calls import XetAccess
 
 
@@ -42,29 +42,29 @@ class XetDestination(ABC):
         """Return 0: the storage does not report which upload sent a chunk."""
         return 0
 
-    def join(self) -> NoReturn:
+    def join_upload(self) -> NoReturn:
         """Raise `Unsupported`: only one process can make a commit, and a bucket cannot lock out other processes."""
         message = "several processes cannot write to hf:// together"
         hint = "drop --part and torchrun; or write to a local directory or to s3://, then `ckptkit cp` it there"
         raise Unsupported(message, path=self.path, hint=hint)
 
-    def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
-        """Raise `Unsupported`, as `join` does."""
-        self.join()
+    def put_note(self, name: str, content: bytes) -> NoReturn:  # noqa: ARG002
+        """Raise `Unsupported`, as `join_upload` does."""
+        self.join_upload()
 
-    def notes(self) -> NoReturn:
-        """Raise `Unsupported`, as `join` does."""
-        self.join()
+    def read_notes(self) -> NoReturn:
+        """Raise `Unsupported`, as `join_upload` does."""
+        self.join_upload()
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a byte range of a file."""
         if piece.count > 1:
             self._files.put(piece, data)
         else:
-            self.put_small(piece.name, data, crc)
+            self.put_small_file(piece.name, data, crc)
 
     @abstractmethod
-    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+    def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
         """Send a full file to the storage."""
 
     def stop(self, error: BaseException) -> None:
@@ -98,7 +98,7 @@ class XetUpload:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.stream.write(bytes(data))  # hf_xet accepts only bytes
-        self.crc32 = combine(self.crc32, crc32(data), len(data))
+        self.crc32 = combine_crc32(self.crc32, crc32(data), len(data))
         self.nbytes += len(data)
 
 
@@ -119,21 +119,21 @@ class XetFiles:
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._session = find_session()()
-        self._ordered = OrderedWriter(self._write)
+        self._session = require_session_class()()
+        self._ordered = OrderedWriter(self._write_piece)
 
     def put(self, piece: FilePiece, data: memoryview) -> None:
         """Send a byte range of a file, after the ranges before it."""
         self._ordered.put(piece, data)
 
-    def put_small(self, name: str, data: bytes | bytearray | memoryview) -> None:
+    def put_small_file(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Send a full file."""
         with self._sending(name):
-            upload = self._begin(name)
-            upload.write(data)
-            self._end(name, upload)
+            upload = self._begin_upload(name)
+            upload.write(content)
+            self._end_upload(name, upload)
 
-    def require_same(self, name: str, crc: int) -> None:
+    def require_sent_crc32(self, name: str, crc: int) -> None:
         """Raise `Corrupt` unless the file was sent and has this CRC-32."""
         sent = self.sent.get(name)
         if sent is None or sent.crc32 != crc:
@@ -152,14 +152,14 @@ class XetFiles:
             except (OSError, RuntimeError):  # the upload has already failed: nothing to abort
                 continue
 
-    def _write(self, piece: FilePiece, data: memoryview) -> None:
+    def _write_piece(self, piece: FilePiece, data: memoryview) -> None:
         with self._sending(piece.name):
-            upload = self._begin(piece.name) if piece.number == 1 else self._open[piece.name]
+            upload = self._begin_upload(piece.name) if piece.number == 1 else self._open[piece.name]
             upload.write(data)
             if piece.number == piece.count:
-                self._end(piece.name, upload)
+                self._end_upload(piece.name, upload)
 
-    def _begin(self, name: str) -> XetUpload:
+    def _begin_upload(self, name: str) -> XetUpload:
         access = self.access
         group = self._session.new_upload_commit(
             endpoint=access.endpoint,
@@ -174,7 +174,7 @@ class XetFiles:
             self._open[name] = upload
         return upload
 
-    def _end(self, name: str, upload: XetUpload) -> None:
+    def _end_upload(self, name: str, upload: XetUpload) -> None:
         """Complete an upload. The file then stays in the storage, also for a later attempt."""
         stored = upload.stream.finish().xet_info
         report = upload.group.wait_to_finish()
@@ -194,14 +194,14 @@ class XetFiles:
         except CkptError:
             raise
         except PermissionError as error:
-            message = f"the Hub's storage refuses: {redact(str(error))}"
+            message = f"the Hub's storage refuses: {as_line_without_token(str(error))}"
             raise IOFailure(message, path=self.path / name, hint="the token needs the right to write there") from error
         except (OSError, RuntimeError, ValueError) as error:
-            message = f"the Hub's storage did not take the file: {redact(str(error))}"
+            message = f"the Hub's storage did not take the file: {as_line_without_token(str(error))}"
             raise IOFailure(message, path=self.path / name, hint=AGAIN) from error
 
 
-def find_session() -> Any:
+def require_session_class() -> Any:
     """Return the session class of hf_xet. Raises `Unsupported` if it is missing or disabled."""
     if constants.HF_HUB_DISABLE_XET:
         message = "ckptkit writes to the Hub through hf_xet, which HF_HUB_DISABLE_XET turns off"

@@ -20,15 +20,15 @@ from typing import Any
 from ckptkit.adapters.config import NAME, AdapterConfig
 from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.formats import locate, unpack
-from ckptkit.io.file import is_there, read_small
+from ckptkit.formats import decompress_entries, locate_all_chunks
+from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, axes, edits
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.models.companions import find_companions
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.steps import group
+from ckptkit.models.names.steps import attention_head_sizes
 from ckptkit.models.names.weights import Weights
-from ckptkit.plugins.megatron.arguments import COMMON, read_args
+from ckptkit.plugins.megatron.arguments import COMMON, read_job_arguments
 from ckptkit.plugins.megatron.names import MEGATRON
 
 _MATRICES = {"linear_in": "A", "lora_A": "A", "linear_out": "B", "lora_B": "B"}
@@ -53,21 +53,21 @@ class TrainerMatrix:
     kind: str
 
 
-def read_matrix(name: str) -> TrainerMatrix | None:
+def find_trainer_matrix(name: str) -> TrainerMatrix | None:
     """Return the LoRA matrix that a tensor name of Megatron's trainers stands for; None for any other tensor."""
     match = _BRIDGE.fullmatch(name) or _SWIFT.fullmatch(name)
     return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
-def read_full_module(name: str) -> str | None:
+def find_full_module_name(name: str) -> str | None:
     """Return Megatron's name of a tensor in a fully trained module of ms-swift; None for any other tensor."""
     match = _WHOLE.fullmatch(name)
     return match[1] + match[3] if match else None
 
 
-def has_matrix(names: Collection[str]) -> bool:
+def has_adapter_matrix(names: Collection[str]) -> bool:
     """Return whether any name is a LoRA matrix of Megatron's trainers."""
-    return any(read_matrix(name) for name in names)
+    return any(find_trainer_matrix(name) for name in names)
 
 
 def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
@@ -76,16 +76,16 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
     Raises `Usage` without a config.json, `Unsupported` for adapter tensors other than LoRA matrices.
     """
     layout = weights.layout
-    check_known(layout)
+    require_supported_adapter(layout)
     config = find_companions(path, base).config
     if config is None:
         message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
-        first = next(name for name in layout.tensors if read_matrix(name))
+        first = next(name for name in layout.tensors if find_trainer_matrix(name))
         raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
-    pairs = pairs_in(layout)
-    full_modules = {name: own_name for name in layout.tensors if (own_name := read_full_module(name)) is not None}
+    pairs = matrix_pairs_in(layout)
+    full_modules = {name: own_name for name in layout.tensors if (own_name := find_full_module_name(name)) is not None}
     used = {name for names in pairs.values() for name in names.values()} | full_modules.keys()
-    unpacked = locate(unpack(edits.select(layout, used.__contains__)))
+    unpacked = locate_all_chunks(decompress_entries(edits.select_entries(layout, used.__contains__)))
     named = [*hub_matrices(unpacked, pairs, Sizes(config)), *hub_full_modules(unpacked, full_modules, Sizes(config))]
     tensors = {new: tensor for new, tensor, _ in named}
     came_from = {new: weights.came_from[old] for new, _, old in named}
@@ -94,11 +94,11 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
     return replace(weights, layout=translated, came_from=came_from, left_out={**weights.left_out, **others})
 
 
-def pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
+def matrix_pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
     """Return the matrix names by (module, part), then by "A" and "B". Raises `Mismatch` if one of a pair is missing."""
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in layout.tensors:
-        if (matrix := read_matrix(name)) is not None:
+        if (matrix := find_trainer_matrix(name)) is not None:
             pairs[matrix.module, matrix.part][matrix.kind] = name
     unpaired = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
     if unpaired is not None:
@@ -113,7 +113,7 @@ def hub_matrices(
     for (module, part), names in pairs.items():
         a, b = (found.tensors[names[kind]] for kind in "AB")
         try:
-            named = list(hub_pairs(module, part, a, b, sizes))
+            named = list(hub_weights_with_matrices(module, part, a, b, sizes))
         except Mismatch as error:
             raise Mismatch(error.message, path=found.root, tensor=names["B"], hint=error.hint) from None
         for new, one, other in named:
@@ -129,14 +129,14 @@ def hub_full_modules(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> 
             yield f"{module}.modules_to_save.{DEFAULT}.{leaf}", tensor, name
 
 
-def check_known(layout: Layout) -> None:
+def require_supported_adapter(layout: Layout) -> None:
     """Raise `Unsupported` for adapters of experts, DoRA, and several adapters."""
     adapters = set()
     for name in layout.tensors:
         match = _SWIFT.fullmatch(name)
         full_module = _WHOLE.fullmatch(name)
         adapters |= {match[4]} if match else {full_module[2]} if full_module else set()
-        matrix = read_matrix(name)
+        matrix = find_trainer_matrix(name)
         hint = "merge the adapter with the trainer that wrote it, and convert the model"
         if matrix is not None and ".experts." in name:
             raise Unsupported("an adapter of experts under Megatron's names", path=layout.path, tensor=name, hint=hint)
@@ -151,12 +151,12 @@ def check_known(layout: Layout) -> None:
         raise Unsupported(message, path=layout.path, hint="drop the others with --exclude '*.NAME.*'")
 
 
-def hub_pairs(
+def hub_weights_with_matrices(
     module: str, part: str, a: StoredTensor, b: StoredTensor, sizes: Sizes
 ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
     """Yield the Hub's weights that a Megatron module consists of, each with its matrices A and B."""
     layers = axes.unstack(a) if len(a.spec.shape) == 3 else None
-    rows = placeholder(module, b, sizes) if part else b
+    rows = zeros_like_full_b(module, b, sizes) if part else b
     for name, cut in MEGATRON.to_hub({f"{module}.weight": rows}, sizes).tensors.items():
         layer = next((int(step) for step in name.split(".") if step.isdecimal()), 0)
         if part and not name.endswith(f".{part}_proj.weight"):
@@ -165,16 +165,16 @@ def hub_pairs(
         yield name, a if layers is None else layers[layer], part_b if part else cut
 
 
-def placeholder(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
+def zeros_like_full_b(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
     """Return zeros in the shape of a B for all parts of a module, used to find the Hub's names of the parts."""
     *layers, _, rank = b.spec.shape
-    groups, per_group, width = group(sizes)
+    groups, per_group, width = attention_head_sizes(sizes)
     rows = groups * (per_group + 2) * width if module.endswith("linear_qkv") else 2 * b.spec.shape[-2]
     shape = (*layers, rows, rank)
-    return StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(whole(shape), b.spec.dtype),))
+    return StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(full_box(shape), b.spec.dtype),))
 
 
-def hub_config(
+def config_for_hub_modules(
     config: AdapterConfig | None, saved: Layout, modules: Collection[str], replaced: Collection[str]
 ) -> AdapterConfig:
     """Return the adapter config with the Hub's modules as targets, from `config` or from the trainer's settings.
@@ -182,25 +182,25 @@ def hub_config(
     `replaced` are the parameters of fully trained modules. Raises `NotACheckpoint` if the trainer saved no settings.
     """
     targets = sorted({module.rpartition(".")[2] for module in modules})
-    path, settings = (config.path, config.values) if config else trainer_values(saved)
+    path, settings = (config.path, config.values) if config else read_trainer_settings(saved)
     full_modules = sorted({parameter.split(".")[-2] for parameter in replaced})
     values = {**settings, "target_modules": targets, "modules_to_save": full_modules or None}
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     return AdapterConfig(path, content, values)
 
 
-def trainer_values(saved: Layout) -> tuple[Path, dict[str, Any]]:
+def read_trainer_settings(saved: Layout) -> tuple[Path, dict[str, Any]]:
     """Return the file with the trainer's settings, and these settings in keys of PEFT's config."""
     if (file := saved.root / _SAVED).is_file():
-        return file, bridge_values(file)
-    values = swift_values(read_args(saved))
+        return file, bridge_settings_in(file)
+    values = find_swift_settings(read_job_arguments(saved))
     if values is None:
         message = f"there is no {NAME}, no {_SAVED} of Megatron-Bridge and no argument of ms-swift: alpha is unknown"
         raise NotACheckpoint(message, path=saved.root, hint="pass --adapter-config FILE")
-    return saved.root / COMMON if is_there(saved.root / COMMON) else saved.root, values
+    return saved.root / COMMON if is_existing_path(saved.root / COMMON) else saved.root, values
 
 
-def swift_values(args: Mapping[str, Any]) -> dict[str, Any] | None:
+def find_swift_settings(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return ms-swift's arguments in keys of PEFT's config; None without rank or alpha."""
     rank, alpha = args.get("lora_rank"), args.get("lora_alpha")
     if type(rank) is not int or type(alpha) not in (int, float):
@@ -208,7 +208,7 @@ def swift_values(args: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": args.get("use_rslora") is True}
 
 
-def bridge_values(file: Path) -> dict[str, Any]:
+def bridge_settings_in(file: Path) -> dict[str, Any]:
     """Return the section `peft` of Megatron-Bridge's run_config.yaml in keys of PEFT's config."""
     section = re.search(r"^peft:\n((?:[ -].*\n?)+)", read_small(file, _LIMIT).decode(errors="replace"), re.MULTILINE)
     facts = dict(re.findall(r"^  (\w+): *(\S+) *$", section[1], re.MULTILINE)) if section else {}

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
-from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.io.file import is_there
+from ckptkit.io.file import is_existing_path
 from ckptkit.layout import Blob, Layout
 from ckptkit.models.computation import POSITIONS
 from ckptkit.models.names.sizes import Sizes
@@ -52,19 +52,19 @@ _SWITCHES = {
 }
 
 
-def check_arguments(checkpoint: Layout, sizes: Sizes) -> None:
+def check_arguments_against_config(checkpoint: Layout, sizes: Sizes) -> None:
     """Check the arguments against the config.
 
     Raises `Mismatch` if they contradict the config, `Unsupported` if translating the names is not enough.
     """
-    args = read_args(checkpoint)
+    args = read_job_arguments(checkpoint)
     is_hybrid = sizes.model_type in hybrid.TYPES
     pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     if is_hybrid:
-        check_hybrid(checkpoint, args, pattern, sizes)
+        check_hybrid_model(checkpoint, args, pattern, sizes)
     else:
-        check_pattern(pattern)
-    for name, saved, wanted in list_numbers(args, sizes):
+        refuse_hybrid_pattern(pattern)
+    for name, saved, wanted in sizes_in_both(args, sizes):
         if saved != wanted:
             hint = "check that config.json belongs to this model"
             raise Mismatch(f"expected {name} {wanted} (config.json), found {saved} in Megatron's arguments", hint=hint)
@@ -76,15 +76,15 @@ def check_arguments(checkpoint: Layout, sizes: Sizes) -> None:
     for name, meaning in _SWITCHES.items():
         if args.get(name) is True:
             raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="pass --names keep to keep the names")
-    check_norms(args.get(LAYERNORM_1P), sizes.model_type)
+    refuse_shifted_norms(args.get(LAYERNORM_1P), sizes.model_type)
 
 
-def computation_of(checkpoint: Layout) -> dict[str, Any]:
+def computation_arguments_of(checkpoint: Layout) -> dict[str, Any]:
     """Return the arguments that affect the computation, in keys of config.json; {} without saved arguments.
 
     Source: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.
     """
-    args = read_args(checkpoint)
+    args = read_job_arguments(checkpoint)
     numbers = _COMPUTED | (_OF_ROUTER if args.get("num_experts") else {})
     config = {hub: args[own] for own, hub in numbers.items() if args.get(own) is not None}
     if args.get("swiglu") is True:
@@ -97,10 +97,10 @@ def computation_of(checkpoint: Layout) -> dict[str, Any]:
         and type(args.get("moe_router_pre_softmax")) is bool
     ):
         config["norm_topk_prob"] = not args["moe_router_pre_softmax"]
-    return config | describe_positions(args) if args else {}
+    return config | position_settings_of(args) if args else {}
 
 
-def describe_positions(args: Mapping[str, Any]) -> dict[str, Any]:
+def position_settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments about positions and attention windows, in keys of config.json.
 
     Megatron's window counts only the tokens before and after a token; transformers also counts the token itself.
@@ -120,7 +120,7 @@ def describe_positions(args: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def check_pattern(pattern: object) -> None:
+def refuse_hybrid_pattern(pattern: object) -> None:
     """Raise `Unsupported` for a HybridModel, which has separate layers for attention and feed-forward."""
     if not isinstance(pattern, str) or not pattern:
         return
@@ -129,13 +129,13 @@ def check_pattern(pattern: object) -> None:
     raise Unsupported(message, hint=to_gpt if set(pattern) <= _OF_GPT else "pass --names keep to keep the names")
 
 
-def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, sizes: Sizes) -> None:
+def check_hybrid_model(checkpoint: Layout, args: Mapping[str, Any], pattern: object, sizes: Sizes) -> None:
     """Check the layer pattern, positions and activation of a hybrid model.
 
     Raises `Mismatch` if the pattern has other layers than the config, `Unsupported` if the order of rows is unknown. In
     a pattern `|` starts a pipeline stage, and `/` starts the layers for multi-token prediction.
     """
-    kinds = hybrid.kinds_of(sizes)
+    kinds = hybrid.layer_kinds_of(sizes)
     saved_kinds = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) and pattern else kinds
     if saved_kinds != kinds:
         hint = "check that config.json belongs to this model"
@@ -147,7 +147,7 @@ def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, s
         expected = f"expected position_embedding_type none for a model of type `{sizes.model_type}`"
         message = f"{expected}, found {positions} in Megatron's arguments"
         raise Unsupported(message, hint="pass --names keep to keep the names")
-    if args.get("squared_relu") is False and sizes.text.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
+    if args.get("squared_relu") is False and sizes.text_config.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
         wanted = f"expected squared_relu True ({_ACTIVATION} in config.json)"
         raise Mismatch(f"{wanted}, found False in Megatron's arguments")
     in_proj = next((name for name in checkpoint.tensors if name.endswith(f".mixer.{hybrid.IN_PROJ}")), None)
@@ -158,7 +158,7 @@ def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, s
         )
 
 
-def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+def sizes_in_both(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
     """Yield the sizes in the arguments as (name, size in the arguments, size in the config)."""
     groups = "num_attention_heads" if args.get("group_query_attention") is False else "num_query_groups"
     symbols = [("hidden_size", "hidden"), ("num_attention_heads", "heads")]
@@ -170,7 +170,7 @@ def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, i
         yield "kv_channels", args["kv_channels"], sizes.head_width
 
 
-def check_norms(is_zero_centered: object, model: str) -> None:
+def refuse_shifted_norms(is_zero_centered: object, model: str) -> None:
     """Raise `Unsupported` if 1 would have to be added to or subtracted from all norms, or if that is unknown."""
     if model in ZERO_CENTERED and is_zero_centered is not True:
         message = f"the norms of `{model}` are centered at zero on the Hub, but no `{LAYERNORM_1P}` says so here"
@@ -180,24 +180,24 @@ def check_norms(is_zero_centered: object, model: str) -> None:
         raise Unsupported(message, hint="pass --names keep to keep the names")
 
 
-def read_args(checkpoint: Layout) -> Mapping[str, Any]:
+def read_job_arguments(checkpoint: Layout) -> Mapping[str, Any]:
     """Return the arguments of the job by name, or else the entries that all ranks share; {} without either."""
     entries = {checkpoint.key(name): blob for name, blob in checkpoint.blobs.items()}
     if (_ARGS,) in entries:
         saved = load_value(checkpoint.root, entries[_ARGS,])
     else:
-        common = dict(pairs_of(read_common(checkpoint, entries.get((_INSIDE,)))) or ())
+        common = dict(find_dict_items(find_shared_dict(checkpoint, entries.get((_INSIDE,)))) or ())
         saved = common.get(_ARGS, common)
     state = saved.state if isinstance(saved, Record) else saved
-    return {str(name): value for name, value in pairs_of(state) or ()}
+    return {str(name): value for name, value in find_dict_items(state) or ()}
 
 
-def read_common(checkpoint: Layout, inside: Blob | None) -> object:
+def find_shared_dict(checkpoint: Layout, inside: Blob | None) -> object:
     """Return the dict that all ranks share, from its entry `inside` or from `common.pt`; None without either."""
     if inside is not None:
         saved = load_value(checkpoint.root, inside)
         if not (isinstance(saved, list) and len(saved) == 1):
             raise Corrupt("expected a list of one dict, found something else", path=checkpoint.root, tensor=_INSIDE)
         return saved[0]
-    is_beside = is_there(checkpoint.root / COMMON)
+    is_beside = is_existing_path(checkpoint.root / COMMON)
     return read_state_file(checkpoint.root, COMMON).value if is_beside else None

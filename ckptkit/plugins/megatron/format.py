@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten
-from ckptkit.formats.archives.state_files import check_files, extents_of, read_state_file
-from ckptkit.formats.each_file import read_each
+from ckptkit.formats.archives.state_files import archive_extents_of, check_files, read_state_file
+from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
-from ckptkit.io.file import is_there, names_in
+from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.layout.wrappers import PARAM_NAMES
 from ckptkit.plugins.megatron.join import SavedJob
@@ -29,14 +29,14 @@ from ckptkit.plugins.megatron.saved import (
     VERSION,
     Rank,
     SavedRank,
-    check_arguments,
-    directory_names_by_rank,
-    file_in,
+    expected_directory_names_by_rank,
     find_directories,
-    has_rank,
-    is_own_state,
+    is_per_rank_layer_state,
+    is_rank_directory,
+    refuse_hidden_splits,
+    require_rank_file,
 )
-from ckptkit.plugins.megatron.states import NamedOptimizer, name_states
+from ckptkit.plugins.megatron.states import NamedOptimizer, find_named_optimizer
 
 _MODEL = "model"
 _RANKS = "rank_state"
@@ -55,109 +55,115 @@ class LayoutBuilder:
 
     def add_model(self) -> None:
         """Add the model's tensors, and the per-rank entries of its layers."""
-        for name, joined in self.job.tensors().items():
-            self.put((_MODEL, name), joined.tensor, joined.spares)
+        for name, joined in self.job.join_model_tensors().items():
+            self.put_entry((_MODEL, name), joined.tensor, joined.spares)
         for i, saved in enumerate(self.job.ranks.values()):
-            for run, flat in saved.models.items():
+            for run, flat in saved.flat_models_by_run.items():
                 rank_entries: dict[str, StoredTensor | Blob] = {**flat.blobs}
-                rank_entries |= {name: tensor for name, tensor in flat.tensors.items() if is_own_state(name)}
+                rank_entries |= {name: tensor for name, tensor in flat.tensors.items() if is_per_rank_layer_state(name)}
                 for name, entry in rank_entries.items():
-                    self.put((_RANKS, i, f"{_MODEL}{run or ''}", name), entry)
+                    self.put_entry((_RANKS, i, f"{_MODEL}{run or ''}", name), entry)
 
     def add_optimizer(self, report: Report) -> None:
         """Add the optimizer by parameter name if the names are certain on every rank, or else unchanged per rank."""
-        ranks = {rank: name_states(saved) for rank, saved in self.job.ranks.items()}
+        ranks = {rank: find_named_optimizer(saved) for rank, saved in self.job.ranks.items()}
         first = ranks[Rank(0, 0, 0)]
         named = {
             rank: alike
             for rank, optimizer in ranks.items()
-            if optimizer and first and (alike := optimizer.in_order_of(first))
+            if optimizer and first and (alike := optimizer.find_in_order_of(first))
         }
         if len(named) == len(ranks):
-            self.add_named(named)
+            self.add_named_optimizers(named)
         else:
-            self.add_of_ranks(OPTIMIZER, {rank: saved.entries.get(OPTIMIZER) for rank, saved in self.job.ranks.items()})
+            self.add_per_rank(OPTIMIZER, {rank: saved.entries.get(OPTIMIZER) for rank, saved in self.job.ranks.items()})
         beside = [str(PurePosixPath(saved.path).with_name(BUFFERS)) for saved in self.job.ranks.values()]
-        if any(is_there(self.job.root / path) for path in beside):
+        if any(is_existing_path(self.job.root / path) for path in beside):
             for i, path in enumerate(beside):
-                self.add_buffers(i, path, report)
+                self.add_shared_buffers(i, path, report)
 
-    def add_buffers(self, rank: int, path: str, report: Report) -> None:
+    def add_shared_buffers(self, rank: int, path: str, report: Report) -> None:
         """Add the optimizer state that data-parallel ranks share. Reports a file that is missing or unreadable."""
         try:
             state = read_state_file(self.job.root, path)
-            self.put_all((_RANKS, rank, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, path))
+            self.put_flattened_below(
+                (_RANKS, rank, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, path)
+            )
         except CkptError as error:
             report(error.blame(path=self.job.root / path))
 
-    def add_named(self, named: Mapping[Rank, NamedOptimizer]) -> None:
+    def add_named_optimizers(self, named: Mapping[Rank, NamedOptimizer]) -> None:
         """Add the optimizer states, joined like the parameters, and the parameter groups with all names."""
         first = named[Rank(0, 0, 0)]
         for moment in dict.fromkeys(moment for optimizer in named.values() for moment in optimizer.tensors):
             by_rank = {rank: optimizer.tensors.get(moment, {}) for rank, optimizer in named.items()}
-            for name, joined in self.job.join(by_rank).items():
-                self.put((OPTIMIZER, "state", name, moment), joined.tensor, joined.spares)
+            for name, joined in self.job.join_tensors(by_rank).items():
+                self.put_entry((OPTIMIZER, "state", name, moment), joined.tensor, joined.spares)
         names: list[dict[str, None]] = [{} for _ in first.groups]
         for rank, optimizer in named.items():
             for group, members in zip(names, optimizer.groups, strict=True):
                 group.update({self.global_name(name, run, rank): None for run, name, _ in members})
             for (run, name, moment), blob in optimizer.blobs.items():
-                self.put((OPTIMIZER, "state", self.global_name(name, run, rank), moment), blob)
+                self.put_entry((OPTIMIZER, "state", self.global_name(name, run, rank), moment), blob)
         saved = self.job.first_readable
         for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
             lists = {key: list(group) for key in ("params", *(settings.keys() & {PARAM_NAMES}))}
-            self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))
+            self.put_flattened_below((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))
         for key in first.others:
-            self.add_common((OPTIMIZER,), key, {rank: optimizer.others.get(key) for rank, optimizer in named.items()})
+            self.add_once_or_per_rank(
+                (OPTIMIZER,), key, {rank: optimizer.others.get(key) for rank, optimizer in named.items()}
+            )
 
     def global_name(self, name: str, run: int, rank: Rank) -> str:
         """Return the name in the full model of a parameter on one rank."""
-        return self.job.numbering.name(name, (run, rank.stage), rank.expert)
+        return self.job.numbering.full_model_name(name, (run, rank.stage), rank.expert)
 
-    def add_rest(self) -> None:
+    def add_other_entries(self) -> None:
         """Add the entries outside model and optimizer: once if they are equal on all ranks, or else per rank."""
         first = self.job.ranks[Rank(0, 0, 0)]
-        if self.job.version > (first.number(VERSION) or 0):
-            self.put((VERSION,), Blob(first.path, 0, 0, dump(self.job.version)))
-        for key in dict.fromkeys(key for saved in self.job.ranks.values() for key in saved.others):
-            self.add_common((), key, {rank: saved.others.get(key) for rank, saved in self.job.ranks.items()})
+        if self.job.row_order_version > (first.find_number(VERSION) or 0):
+            self.put_entry((VERSION,), Blob(first.path, 0, 0, dump(self.job.row_order_version)))
+        for key in dict.fromkeys(key for saved in self.job.ranks.values() for key in saved.other_entries):
+            self.add_once_or_per_rank(
+                (), key, {rank: saved.other_entries.get(key) for rank, saved in self.job.ranks.items()}
+            )
 
-    def add_common(self, above: KeyPath, key: str, values: Mapping[Rank, Any]) -> None:
+    def add_once_or_per_rank(self, parent: KeyPath, key: str, value_by_rank: Mapping[Rank, Any]) -> None:
         """Add an entry once, under its own key; or per rank, if the ranks differ or have tensors in it."""
-        flats = [self.job.ranks[rank].flatten({key: value}) for rank, value in values.items()]
-        readable = [flat for rank, flat in zip(values, flats, strict=True) if not self.job.ranks[rank].is_lost]
+        flats = [self.job.ranks[rank].flatten({key: value}) for rank, value in value_by_rank.items()]
+        readable = [flat for rank, flat in zip(value_by_rank, flats, strict=True) if not self.job.ranks[rank].is_lost]
         contents = [{name: blob.content for name, blob in flat.blobs.items()} for flat in readable]
         is_same = not readable[0].tensors and all(one == contents[0] for one in contents)
         if len(flats) == 1 or is_same or key == _ARGS:
-            self.put_all(above, readable[0])
+            self.put_flattened_below(parent, readable[0])
             return
         for i, flat in enumerate(flats):
-            self.put_all((_RANKS, i, *above), flat)
+            self.put_flattened_below((_RANKS, i, *parent), flat)
 
-    def add_of_ranks(self, key: str, values: Mapping[Rank, Any]) -> None:
+    def add_per_rank(self, key: str, value_by_rank: Mapping[Rank, Any]) -> None:
         """Add an entry per rank, unchanged; with a single rank under its own key."""
-        for i, (rank, value) in enumerate(values.items()):
+        for i, (rank, value) in enumerate(value_by_rank.items()):
             if value is not None:
-                above: KeyPath = (_RANKS, i) if len(values) > 1 else ()
-                self.put_all(above, self.job.ranks[rank].flatten({key: value}))
+                above: KeyPath = (_RANKS, i) if len(value_by_rank) > 1 else ()
+                self.put_flattened_below(above, self.job.ranks[rank].flatten({key: value}))
 
-    def put_all(self, above: KeyPath, flat: FlatState) -> None:
+    def put_flattened_below(self, parent: KeyPath, flat: FlatState) -> None:
         """Add flattened tensors and entries below a key path."""
         entries: dict[str, StoredTensor | Blob] = {**flat.tensors, **flat.blobs}
         for name, entry in entries.items():
-            self.put((*above, *flat.keys[name]), entry)
+            self.put_entry((*parent, *flat.keys[name]), entry)
 
-    def put(self, key: KeyPath, entry: StoredTensor | Blob, spares: tuple[Chunk, ...] = ()) -> None:
+    def put_entry(self, key: KeyPath, entry: StoredTensor | Blob, replicas: tuple[Chunk, ...] = ()) -> None:
         """Add one entry at its key path, with the replicas of its chunks."""
         name = ".".join(map(str, key))
         self.keys[name] = key
-        self.spares[name] = spares
+        self.spares[name] = replicas
         if isinstance(entry, Blob):
             self.blobs.setdefault(name, entry)
         else:
             self.tensors[name] = entry
 
-    def layout(self, format_name: str, files: tuple[str, ...]) -> Layout:
+    def make_layout(self, format_name: str, files: tuple[str, ...]) -> Layout:
         """Return the layout; `files` are the rank files that could be read."""
         ranks, spares = len(self.job.ranks), {name: replicas for name, replicas in self.spares.items() if replicas}
         return Layout(self.job.root, format_name, self.tensors, self.blobs, self.keys, ranks, files, spares=spares)
@@ -173,7 +179,7 @@ class Megatron(FormatReader):
     known_by = "Megatron's `mp_rank_00`"
     is_sharded = True
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Return True for the directory of a rank."""
         return bool(find_directories([name]))
 
@@ -184,66 +190,67 @@ class Megatron(FormatReader):
     def detect(self, path: Path) -> bool:
         """Return True for a directory with rank directories, for a rank directory, and for the file in it."""
         if path.is_dir():
-            return any(has_rank(path / directory.name) for directory in find_directories(names_in(path))) or has_rank(
-                path
-            )
-        return path.name in FILES and is_there(path)
+            return any(
+                is_rank_directory(path / directory.name) for directory in find_directories(names_in(path))
+            ) or is_rank_directory(path)
+        return path.name in FILES and is_existing_path(path)
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each missing rank, each rank directory without a file, and each truncated file."""
-        root, files = find_mp_ranks(path, report)
+        root, files = find_root_and_rank_files(path, report)
         numbers = [found.numbers for found in find_directories(files)]
         if len({len(one) for one in numbers}) == 1 and len(numbers) > 1:
-            directory_names_by_rank(root, find_directories(files), None, has_stages=True, report=report)
-        check_files(root, (file for file in files.values() if is_there(root / file)), report)
+            expected_directory_names_by_rank(root, find_directories(files), None, has_stages=True, report=report)
+        check_files(root, (file for file in files.values() if is_existing_path(root / file)), report)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the full model; the optimizer is by name if its parameters are certain.
 
         Ranks that are missing or unreadable are reported, and their tensors get the shapes of another rank in the same
         stage. Raises `Corrupt` if a stage has no readable rank, or a file comes from another job, `Unsupported` for a
         tensor without a known splitting rule.
         """
-        root, files = find_mp_ranks(path, report)
-        saved = read_files(root, files, report)
+        root, files = find_root_and_rank_files(path, report)
+        saved = read_saved_ranks(root, files, report)
         job = SavedJob(root, assign_ranks(root, files, saved, report))
         check_same_job(job)
-        check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
+        refuse_hidden_splits(job.ranks[Rank(0, 0, 0)], job.sizes)
         result = LayoutBuilder(job)
         result.add_model()
         result.add_optimizer(report)
-        result.add_rest()
-        return result.layout(self.name, tuple(rank.path for rank in saved.values()))
+        result.add_other_entries()
+        return result.make_layout(self.name, tuple(rank.path for rank in saved.values()))
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Return every zip entry of the files: storages, pickles and torch's own records."""
-        return extents_of(layout, layout.paths | set(layout.descriptions), report)
+        return archive_extents_of(layout, layout.paths | set(layout.descriptions), report)
 
 
-def find_mp_ranks(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
+def find_root_and_rank_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
     """Return the directory of a checkpoint, and the file of each rank relative to it, by rank directory.
 
     Reports rank directories without a file. A single rank directory, or its file, is accepted only if there are no
     other ranks.
     """
-    if path.is_dir() and not has_rank(path):
+    if path.is_dir() and not is_rank_directory(path):
         return path, {
-            directory.name: file_in(path, directory.name, report) for directory in find_directories(names_in(path))
+            directory.name: require_rank_file(path, directory.name, report)
+            for directory in find_directories(names_in(path))
         }
     folder = path if path.is_dir() else path.parent
     rank_count = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
-    name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
-    sizes = SavedRank.read(folder, name).sizes
+    name = path.name if not path.is_dir() else next(name for name in FILES if is_existing_path(path / name))
+    sizes = SavedRank.read(folder, name).find_grid_sizes
     if rank_count > 1 or (sizes and sizes != (1, 1, 1)):
         message = "this is the directory of one rank; each rank has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory above, {folder.parent}")
     return folder, {"": name}
 
 
-def read_files(root: Path, files: Mapping[str, str], report: Report) -> dict[str, SavedRank]:
+def read_saved_ranks(root: Path, files: Mapping[str, str], report: Report) -> dict[str, SavedRank]:
     """Return the saved ranks by directory; report those that cannot be read. Raises `Corrupt` if none can."""
-    existing = {name: file for name, file in files.items() if is_there(root / file)}
-    saved = read_each(root, existing, lambda _, file: SavedRank.read(root, file), report)
+    existing = {name: file for name, file in files.items() if is_existing_path(root / file)}
+    saved = read_each_file(root, existing, lambda _, file: SavedRank.read(root, file), report)
     if not saved:
         raise Corrupt("no rank's file can be read", path=root)
     return saved
@@ -255,9 +262,9 @@ def assign_ranks(
     """Return the saved states by rank; an unreadable rank is modeled on a readable rank of the same stage."""
     if "" in saved:
         return {Rank(0, 0, 0): saved[""]}
-    sizes = next(iter(saved.values())).sizes
-    has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_embedding, saved.values()))
-    directory_names = directory_names_by_rank(root, find_directories(files), sizes, has_stages, report)
+    sizes = next(iter(saved.values())).find_grid_sizes
+    has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_word_embedding, saved.values()))
+    directory_names = expected_directory_names_by_rank(root, find_directories(files), sizes, has_stages, report)
     of_stages = {rank.stage: saved[name] for rank, name in directory_names.items() if name in saved}
     ranks: dict[Rank, SavedRank] = {}
     for rank, name in sorted(directory_names.items()):
@@ -273,9 +280,9 @@ def assign_ranks(
     return ranks
 
 
-def has_embedding(saved: SavedRank) -> bool:
+def has_word_embedding(saved: SavedRank) -> bool:
     """Return whether a rank has the word embedding, which only the first pipeline stage has."""
-    return any(name.endswith(_EMBEDDING) for run in saved.models for name in saved.specs(run))
+    return any(name.endswith(_EMBEDDING) for run in saved.flat_models_by_run for name in saved.specs(run))
 
 
 def check_same_job(job: SavedJob) -> None:
@@ -283,9 +290,9 @@ def check_same_job(job: SavedJob) -> None:
     first = next(iter(job.ranks.values()))
     for saved in job.ranks.values():
         for label, expected, found in (
-            ("iteration", first.number("iteration"), saved.number("iteration")),
-            ("checkpoint version", first.number(VERSION), saved.number(VERSION)),
-            ("number of ranks", first.sizes, saved.sizes),
+            ("iteration", first.find_number("iteration"), saved.find_number("iteration")),
+            ("checkpoint version", first.find_number(VERSION), saved.find_number(VERSION)),
+            ("number of ranks", first.find_grid_sizes, saved.find_grid_sizes),
         ):
             if expected != found:
                 message = (

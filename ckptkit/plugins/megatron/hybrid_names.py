@@ -45,19 +45,19 @@ def rules() -> tuple[Rule, ...]:
         Rule.of("output_layer.weight", "lm_head.weight", Cropped("vocabulary")),
         Rule.of("decoder.final_norm.weight | decoder.final_layernorm.weight", "backbone.norm_f.weight"),
         Rule.of(norms, _LAYER + _NORM),
-        *mamba(),
+        *mamba_rules(),
         Rule.of(
             f"{_IN_LAYER}self_attention.linear_qkv.weight",
             tuple(f"{_LAYER}mixer.{name}_proj.weight" for name in "qkv"),
             Grouped(),
         ),
-        *mixers({"self_attention.linear_proj.weight": "o_proj.weight"}),
-        *mixers({f"mlp.linear_fc{i}.weight": f"{name}_proj.weight" for i, name in ((1, "up"), (2, "down"))}),
-        *experts(),
+        *mixer_rules({"self_attention.linear_proj.weight": "o_proj.weight"}),
+        *mixer_rules({f"mlp.linear_fc{i}.weight": f"{name}_proj.weight" for i, name in ((1, "up"), (2, "down"))}),
+        *expert_rules(),
     )
 
 
-def mamba() -> Iterator[Rule]:
+def mamba_rules() -> Iterator[Rule]:
     """Yield the rules for a Mamba layer: split into row groups, or unsplit as in jobs without tensor parallelism."""
     mixer = "mixer."
     for name, pieces in ((IN_PROJ, "z x B C dt"), ("conv1d.weight", "x B C"), ("conv1d.bias", "x B C")):
@@ -65,15 +65,15 @@ def mamba() -> Iterator[Rule]:
         parts = tuple(pieces.split())
         yield Rule.of(tuple(f"{own}.{part}" for part in parts), hub, MambaRows(parts))
         yield Rule.of(f"{own} | {own.replace('conv1d.', 'conv1d_')}", hub)
-    yield from mixers({f"mixer.{name}": name for name in ("A_log", "D", "dt_bias", _NORM, "out_proj.weight")})
+    yield from mixer_rules({f"mixer.{name}": name for name in ("A_log", "D", "dt_bias", _NORM, "out_proj.weight")})
 
 
-def experts() -> Iterator[Rule]:
+def expert_rules() -> Iterator[Rule]:
     """Yield the rules for a mixture of experts without a gate projection.
 
     Experts that work in a smaller (latent) size also have projections into it and back.
     """
-    yield from mixers(
+    yield from mixer_rules(
         {
             "mlp.router.weight": "gate.weight",
             "mlp.router.expert_bias": "gate.e_score_correction_bias",
@@ -82,7 +82,7 @@ def experts() -> Iterator[Rule]:
     )
     for i, name in ((1, "up_proj"), (2, "down_proj")):
         layer = f"linear_fc{i}"
-        yield from mixers({f"mlp.shared_experts.{layer}.weight": f"shared_experts.{name}.weight"})
+        yield from mixer_rules({f"mlp.shared_experts.{layer}.weight": f"shared_experts.{name}.weight"})
         ways = (
             f"experts.{layer}.weight",
             f"experts.{{expert}}.{layer}.weight",
@@ -93,7 +93,7 @@ def experts() -> Iterator[Rule]:
         yield Rule.of(own, f"{_LAYER}mixer.experts.{{expert}}.{name}.weight")
 
 
-def mixers(names: dict[str, str]) -> Iterator[Rule]:
+def mixer_rules(names: dict[str, str]) -> Iterator[Rule]:
     """Yield a rule for each layer tensor that the Hub only renames, with the prefix `mixer`."""
     for own, hub in names.items():
         yield Rule.of(_IN_LAYER + own, f"{_LAYER}mixer.{hub}")
@@ -121,7 +121,7 @@ class MambaRows:
         ends = (0, *accumulate(self.row_counts(sizes)))
         if ends[-1] != full.spec.shape[0]:
             raise Mismatch(f"expected {ends[-1]} rows (config.json), found {full.spec.shape[0]}")
-        return tuple(axes.cut(full, 0, start, stop) for start, stop in pairwise(ends))
+        return tuple(axes.cut_axis(full, 0, start, stop) for start, stop in pairwise(ends))
 
     def row_counts(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the number of rows in each group."""
@@ -131,10 +131,10 @@ class MambaRows:
         return tuple(rows[part] for part in self.parts)
 
 
-def kinds_of(sizes: Sizes) -> str:
+def layer_kinds_of(sizes: Sizes) -> str:
     """Return the kinds of all layers as letters of Megatron's pattern. Raises `Unsupported` for an unknown kind."""
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-    kinds = next((sizes.text[key] for key in keys if sizes.text.get(key)), None)
+    kinds = next((sizes.text_config[key] for key in keys if sizes.text_config.get(key)), None)
     if not isinstance(kinds, list | str):
         raise Mismatch("config.json does not have `layers_block_type`, which translating the names needs")
     letters = [kind if kind in _NORMS else _KINDS.get(kind) for kind in map(str, kinds)]
@@ -143,9 +143,9 @@ def kinds_of(sizes: Sizes) -> str:
     return "".join(map(str, letters))
 
 
-def norm_of(layer: int, sizes: Sizes) -> str:
+def norm_name_of_layer(layer: int, sizes: Sizes) -> str:
     """Return the name of the norm in a layer. Raises `Mismatch` if the config does not have this layer."""
-    kinds = kinds_of(sizes)
+    kinds = layer_kinds_of(sizes)
     if layer >= len(kinds):
         raise Mismatch(f"expected {len(kinds)} layers (config.json), found layer {layer}")
     return _NORMS[kinds[layer]]

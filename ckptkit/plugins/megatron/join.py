@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.shards.join_ranks import join_copies, join_ranks, spares_of
+from ckptkit.formats.shards.join_ranks import first_readable_replica, join_by_rule, replica_chunks_of
 from ckptkit.layout import Chunk, StoredTensor, axes
-from ckptkit.plugins.megatron.rules import rule_for
+from ckptkit.plugins.megatron.rules import join_rule_for
 from ckptkit.plugins.megatron.saved import VERSION, GridSizes, Rank, SavedRank
 
 # Reorder the fused queries, keys and values of checkpoint versions below 2 as later versions store them.
@@ -24,12 +24,12 @@ CURRENT = 2.0
 _FUSED = re.compile(r"(?:.*\.)?(query_key_value|key_value)\.(?:weight|bias)")
 
 
-def has_fused(names: Iterable[str]) -> bool:
+def has_fused_qkv(names: Iterable[str]) -> bool:
     """Return whether any of the names is a fused query, key and value tensor."""
     return any(map(_FUSED.fullmatch, names))
 
 
-def in_current_order(tensor: StoredTensor, local: str, version: float, heads: int) -> StoredTensor:
+def with_current_row_order(tensor: StoredTensor, local: str, version: float, heads: int) -> StoredTensor:
     """Return a fused tensor with its rows in the order of version 2; other tensors are returned unchanged.
 
     `heads` is the number of heads on this rank. Raises `Corrupt` if the heads do not divide the rows, `Unsupported` for
@@ -45,9 +45,9 @@ def in_current_order(tensor: StoredTensor, local: str, version: float, heads: in
     if remainder:
         raise Corrupt(f"expected {fused} x {heads} heads to divide the rows, found {tensor.spec.shape[0]} rows")
     extents, order = ((fused, heads, width), (1, 0, 2)) if version == 0 else ((heads, width, fused), (0, 2, 1))
-    split = axes.split(tensor, 0, extents)
-    moved = axes.permute(split, (*order, *range(3, len(split.spec.shape))))
-    return axes.unsplit(axes.merge(moved, 0, 3))
+    split = axes.split_axis(tensor, 0, extents)
+    moved = axes.permute_axes(split, (*order, *range(3, len(split.spec.shape))))
+    return axes.with_unsplit_chunks(axes.merge_axes(moved, 0, 3))
 
 
 # Give layers and experts global indices: each pipeline stage counts its layers from 0, each rank its experts.
@@ -68,7 +68,7 @@ class Numbering:
     layers: Mapping[tuple[str, Run], range]
     experts: int
 
-    def name(self, name: str, run: Run, expert_rank: int) -> str:
+    def full_model_name(self, name: str, run: Run, expert_rank: int) -> str:
         """Return the name of a tensor in the full model."""
         experts = range(expert_rank * self.experts, (expert_rank + 1) * self.experts)
         match = _LAYER.fullmatch(name)
@@ -88,9 +88,9 @@ def make_numbering(names: Mapping[Run, Iterable[str]]) -> Numbering:
         for name in names[run]:
             match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
             if match:
-                counts[match[1]] = max(counts.get(match[1], 0), 1 + as_number(match[2]))
+                counts[match[1]] = max(counts.get(match[1], 0), 1 + parse_index(match[2]))
             if expert:
-                experts = max(experts, 1 + as_number(expert[2]))
+                experts = max(experts, 1 + parse_index(expert[2]))
         for stack, count in counts.items():
             first = next_layer.get(stack, 0)
             layers[stack, run] = range(first, first + count)
@@ -98,7 +98,7 @@ def make_numbering(names: Mapping[Run, Iterable[str]]) -> Numbering:
     return Numbering(layers, experts)
 
 
-def count_layers(names: Iterable[str]) -> dict[str, int]:
+def layer_counts_by_list(names: Iterable[str]) -> dict[str, int]:
     """Return the number of layers in each module list."""
     indices: dict[str, set[int]] = {}
     for name in names:
@@ -110,7 +110,7 @@ def count_layers(names: Iterable[str]) -> dict[str, int]:
 
 def global_index(numbers: range, text: str) -> int:
     """Return the global index of a local index. Raises `Corrupt` if the local index is out of range."""
-    local = as_number(text)
+    local = parse_index(text)
     if local >= len(numbers):
         raise Corrupt(
             f"expected {len(numbers)} layers or experts, as the first of these ranks has, found number {local}"
@@ -118,7 +118,7 @@ def global_index(numbers: range, text: str) -> int:
     return numbers[local]
 
 
-def as_number(text: str) -> int:
+def parse_index(text: str) -> int:
     """Return the index of a layer or an expert. Raises `Corrupt` if it is implausibly large."""
     if len(text) > 8 or int(text) >= _MOST:
         raise Corrupt(f"expected numbers of layers and experts below {_MOST}, found {text[:20]}")
@@ -154,7 +154,12 @@ class SavedJob:
     @cached_property
     def runs(self) -> list[Run]:
         """Return every run of layers, in layer order."""
-        return sorted((run, rank.stage) for rank, saved in self.ranks.items() for run in saved.models if is_first(rank))
+        return sorted(
+            (run, rank.stage)
+            for rank, saved in self.ranks.items()
+            for run in saved.flat_models_by_run
+            if is_first_rank(rank)
+        )
 
     @cached_property
     def numbering(self) -> Numbering:
@@ -166,28 +171,30 @@ class SavedJob:
         """Return the file of the first readable rank."""
         return next(saved for saved in self.ranks.values() if not saved.is_lost)
 
-    def tensors(self) -> dict[str, JoinedTensor]:
+    def join_model_tensors(self) -> dict[str, JoinedTensor]:
         """Return the full model tensors by name. Raises `Corrupt` if the ranks do not fit together."""
-        joined = self.join({rank: saved.weights for rank, saved in self.ranks.items()})
-        self.check_layers(joined)
+        joined = self.join_tensors({rank: saved.weights for rank, saved in self.ranks.items()})
+        self.check_layer_count(joined)
         return joined
 
-    def join(self, held: TensorsByRank) -> dict[str, JoinedTensor]:
+    def join_tensors(self, tensors_by_rank: TensorsByRank) -> dict[str, JoinedTensor]:
         """Return the full tensors by name, joined from tensors that each rank has per parameter (weights or states)."""
         tensors: dict[str, JoinedTensor] = {}
         for run, stage in self.runs:
             for expert in range(self.sizes.experts):
-                for name, local, parts in self.parts_of(held, run, Rank(0, stage, expert)):
+                for name, local, parts in self.shards_by_tensor(tensors_by_rank, run, Rank(0, stage, expert)):
                     try:
-                        tensor = self.join_parts(local, parts, run, stage)
-                        tensors[name] = joined(name, tensor, parts, tensors.get(name))
+                        tensor = self.join_shards(local, parts, run, stage)
+                        tensors[name] = with_replicas(name, tensor, parts, tensors.get(name))
                     except CkptError as error:
                         raise error.blame(path=self.root, tensor=name) from None
         return tensors
 
-    def parts_of(self, held: TensorsByRank, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
+    def shards_by_tensor(
+        self, tensors_by_rank: TensorsByRank, run: int, first: Rank
+    ) -> Iterator[tuple[str, str, list[StoredTensor]]]:
         """Yield each tensor of a run of layers: global name, local name, and the shard of each tensor-parallel rank."""
-        by_rank = [held[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
+        by_rank = [tensors_by_rank[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
         for i, on_rank in enumerate(by_rank):
             missing = by_rank[0].keys() ^ on_rank.keys()
             if missing:
@@ -195,24 +202,24 @@ class SavedJob:
                 raise Corrupt("some tensor-parallel ranks do not have this tensor", path=path, tensor=min(missing))
         for local in by_rank[0]:
             try:
-                name = self.numbering.name(local, (run, first.stage), first.expert)
+                name = self.numbering.full_model_name(local, (run, first.stage), first.expert)
             except CkptError as error:
                 raise error.blame(path=self.root / self.ranks[first].path, tensor=local) from None
             yield name, local, [on_rank[local] for on_rank in by_rank]
 
     @cached_property
-    def version(self) -> float:
+    def row_order_version(self) -> float:
         """Return the checkpoint version whose row order the joined queries, keys and values have.
 
         It is the recorded version, or the current version if ckptkit can reorder the rows. Raises `Unsupported` for an
         old order on several ranks if the number of heads is unknown.
         """
         first = self.ranks[Rank(0, 0, 0)]
-        recorded = first.number(VERSION) or 0
+        recorded = first.find_number(VERSION) or 0
         names = (name for saved in self.ranks.values() for weights in saved.weights.values() for name in weights)
-        if recorded >= CURRENT or not has_fused(names):
+        if recorded >= CURRENT or not has_fused_qkv(names):
             return recorded
-        if self.heads:
+        if self.heads_per_rank:
             return CURRENT
         if self.sizes.tensor == 1:
             return recorded
@@ -224,51 +231,55 @@ class SavedJob:
         raise Unsupported(message, path=self.root / first.path, hint=hint)
 
     @cached_property
-    def heads(self) -> int:
+    def heads_per_rank(self) -> int:
         """Return how many heads a rank has, 0 where the arguments do not say."""
-        count = self.ranks[Rank(0, 0, 0)].args.get("num_attention_heads")
+        count = self.ranks[Rank(0, 0, 0)].job_arguments.get("num_attention_heads")
         return count // self.sizes.tensor if type(count) is int and count % self.sizes.tensor == 0 else 0
 
-    def join_parts(self, local: str, parts: list[StoredTensor], run: int, stage: int) -> StoredTensor:
+    def join_shards(self, local: str, shards: list[StoredTensor], run: int, stage: int) -> StoredTensor:
         """Return the tensor joined from the shards of all tensor-parallel ranks, by the rule for its name."""
         ranks, experts = self.sizes.tensor, self.sizes.experts
         if local.endswith(_GROUPED) and max(ranks, experts) > 1:
             raise Unsupported(
                 f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
             )
-        if not parts[0].spec.shape:  # the step of an optimizer
-            return join_copies(parts)
+        if not shards[0].spec.shape:  # the step of an optimizer
+            return first_readable_replica(shards)
         first = self.ranks[Rank(0, stage, 0)]
-        recorded = first.number(VERSION) or 0
-        if recorded < self.version:
-            parts = [in_current_order(part, local, recorded, self.heads) for part in parts]
-        if len(parts) == 1:
-            return parts[0]
-        return join_ranks(parts, rule_for(local, first.specs(run), ranks, first.args))
+        recorded = first.find_number(VERSION) or 0
+        if recorded < self.row_order_version:
+            shards = [with_current_row_order(part, local, recorded, self.heads_per_rank) for part in shards]
+        if len(shards) == 1:
+            return shards[0]
+        return join_by_rule(shards, join_rule_for(local, first.specs(run), ranks, first.job_arguments))
 
-    def check_layers(self, tensors: Iterable[str]) -> None:
+    def check_layer_count(self, tensors: Iterable[str]) -> None:
         """Raise `Corrupt` if the number of layers differs from the arguments."""
         first = self.ranks[Rank(0, 0, 0)]
-        stacks = {stack: count for stack, count in count_layers(tensors).items() if not stack.startswith("mtp.")}
-        wanted = first.args.get("num_layers")
+        stacks = {
+            stack: count for stack, count in layer_counts_by_list(tensors).items() if not stack.startswith("mtp.")
+        }
+        wanted = first.job_arguments.get("num_layers")
         if type(wanted) is int and len(stacks) == 1 and wanted not in stacks.values():
             count = next(iter(stacks.values()))
             message = f"expected {wanted} layers (`args`), found {count} in {self.sizes.stages} stages"
             raise Corrupt(message, path=self.root / first.path)
 
 
-def joined(name: str, tensor: StoredTensor, parts: Sequence[StoredTensor], other: JoinedTensor | None) -> JoinedTensor:
+def with_replicas(
+    name: str, tensor: StoredTensor, shards: Sequence[StoredTensor], other: JoinedTensor | None
+) -> JoinedTensor:
     """Return the joined tensor, or `other` from ranks with other experts, with all replicas.
 
     Each rank counts the tokens of its experts by itself, so these counts are not replicas of each other.
     """
-    spares = () if name.endswith(_COUNTED) else spares_of(tensor, parts)
+    spares = () if name.endswith(_COUNTED) else replica_chunks_of(tensor, shards)
     if other is None:
         return JoinedTensor(tensor, spares)
-    chosen = join_copies([other.tensor, tensor])
-    others = () if name.endswith(_COUNTED) else spares_of(chosen, [other.tensor, tensor])
+    chosen = first_readable_replica([other.tensor, tensor])
+    others = () if name.endswith(_COUNTED) else replica_chunks_of(chosen, [other.tensor, tensor])
     return JoinedTensor(chosen, (*other.spares, *others, *spares))
 
 
-def is_first(rank: Rank) -> bool:
+def is_first_rank(rank: Rank) -> bool:
     return rank.tensor == rank.expert == 0

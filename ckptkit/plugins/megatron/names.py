@@ -12,15 +12,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from ckptkit.formats.archives.write_archive import make_envelope
+from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.outline import outline_of
-from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, experts_of, has_experts
+from ckptkit.models.names.rule import Rule, weight_and_bias_rules
+from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, expert_names_of_type, has_experts_in_layer
 from ckptkit.models.names.steps import Concatenated, Cropped, Grouped
 from ckptkit.plugins.megatron import hybrid_names as hybrid
-from ckptkit.plugins.megatron.arguments import LAYERNORM_1P, ZERO_CENTERED, check_arguments, computation_of
+from ckptkit.plugins.megatron.arguments import (
+    LAYERNORM_1P,
+    ZERO_CENTERED,
+    check_arguments_against_config,
+    computation_arguments_of,
+)
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
@@ -52,63 +57,63 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
             f"{_IN_LAYER}pre_mlp_layernorm.weight | {_IN_LAYER}mlp.linear_fc1.layer_norm_weight",
             f"{LAYER}post_attention_layernorm.weight",
         ),
-        *attention(model),
-        *feed_forward(_IN_LAYER + "mlp", LAYER + "mlp", "intermediate"),
-        *(mixture(model, experts_of(model)) if is_mixture else ()),
+        *attention_rules(model),
+        *feed_forward_rules(_IN_LAYER + "mlp", LAYER + "mlp", "intermediate"),
+        *(mixture_rules(model, expert_names_of_type(model)) if is_mixture else ()),
     )
 
 
-def written_as(name: str, sizes: Sizes) -> str:
+def name_to_write(name: str, sizes: Sizes) -> str:
     """Return the name under which to write a norm: without experts, the norm before the MLP is inside `linear_fc1`."""
     outline, layer = outline_of(name)
     if outline == "decoder.layers.#.norm.weight":
-        return name.replace("norm.weight", hybrid.norm_of(layer[0], sizes))
+        return name.replace("norm.weight", hybrid.norm_name_of_layer(layer[0], sizes))
     if outline != "decoder.layers.#.pre_mlp_layernorm.weight":
         return name
-    has_norm = sizes.model_type in _MIXTURES and has_experts(layer[0], sizes)
+    has_norm = sizes.model_type in _MIXTURES and has_experts_in_layer(layer[0], sizes)
     return name if has_norm else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
-def attention(model: str) -> tuple[Rule, ...]:
+def attention_rules(model: str) -> tuple[Rule, ...]:
     """Return the rules for fused queries, keys and values, the output projection, and head norms."""
     names = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv")
     norms = {"q_layernorm": "q_norm", "k_layernorm": "k_norm"} if model in _HEAD_NORMS else {}
     return (
-        *with_bias(_ATTENTION + "linear_qkv", names, Grouped()),
-        *with_bias(_ATTENTION + "linear_proj", LAYER + "self_attn.o_proj"),
+        *weight_and_bias_rules(_ATTENTION + "linear_qkv", names, Grouped()),
+        *weight_and_bias_rules(_ATTENTION + "linear_proj", LAYER + "self_attn.o_proj"),
         *(Rule.of(f"{_ATTENTION}{own}.weight", f"{LAYER}self_attn.{hub}.weight") for own, hub in norms.items()),
     )
 
 
-def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
+def feed_forward_rules(own: str, hub: str, size: str) -> tuple[Rule, ...]:
     """Return the rules for a gated MLP of intermediate size `size`: gate and up are fused, or separate."""
     gate, up = f"{hub}.gate_proj", f"{hub}.up_proj"
     return (
-        *with_bias(f"{own}.linear_fc1", (gate, up), Concatenated(2, size=size)),
+        *weight_and_bias_rules(f"{own}.linear_fc1", (gate, up), Concatenated(2, size=size)),
         *(
             Rule.of(tuple(f"{own}.linear_fc1.{leaf}_{half}" for half in "wv"), (f"{gate}.{leaf}", f"{up}.{leaf}"))
             for leaf in ("weight", "bias")
         ),
-        *with_bias(f"{own}.linear_fc2", f"{hub}.down_proj"),
+        *weight_and_bias_rules(f"{own}.linear_fc2", f"{hub}.down_proj"),
     )
 
 
-def mixture(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
+def mixture_rules(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts."""
     shared = _IN_LAYER + "mlp.shared_experts"
     gate, up, down = (f"{LAYER}{name}.weight" for name in (hub.gate, hub.up, hub.down))
     return (
         Rule.of(f"{_IN_LAYER}mlp.router.weight", f"{LAYER}{hub.router}.weight"),
         *((Rule.of(f"{_IN_LAYER}mlp.router.expert_bias", LAYER + hub.bias),) if model in _WITH_BIAS else ()),
-        Rule.of(of_experts("linear_fc1"), (gate, up), Concatenated(2, size="expert_intermediate")),
-        Rule.of((of_experts("linear_fc1", "_w"), of_experts("linear_fc1", "_v")), (gate, up)),
-        Rule.of(of_experts("linear_fc2"), down),
-        *feed_forward(shared, LAYER + hub.shared, "shared_intermediate"),
+        Rule.of(expert_weight_names("linear_fc1"), (gate, up), Concatenated(2, size="expert_intermediate")),
+        Rule.of((expert_weight_names("linear_fc1", "_w"), expert_weight_names("linear_fc1", "_v")), (gate, up)),
+        Rule.of(expert_weight_names("linear_fc2"), down),
+        *feed_forward_rules(shared, LAYER + hub.shared, "shared_intermediate"),
         Rule.of(f"{shared}.gate_weight", f"{LAYER}mlp.shared_expert_gate.weight"),
     )
 
 
-def of_experts(layer: str, half: str = "") -> str:
+def expert_weight_names(layer: str, half: str = "") -> str:
     """Return all names of an expert weight: stacked, by expert index, and by module."""
     inside = f"{_IN_LAYER}mlp.experts."
     return " | ".join(
@@ -121,7 +126,7 @@ def of_experts(layer: str, half: str = "") -> str:
     )
 
 
-def files(step: int, model_type: str) -> Mapping[str, bytes]:
+def files_beside_shards(step: int, model_type: str) -> Mapping[str, bytes]:
     """Return the files that Megatron expects next to the shards: the storage format, and the shared state.
 
     If norms are centered at zero on the Hub, this is recorded too, and Megatron needs `--apply-layernorm-1p`. Source:
@@ -130,7 +135,7 @@ def files(step: int, model_type: str) -> Mapping[str, bytes]:
     config = {**_BACKENDS, "sharded_backend_version": 1, "common_backend_version": 1}
     state = {"iteration": step, "checkpoint_version": 3.0}
     norms = {LAYERNORM_1P: True} if model_type in ZERO_CENTERED else {}
-    ((_, common),) = make_envelope(dump(state | norms), {}).parts
+    ((_, common),) = make_zip_template(dump(state | norms), {}).parts
     return {"metadata.json": json.dumps(config).encode(), "common.pt": common}
 
 
@@ -138,10 +143,10 @@ MEGATRON = Family(
     name="megatron",
     drops=(r".*\._extra_state", r"(.*\.)?rotary_pos_emb\.inv_freq", r".*\.router\.local_tokens_per_expert"),
     rules=rules,
-    written_as=written_as,
+    written_as=name_to_write,
     types=_TYPES,
-    check=check_arguments,
-    describe=computation_of,
-    files=files,
+    check=check_arguments_against_config,
+    describe=computation_arguments_of,
+    files=files_beside_shards,
     told_by_files=ZERO_CENTERED,
 )

@@ -14,7 +14,15 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_HALVES, BY_ROWS, COPIED, JoinRule, JoinRules, find_rule
+from ckptkit.formats.shards.join_ranks import (
+    BY_COLUMNS,
+    BY_HALVES,
+    BY_ROWS,
+    COPIED,
+    JoinRule,
+    JoinRules,
+    require_join_rule,
+)
 from ckptkit.layout import Spec
 
 _RULES: JoinRules = (
@@ -46,21 +54,23 @@ _NARROWED = re.compile(r"(?:.*\.)?linear_(q|kv)_down_proj\.weight")
 _SIZES = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 
 
-def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str, int | float]) -> JoinRule:
+def join_rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str, int | float]) -> JoinRule:
     """Return how the ranks split a tensor; `specs` are all tensors of one rank by the same names.
 
     `args` are the arguments of the job. Raises `Unsupported` for an unknown name.
     """
     narrow = _NARROWED.fullmatch(name)
     if narrow is not None:
-        return rule_for_down_projection(specs[name].shape[0], ranks, [args.get(size) for size in _SIZES[narrow[1]]])
+        return join_rule_for_down_projection(
+            specs[name].shape[0], ranks, [args.get(size) for size in _SIZES[narrow[1]]]
+        )
     mamba = _MAMBA.fullmatch(name)
     if mamba is not None:
         others = specs.get(f"{mamba[1]}out_proj.weight"), specs.get(f"{mamba[1]}dt_bias")
-        return rule_for_mamba(specs[name].shape[0], others, has_gates=mamba[2] is not None)
+        return join_rule_for_mamba(specs[name].shape[0], others, has_gates=mamba[2] is not None)
     match = _FIRST.fullmatch(name)
     if match is None:
-        return find_rule(name, _RULES, ranks)
+        return require_join_rule(name, _RULES, ranks)
     second = next((spec for layer in _SECOND if (spec := specs.get(f"{match[1]}{layer}.weight{match[2]}"))), None)
     if second is None or len(second.shape) != 2:
         message = "the shape of the next layer says whether this layer is gated, and the next layer is missing"
@@ -73,7 +83,7 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str
     return BY_HALVES if rows == 2 * inner else BY_ROWS
 
 
-def rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, has_gates: bool) -> JoinRule:
+def join_rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, has_gates: bool) -> JoinRule:
     """Return how ranks split a Mamba tensor with rows of x, B and C, and with `has_gates` also of z and dt.
 
     `others` are the output projection, whose columns are the channels of x, and the bias of dt, which has one value per
@@ -90,7 +100,7 @@ def rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, has_ga
     return JoinRule(0, extents=(*front, states, states, *back))
 
 
-def rule_for_down_projection(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRule:
+def join_rule_for_down_projection(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRule:
     """Return how ranks split the down projection of latent attention, given its total `sizes`.
 
     Source: megatron/core/transformer/multi_latent_attention.py. Transformer Engine copies it to every rank; other

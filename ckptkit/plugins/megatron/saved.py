@@ -14,12 +14,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.formats.archives.flatten import FlatState, Flattening, pairs_of
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
+from ckptkit.formats.archives.flatten import FlatState, Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.formats.shards.join_ranks import as_lost
-from ckptkit.io.file import is_there, names_in
+from ckptkit.formats.shards.join_ranks import as_lost_tensors
+from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.layout import Spec, StoredTensor
 
 # Find the directories of tensor-, pipeline- and expert-parallel ranks, and parse their names.
@@ -67,7 +67,7 @@ def find_directories(names: Iterable[str]) -> list[Directory]:
     return sorted(directories, key=lambda directory: directory.numbers)
 
 
-def file_in(root: Path, directory: str, report: Report) -> str:
+def require_rank_file(root: Path, directory: str, report: Report) -> str:
     """Return the file of a rank, relative to `root`. Reports a directory without a file."""
     names = names_in(root / directory)
     file_name = next((name for name in FILES if name in names), None)
@@ -80,30 +80,30 @@ def file_in(root: Path, directory: str, report: Report) -> str:
     return f"{directory}/{file_name or FILES[0]}"
 
 
-def has_rank(path: Path) -> bool:
+def is_rank_directory(path: Path) -> bool:
     """Return whether a directory belongs to one rank and contains its file."""
-    return path.is_dir() and any(is_there(path / name) for name in FILES)
+    return path.is_dir() and any(is_existing_path(path / name) for name in FILES)
 
 
-def directory_names_by_rank(
-    root: Path, directories: Iterable[Directory], sizes: GridSizes | None, has_stages: bool, report: Report
+def expected_directory_names_by_rank(
+    root: Path, directories: Iterable[Directory], grid_sizes: GridSizes | None, has_stages: bool, report: Report
 ) -> Mapping[Rank, str]:
-    """Return the directory name of each rank; `sizes` come from the arguments, or None if the files do not record them.
+    """Return the directory name of each rank; `grid_sizes` come from the arguments, None if nothing records them.
 
     With two numbers in a name, the second is the pipeline stage if `has_stages`, else the expert-parallel rank. Reports
     ranks without a directory. Raises `Corrupt` for directories of several jobs.
     """
-    names_by_rank = {as_rank(directory.numbers, has_stages): directory.name for directory in directories}
+    names_by_rank = {parse_rank(directory.numbers, has_stages): directory.name for directory in directories}
     lengths = {len(directory.numbers) for directory in directories}
     if len(lengths) > 1:
         raise Corrupt("this directory mixes the ranks of several jobs: their names differ in length", path=root)
-    sizes = sizes or GridSizes(*(1 + max(numbers) for numbers in zip(*names_by_rank, strict=True)))
+    grid_sizes = grid_sizes or GridSizes(*(1 + max(numbers) for numbers in zip(*names_by_rank, strict=True)))
     unexpected = sorted(
-        rank for rank in names_by_rank if not all(number < size for number, size in zip(rank, sizes, strict=True))
+        rank for rank in names_by_rank if not all(number < size for number, size in zip(rank, grid_sizes, strict=True))
     )
-    missing_count = prod(sizes) - (len(names_by_rank) - len(unexpected))
-    length = max(*lengths, 1 + (sizes.stages > 1) + (sizes.experts > 1))
-    tensors, stages, experts = map(range, sizes)  # sizes recorded in a readable file
+    missing_count = prod(grid_sizes) - (len(names_by_rank) - len(unexpected))
+    length = max(*lengths, 1 + (grid_sizes.stages > 1) + (grid_sizes.experts > 1))
+    tensors, stages, experts = map(range, grid_sizes)  # sizes recorded in a readable file
     ranks = (Rank(i, j, k) for i in tensors for j in stages for k in experts)
     missing = {
         rank: directory_name(rank, length, has_stages)
@@ -112,18 +112,18 @@ def directory_names_by_rank(
     if missing_count:
         names = ", ".join(islice(missing.values(), 8))
         problem = Incomplete(
-            f"the files of {missing_count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE
+            f"the files of {missing_count} of {prod(grid_sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE
         )
-        (report if missing_count <= _MOST else refuse)(problem)
+        (report if missing_count <= _MOST else raise_problem)(problem)
     if unexpected:
         names = ", ".join(names_by_rank[rank] for rank in unexpected[:8])
-        shape = f"{sizes.tensor} x {sizes.stages} x {sizes.experts}"
+        shape = f"{grid_sizes.tensor} x {grid_sizes.stages} x {grid_sizes.experts}"
         hint = "move the files of the other job to another directory"
         raise Corrupt(f"expected {shape} ranks, as the files say, found these too: {names}", path=root, hint=hint)
     return names_by_rank | missing
 
 
-def as_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
+def parse_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
     """Return the rank with these numbers in the name of its directory."""
     match numbers:
         case (tensor,):
@@ -173,30 +173,30 @@ class SavedRank:
     @cached_property
     def entries(self) -> Mapping[str, Any]:
         """Return the top-level entries of the file."""
-        pairs = pairs_of(self.state.value)
+        pairs = find_dict_items(self.state.value)
         if pairs is None:
             raise Corrupt("the file does not contain a dict", path=self.root / self.path)
         return {str(key): value for key, value in pairs}
 
     @cached_property
-    def args(self) -> Mapping[str, Any]:
+    def job_arguments(self) -> Mapping[str, Any]:
         """Return the numeric and boolean arguments of the job by name; {} without saved arguments."""
         saved = self.entries.get("args")
         try:
-            pairs = saved.attributes().items() if isinstance(saved, Record) else pairs_of(saved) or ()
+            pairs = saved.attributes().items() if isinstance(saved, Record) else find_dict_items(saved) or ()
         except (TypeError, ValueError):
             pairs = ()
-        return {str(name): value for name, value in pairs if is_number(value)}
+        return {str(name): value for name, value in pairs if is_plausible_number(value)}
 
-    def number(self, key: str) -> int | float | None:
+    def find_number(self, key: str) -> int | float | None:
         """Return the number under a key; None if there is none."""
         value = self.entries.get(key)
-        return value if is_number(value) else None
+        return value if is_plausible_number(value) else None
 
     @property
-    def sizes(self) -> GridSizes | None:
+    def find_grid_sizes(self) -> GridSizes | None:
         """Return the number of ranks of each kind; None if the arguments do not record them."""
-        tensor, stages, experts = (self.args.get(name) for name in _SIZES)
+        tensor, stages, experts = (self.job_arguments.get(name) for name in _SIZES)
         if type(tensor) is not int or type(stages) is not int:
             return None
         sizes = GridSizes(tensor, stages, experts if type(experts) is int else 1)
@@ -208,7 +208,7 @@ class SavedRank:
         return sizes
 
     @cached_property
-    def models(self) -> Mapping[int, FlatState]:
+    def flat_models_by_run(self) -> Mapping[int, FlatState]:
         """Return the tensors and entries of the model by run of layers (0 if there is only one)."""
         key_of_run = {int(match[1] or 0): key for key in self.entries if (match := _MODEL.fullmatch(key))}
         return {run: self.flatten(self.entries[key]) for run, key in sorted(key_of_run.items())}
@@ -217,8 +217,8 @@ class SavedRank:
     def weights(self) -> Mapping[int, Mapping[str, StoredTensor]]:
         """Return the model tensors by run, without per-rank layer state."""
         return {
-            run: {name: tensor for name, tensor in flat.tensors.items() if not is_own_state(name)}
-            for run, flat in self.models.items()
+            run: {name: tensor for name, tensor in flat.tensors.items() if not is_per_rank_layer_state(name)}
+            for run, flat in self.flat_models_by_run.items()
         }
 
     def specs(self, run: int) -> Mapping[str, Spec]:
@@ -226,22 +226,22 @@ class SavedRank:
         return {name: tensor.spec for name, tensor in self.weights[run].items()}
 
     @property
-    def others(self) -> Mapping[str, Any]:
+    def other_entries(self) -> Mapping[str, Any]:
         return {key: value for key, value in self.entries.items() if not (_MODEL.fullmatch(key) or key == OPTIMIZER)}
 
     def flatten(self, value: Any) -> FlatState:
         """Return all tensors and entries inside a value of the file."""
         flattening = Flattening(self.state.entries, self.path)
         try:
-            flattening.add(value, ())
+            flattening.add_nested(value, ())
         except CkptError as error:
             raise error.blame(path=self.root / self.path) from None
-        return as_lost(flattening.flat, self.path) if self.is_lost else flattening.flat
+        return as_lost_tensors(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
-def check_arguments(saved: SavedRank, sizes: GridSizes) -> None:
+def refuse_hidden_splits(saved: SavedRank, sizes: GridSizes) -> None:
     """Raise `Unsupported` for ways to split a model that the directory names do not show."""
-    args, path = saved.args, saved.root / saved.path
+    args, path = saved.job_arguments, saved.root / saved.path
     groups = args.get("num_query_groups")
     if args.get("group_query_attention") and isinstance(groups, int) and groups < sizes.tensor:
         raise Unsupported(
@@ -253,11 +253,11 @@ def check_arguments(saved: SavedRank, sizes: GridSizes) -> None:
         raise Unsupported(message, path=path)
 
 
-def is_number(value: object) -> TypeGuard[int | float]:
+def is_plausible_number(value: object) -> TypeGuard[int | float]:
     """Return whether a pickled value is a number or bool of plausible size."""
     return type(value) in (bool, int, float) and abs(value) < _LARGEST  # type: ignore[arg-type]
 
 
-def is_own_state(name: str) -> bool:
+def is_per_rank_layer_state(name: str) -> bool:
     """Return whether a model entry is the per-rank state of a layer, not a weight."""
     return name.endswith(_STATE)

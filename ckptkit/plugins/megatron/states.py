@@ -14,12 +14,12 @@ from itertools import chain
 from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.formats.archives.flatten import FlatState, pairs_of
-from ckptkit.formats.archives.values import numbers_of
+from ckptkit.formats.archives.flatten import FlatState, find_dict_items
+from ckptkit.formats.archives.values import find_parameter_indices_by_group
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import match_if_certain
-from ckptkit.layout.wrappers import PARAM_NAMES, match_recorded, read_recorded
+from ckptkit.layout.matching import find_match_in_order
+from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.megatron.saved import OPTIMIZER, SavedRank
 
 MASTER = "fp32_param"
@@ -45,16 +45,16 @@ class NamedOptimizer:
     others: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def kinds(self) -> list[list[Any]]:
+    def group_kinds(self) -> list[list[Any]]:
         """Return the settings that distinguish the groups."""
         return [[settings.get(key) for key in _KIND] for settings in self.settings]
 
-    def in_order_of(self, other: NamedOptimizer) -> NamedOptimizer | None:
+    def find_in_order_of(self, other: NamedOptimizer) -> NamedOptimizer | None:
         """Return the optimizer with its groups in the order of another rank; None if the groups differ.
 
         A rank orders its groups by the first parameter in each of them.
         """
-        kinds, wanted = self.kinds, other.kinds
+        kinds, wanted = self.group_kinds, other.group_kinds
         if kinds == wanted:
             return self
         if len(kinds) != len(wanted) or any(kinds.count(kind) != 1 for kind in wanted):
@@ -67,24 +67,24 @@ class Uncertain(Exception):
     """Raised when indices and shapes do not match the model's parameters in order."""
 
 
-def name_states(saved: SavedRank) -> NamedOptimizer | None:
+def find_named_optimizer(saved: SavedRank) -> NamedOptimizer | None:
     """Return the optimizer in the file of a rank by parameter name; None if the names are not certain."""
     try:
-        return read_states(saved)
+        return read_named_optimizer(saved)
     except Uncertain:
         return None
 
 
-def read_states(saved: SavedRank) -> NamedOptimizer:
+def read_named_optimizer(saved: SavedRank) -> NamedOptimizer:
     """Return the optimizer by name. Raises `Uncertain`."""
-    outer = as_dict(saved.entries.get(OPTIMIZER))
-    inner = as_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
-    groups = [as_dict(group) for group in as_list(inner.get("param_groups"))]
-    numbers = numbers_of(inner)
+    outer = dict_or_uncertain(saved.entries.get(OPTIMIZER))
+    inner = dict_or_uncertain(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
+    groups = [dict_or_uncertain(group) for group in list_or_uncertain(inner.get("param_groups"))]
+    numbers = find_parameter_indices_by_group(inner)
     if numbers is None:
         raise Uncertain
-    flats = flatten_states(saved, as_dict(inner.get("state")), list(chain.from_iterable(numbers)))
-    parameter_of = match_members(saved, groups, numbers, flats)
+    flats = flatten_states(saved, dict_or_uncertain(inner.get("state")), list(chain.from_iterable(numbers)))
+    parameter_of = match_by_shape_and_decay(saved, groups, numbers, flats)
     members = [[parameter_of[number] for number in group] for group in numbers]
     named = NamedOptimizer(
         groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -93,7 +93,7 @@ def read_states(saved: SavedRank) -> NamedOptimizer:
         add_state(named, parameter_of[number], flat)
     named.others.update({key: value for key, value in inner.items() if key not in ("state", "param_groups")})
     if outer is not inner:
-        add_masters(named, saved, as_list(outer.get(_MASTERS, [])))
+        add_masters(named, saved, list_or_uncertain(outer.get(_MASTERS, [])))
         named.others.update({key: value for key, value in outer.items() if key not in (OPTIMIZER, _MASTERS)})
     return named
 
@@ -102,7 +102,7 @@ def flatten_states(saved: SavedRank, states: Mapping[Any, Any], numbers: Sequenc
     """Return the flattened states in the order of `numbers`. Raises `Uncertain` for another parameter index."""
     if not states.keys() <= set(numbers):
         raise Uncertain
-    known = {number: as_dict(states.get(number, {})) for number in numbers}
+    known = {number: dict_or_uncertain(states.get(number, {})) for number in numbers}
     return {number: flatten_state(saved, state) for number, state in known.items() if state}
 
 
@@ -114,7 +114,7 @@ def flatten_state(saved: SavedRank, state: dict[Any, Any]) -> FlatState:
     return flat
 
 
-def match_members(
+def match_by_shape_and_decay(
     saved: SavedRank,
     groups: Sequence[Mapping[str, Any]],
     numbers: Sequence[Sequence[int]],
@@ -130,17 +130,17 @@ def match_members(
     def may_hold(index: int, parameter: Parameter) -> bool:
         return len(groups) == 1 or is_without_decay(parameter) == (decays[index] == 0.0)
 
-    parameters = {parameter: parameter[2].shape for parameter in parameters_of(saved)}
-    shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
+    parameters = {parameter: parameter[2].shape for parameter in parameters_by_run(saved)}
+    shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
     if any(PARAM_NAMES in group for group in groups):
-        return match_names(groups, numbers, shapes, parameters)
-    matched = match_if_certain(numbers, shapes, parameters, may_hold)
+        return match_by_names_in_groups(groups, numbers, shapes, parameters)
+    matched = find_match_in_order(numbers, shapes, parameters, may_hold)
     if matched is None:
         raise Uncertain
     return matched
 
 
-def match_names(
+def match_by_names_in_groups(
     groups: Sequence[Mapping[str, Any]],
     numbers: Sequence[Sequence[int]],
     shapes: Mapping[int, Shape],
@@ -149,8 +149,8 @@ def match_names(
     """Return the parameter of each index, using the names that the groups record. Raises `Uncertain`."""
     known = {name: (run, name, spec) for run, name, spec in parameters}
     try:
-        recorded = read_recorded(numbers, [group.get(PARAM_NAMES) for group in groups])
-        matched = match_recorded(recorded, shapes, {name: spec.shape for name, (_, _, spec) in known.items()})
+        recorded = read_recorded_names(numbers, [group.get(PARAM_NAMES) for group in groups])
+        matched = parameters_by_index(recorded, shapes, {name: spec.shape for name, (_, _, spec) in known.items()})
     except (Mismatch, Unsupported):
         raise Uncertain from None
     if len(known) < len(parameters):  # every run counts layers from 0, so names can repeat
@@ -158,11 +158,11 @@ def match_names(
     return {number: known[name] for number, name in matched.items()}
 
 
-def parameters_of(saved: SavedRank) -> list[Parameter]:
+def parameters_by_run(saved: SavedRank) -> list[Parameter]:
     """Return the parameters of a rank, run by run, in the model's order."""
     return [
         (run, name, spec)
-        for run in saved.models
+        for run in saved.flat_models_by_run
         for name, spec in saved.specs(run).items()
         if not name.endswith(_BUFFERS)
     ]
@@ -173,7 +173,7 @@ def is_without_decay(parameter: Parameter) -> bool:
     return name.endswith(".bias") or len(spec.shape) == 1
 
 
-def shape_of(flat: FlatState) -> Shape | None:
+def find_shape_of_state(flat: FlatState) -> Shape | None:
     """Return the shape of the tensors in a state; None if all are scalars. Raises `Uncertain` for several shapes."""
     shapes = {tensor.spec.shape for tensor in flat.tensors.values()} - {()}
     if len(shapes) > 1:
@@ -196,24 +196,24 @@ def add_masters(named: NamedOptimizer, saved: SavedRank, masters: Sequence[Any])
         raise Uncertain
     for members, values in zip(named.groups, masters, strict=False):
         narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
-        flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in as_list(values)))
-        shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
-        matched = match_if_certain([list(flats)], shapes, narrow)
+        flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in list_or_uncertain(values)))
+        shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
+        matched = find_match_in_order([list(flats)], shapes, narrow)
         if matched is None:
             raise Uncertain
         for number, flat in flats.items():
             add_state(named, matched[number], flat)
 
 
-def as_dict(value: Any) -> dict[Any, Any]:
+def dict_or_uncertain(value: Any) -> dict[Any, Any]:
     """Return a pickled dict of any class as a dict. Raises `Uncertain` for anything else."""
-    pairs = pairs_of(value)
+    pairs = find_dict_items(value)
     if pairs is None:
         raise Uncertain
     return dict(pairs)
 
 
-def as_list(value: Any) -> list[Any]:
+def list_or_uncertain(value: Any) -> list[Any]:
     """Return the value if it is a list. Raises `Uncertain` for anything else."""
     if not isinstance(value, list):
         raise Uncertain

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten
-from ckptkit.formats.archives.state_files import check_files, extents_of, is_torch_save, read_state_file
-from ckptkit.formats.each_file import read_each
+from ckptkit.formats.archives.state_files import archive_extents_of, check_files, is_torch_save, read_state_file
+from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.join_ranks import (
@@ -23,13 +23,13 @@ from ckptkit.formats.shards.join_ranks import (
     BY_ROWS,
     COPIED,
     JoinRules,
-    as_lost,
-    find_rule,
-    join_copies,
-    join_ranks,
-    spares_of,
+    as_lost_tensors,
+    first_readable_replica,
+    join_by_rule,
+    replica_chunks_of,
+    require_join_rule,
 )
-from ckptkit.io.file import is_there, names_in, read_small
+from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 
 # How the tensors of Meta's Llama models are split over ranks: by name, or by params.json if the name is not enough.
@@ -66,27 +66,27 @@ class Params:
     head_dim: int
 
 
-def read_params(root: Path) -> Params | None:
+def find_model_sizes(root: Path) -> Params | None:
     """Return the model sizes in params.json; None without the file."""
     path = root / PARAMS
-    if not is_there(path):
+    if not is_existing_path(path):
         return None
     params = parse_json(read_small(path, _LIMIT), path)
     params = params if isinstance(params, dict) else {}
-    dim, heads = size_in(params, "dim"), size_in(params, "n_heads")
+    dim, heads = find_size_in(params, "dim"), find_size_in(params, "n_heads")
     if dim is None or heads is None:
         raise Corrupt("expected `dim` and `n_heads`, found neither", path=path)
-    key_heads, head_dim = size_in(params, "n_kv_heads") or heads, size_in(params, "head_dim") or dim // heads
-    return Params(dim, size_in(params, "vocab_size"), heads, key_heads, head_dim)
+    key_heads, head_dim = find_size_in(params, "n_kv_heads") or heads, find_size_in(params, "head_dim") or dim // heads
+    return Params(dim, find_size_in(params, "vocab_size"), heads, key_heads, head_dim)
 
 
-def size_in(params: Mapping[str, Any], name: str) -> int | None:
+def find_size_in(params: Mapping[str, Any], name: str) -> int | None:
     """Return a positive number by name, None if there is none; older files use -1 for an unknown size."""
     value = params.get(name)
     return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
-def count_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> int:
+def count_sharing_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> int:
     """Return how many ranks share the model, given the `tensors` of one rank; 0 if unknown.
 
     Without params.json all heads together are assumed to be as wide as the model, as in Meta's own releases: `head_dim`
@@ -98,34 +98,34 @@ def count_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> i
     return wide // rows if rows and (params or wide % rows == 0) else 0
 
 
-def join_parts_of_ranks(name: str, parts: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
+def join_rank_shards(name: str, shards: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
     """Return a full tensor from the shards of all ranks.
 
     Raises `Unsupported` without a splitting rule, `Corrupt` if the shards do not add up to the shape in params.json.
     """
     try:
-        tensor = join_parts(name, parts, params) if len(parts) > 1 else parts[0]
+        tensor = join_split_tensor(name, shards, params) if len(shards) > 1 else shards[0]
         check_shape(name, tensor, params)
     except CkptError as error:
         raise error.blame(tensor=name) from None
     return tensor
 
 
-def join_parts(name: str, parts: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
+def join_split_tensor(name: str, shards: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
     """Return a tensor that several ranks share."""
     if params is None:
         hint = f"put the model's {PARAMS} beside the files"
-        raise Unsupported(f"without a {PARAMS} it is not certain how {len(parts)} ranks share it", hint=hint)
-    shape = parts[0].spec.shape
+        raise Unsupported(f"without a {PARAMS} it is not certain how {len(shards)} ranks share it", hint=hint)
+    shape = shards[0].spec.shape
     if name == _EMBEDDING and len(shape) == 2:
-        return join_ranks(parts, BY_ROWS if shape[1] == params.dim else BY_COLUMNS)
-    copies = len(parts) // params.key_heads
+        return join_by_rule(shards, BY_ROWS if shape[1] == params.dim else BY_COLUMNS)
+    copies = len(shards) // params.key_heads
     if name.endswith(_KEYS) and copies > 1:
-        if shape[:1] != (params.head_dim,) or len(parts) % params.key_heads:
-            raise Corrupt(f"expected {params.key_heads} heads on {len(parts)} ranks, found {parts[0].spec} on each")
-        groups = (parts[i : i + copies] for i in range(0, len(parts), copies))
-        return join_ranks([join_copies(group) for group in groups], BY_ROWS)
-    return join_ranks(parts, find_rule(name, _RULES, len(parts)))
+        if shape[:1] != (params.head_dim,) or len(shards) % params.key_heads:
+            raise Corrupt(f"expected {params.key_heads} heads on {len(shards)} ranks, found {shards[0].spec} on each")
+        groups = (shards[i : i + copies] for i in range(0, len(shards), copies))
+        return join_by_rule([first_readable_replica(group) for group in groups], BY_ROWS)
+    return join_by_rule(shards, require_join_rule(name, _RULES, len(shards)))
 
 
 def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
@@ -145,13 +145,13 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
     }
     match = re.fullmatch(r"layers\.[0-9]+\.attention\.(w[qkvo]\.weight)", name)
     expected = wanted.get(match[1] if match else name)
-    if expected and not fits(found, expected):
+    if expected and not is_fitting_shape(found, expected):
         shape = ", ".join("any" if n is None else str(n) for n in expected)
         hint = "check that all ranks' files are there and belong to one model"
         raise Corrupt(f"expected shape [{shape}] ({PARAMS}), found {found} in the ranks' files", hint=hint)
 
 
-def fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+def is_fitting_shape(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
     return len(shape) == len(wanted) and all(m in (n, None) for n, m in zip(shape, wanted, strict=True))
 
 
@@ -166,7 +166,7 @@ class Consolidated(FormatReader):
     known_by = "Meta's `consolidated.00.pth`"
     is_sharded = True
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Return True for the file of a rank."""
         return bool(_RANK.fullmatch(name))
 
@@ -176,51 +176,51 @@ class Consolidated(FormatReader):
 
     def detect(self, path: Path) -> bool:
         """Return True for the file of a rank, or a directory with such a file."""
-        files = [path / name for name in names_in(path) if self.owns(name)] if path.is_dir() else [path]
-        return any(self.owns(file.name) and is_torch_save(file) for file in files)
+        files = [path / name for name in names_in(path) if self.owns_file(name)] if path.is_dir() else [path]
+        return any(self.owns_file(file.name) and is_torch_save(file) for file in files)
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each file that is truncated or missing."""
         root, files = find_consolidated(path, report)
-        check_files(root, (name for name in files if is_there(root / name)), report)
+        check_files(root, (name for name in files if is_existing_path(root / name)), report)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the full model; report ranks whose files are missing or unreadable.
 
         `world_size` is None if it is unknown whether the only file contains the full model. Raises `Corrupt` if the
         ranks do not add up to the model in params.json, `Unsupported` for a tensor without a splitting rule.
         """
         root, files = find_consolidated(path, report)
-        saved, params = read_ranks(root, files, report), read_params(root)
+        saved, params = read_consolidated_files(root, files, report), find_model_sizes(root)
         first = next(iter(saved.values()))
-        count = count_ranks(first.tensors, params)
-        files = with_last(root, files, count, report)
-        ranks = [saved.get(name) or as_lost(first, name) for name in files]
+        count = count_sharing_ranks(first.tensors, params)
+        files = with_missing_last_files(root, files, count, report)
+        ranks = [saved.get(name) or as_lost_tensors(first, name) for name in files]
         tensors: dict[str, StoredTensor] = {}
         spares: dict[str, tuple[Chunk, ...]] = {}
         for name in first.tensors:
             parts = [rank.tensors[name] for rank in ranks]
             try:
-                tensors[name] = join_parts_of_ranks(name, parts, params)
+                tensors[name] = join_rank_shards(name, parts, params)
             except CkptError as error:
                 raise error.blame(path=root) from None
-            spares |= {name: copies} if (copies := spares_of(tensors[name], parts)) else {}
+            spares |= {name: copies} if (copies := replica_chunks_of(tensors[name], parts)) else {}
         described = (*saved, PARAMS) if params else tuple(saved)
         world = len(files) if params or count or len(files) > 1 else None
         return Layout(root, self.name, tensors, first.blobs, first.keys, world, described, spares=spares)
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Return every zip entry of the files: storages, pickles and torch's own records."""
-        return extents_of(layout, filter(self.owns, layout.descriptions), report)
+        return archive_extents_of(layout, filter(self.owns_file, layout.descriptions), report)
 
 
-def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, FlatState]:
+def read_consolidated_files(root: Path, files: Sequence[str], report: Report) -> dict[str, FlatState]:
     """Return the contents of the existing rank files; report those that cannot be read.
 
     Raises `Corrupt` if none can be read, or if two ranks do not have the same tensors.
     """
-    existing = {name: name for name in files if is_there(root / name)}
-    ranks = read_each(root, existing, lambda _, name: read_rank(root, name), report)
+    existing = {name: name for name in files if is_existing_path(root / name)}
+    ranks = read_each_file(root, existing, lambda _, name: read_rank(root, name), report)
     if not ranks:
         raise Corrupt("no rank's file can be read", path=root)
     first_name, first = next(iter(ranks.items()))
@@ -257,15 +257,15 @@ def find_consolidated(path: Path, report: Report) -> tuple[Path, list[str]]:
         raise Unsupported(message, path=path, hint=f"pass the directory {root}")
     files = [rank_file_name(rank) for rank in range(1 + max(by_rank))]
     for name in (rank_file_name(rank) for rank in range(max(by_rank)) if rank not in by_rank):
-        report(missing_consolidated(root / name))
+        report(missing_consolidated_error(root / name))
     return root, files
 
 
-def with_last(root: Path, files: list[str], count: int, report: Report) -> list[str]:
+def with_missing_last_files(root: Path, files: list[str], count: int, report: Report) -> list[str]:
     """Return the file names of `count` ranks, and report missing files after the highest existing rank."""
     missing_names = [rank_file_name(rank) for rank in range(len(files), count)] if count <= _MOST else []
     for name in missing_names:
-        report(missing_consolidated(root / name))
+        report(missing_consolidated_error(root / name))
     return [*files, *missing_names]
 
 
@@ -273,6 +273,6 @@ def rank_file_name(rank: int) -> str:
     return f"consolidated.{rank:02d}.pth"
 
 
-def missing_consolidated(path: Path) -> Incomplete:
+def missing_consolidated_error(path: Path) -> Incomplete:
     hint = "download the missing files again: every rank has a part of every tensor"
     return Incomplete("the file is missing", path=path, hint=hint)

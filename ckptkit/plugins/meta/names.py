@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.rule import Rule
-from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
+from ckptkit.models.names.sizes import LAYER, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import Rotary
 
 _TYPES = ("llama", "mistral", "mixtral")
@@ -47,7 +47,7 @@ _IN_LAYER = {
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
     """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(META.name, _TYPES)
-    experts = experts_of("mixtral")
+    experts = expert_names_of_type("mixtral")
     mixture = {
         "feed_forward.gate": experts.router,
         "feed_forward.experts.{expert}.w1": experts.gate,
@@ -63,7 +63,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     )
 
 
-def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
+def config_from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of params.json, in keys of config.json where it has them.
 
     Source of `use_scaled_rope`: `apply_scaling` in llama-models, models/llama3/model.py, which uses the factors of
@@ -85,5 +85,5 @@ META = Family(
     rules=rules,
     trainer="Meta, or in its format",
     sizes_file="params.json",
-    config_of=config_of,
+    config_of=config_from_params,
 )

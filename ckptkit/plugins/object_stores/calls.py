@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.plugins.object_stores.errors import is_absent, needs_reason, refusal
+from ckptkit.plugins.object_stores.errors import has_no_error_code, is_missing_object_error, to_object_store_error
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult, UpdateVersion
@@ -31,19 +31,19 @@ class ObjectBucket:
     def __init__(self, root: Path) -> None:
         self.root = root
         try:
-            self.store = connect(str(root))
+            self.store = open_object_store(str(root))
         except ImportError as error:
-            raise missing_package(self.root) from error
+            raise missing_obstore_error(self.root) from error
         except Exception as error:
-            raise refusal(error, root) from error
+            raise to_object_store_error(error, root) from error
 
-    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+    def put_object(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write an object, and replace an existing one."""
         from obstore import put
 
-        self._ask(key, lambda: put(self.store, key, data, chunk_size=_AT_ONCE))
+        self._call(key, lambda: put(self.store, key, data, chunk_size=_AT_ONCE))
 
-    def create(self, key: str, data: bytes | bytearray | memoryview) -> PutResult | None:
+    def try_create_object(self, key: str, data: bytes | bytearray | memoryview) -> PutResult | None:
         """Create an object in one request. Returns None, and changes nothing, if the object exists."""
         from obstore import put
         from obstore.exceptions import AlreadyExistsError
@@ -53,9 +53,9 @@ class ObjectBucket:
                 return put(self.store, key, data, mode="create")
             return None
 
-        return self._ask(key, create_object)
+        return self._call(key, create_object)
 
-    def replace(self, key: str, data: bytes, seen: UpdateVersion) -> PutResult | None:
+    def try_replace_object(self, key: str, data: bytes, seen: UpdateVersion) -> PutResult | None:
         """Replace an object in one request if its version is still `seen`. Returns None if it changed."""
         from obstore import put
         from obstore.exceptions import PreconditionError
@@ -65,21 +65,21 @@ class ObjectBucket:
                 return put(self.store, key, data, mode=seen)
             return None
 
-        return self._ask(key, replace_object)
+        return self._call(key, replace_object)
 
-    def send(self, key: str, pieces: Iterator[memoryview], part_bytes: int) -> PutResult:
+    def stream_object(self, key: str, pieces: Iterator[memoryview], part_bytes: int) -> PutResult:
         """Stream an object in parts of `part_bytes`. If the iterator raises, no object is created."""
         from obstore import put
 
         return put(self.store, key, pieces, chunk_size=part_bytes, max_concurrency=_IN_FLIGHT)
 
-    def head(self, key: str) -> ObjectMeta | None:
+    def find_object_meta(self, key: str) -> ObjectMeta | None:
         """Return size and version of an object; None if it does not exist."""
         from obstore import head
 
-        return self._find(key, lambda: head(self.store, key))
+        return self._call_or_none(key, lambda: head(self.store, key))
 
-    def read(self, key: str) -> tuple[bytes, UpdateVersion] | None:
+    def find_content_and_version(self, key: str) -> tuple[bytes, UpdateVersion] | None:
         """Return content and version of a small object; None if it does not exist."""
         from obstore import get
 
@@ -87,13 +87,13 @@ class ObjectBucket:
             result = get(self.store, key)
             return bytes(result.bytes()), version_of(result.meta)
 
-        return self._find(key, ask)
+        return self._call_or_none(key, ask)
 
-    def list(self, prefix: str) -> dict[str, ObjectMeta]:
+    def list_objects(self, prefix: str) -> dict[str, ObjectMeta]:
         """Return all objects whose key starts with `prefix` and a slash."""
-        return self._ask(prefix, lambda: {meta["path"]: meta for meta in list_all(self.store, prefix)})
+        return self._call(prefix, lambda: {meta["path"]: meta for meta in iterate_objects(self.store, prefix)})
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete_objects(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order. A missing object is not an error."""
         from obstore import delete
 
@@ -101,35 +101,35 @@ class ObjectBucket:
             try:
                 delete(self.store, keys)
             except FileNotFoundError as error:
-                if not is_absent(error):
+                if not is_missing_object_error(error):
                     raise
                 for key in keys:
                     with suppress(FileNotFoundError):
                         delete(self.store, key)
 
         if keys:
-            self._ask(keys[0], remove)
+            self._call(keys[0], remove)
 
-    def refusal(self, error: Exception, key: str) -> IOFailure:
+    def to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
         """Return the `CkptError` for an exception of obstore."""
-        return refusal(fetch_error_detail(self.store, error), self.root / key)
+        return to_object_store_error(fetch_error_detail(self.store, error), self.root / key)
 
-    def _find(self, key: str, ask: Callable[[], T]) -> T | None:
+    def _call_or_none(self, key: str, request: Callable[[], T]) -> T | None:
         def find_object() -> T | None:
             try:
-                return ask()
+                return request()
             except FileNotFoundError as error:
-                if not is_absent(fetch_error_detail(self.store, error)):
+                if not is_missing_object_error(fetch_error_detail(self.store, error)):
                     raise
                 return None
 
-        return self._ask(key, find_object)
+        return self._call(key, find_object)
 
-    def _ask(self, key: str, ask: Callable[[], T]) -> T:
+    def _call(self, key: str, request: Callable[[], T]) -> T:
         try:
-            return ask()
+            return request()
         except Exception as error:  # obstore raises its own exceptions and built-in ones
-            raise self.refusal(error, key) from error
+            raise self.to_ckpt_error(error, key) from error
 
 
 class ObjectStream:
@@ -144,7 +144,7 @@ class ObjectStream:
         self._result: PutResult | None = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._send, name="ckptkit-send", daemon=True)
+        self._thread = threading.Thread(target=self._stream_pieces, name="ckptkit-send", daemon=True)
         self._thread.start()
 
     def write(self, piece: memoryview) -> None:
@@ -152,7 +152,7 @@ class ObjectStream:
         with self._changed:
             while self._piece is not None and self._error is None:
                 self._changed.wait()
-            self._require_going()
+            self._require_no_error()
             self._piece = piece
             self._changed.notify_all()
 
@@ -162,7 +162,7 @@ class ObjectStream:
             self._is_whole = True
             self._changed.notify_all()
         self._thread.join()
-        self._require_going()
+        self._require_no_error()
         assert self._result is not None
         return self._result
 
@@ -173,15 +173,15 @@ class ObjectStream:
             self._changed.notify_all()
         self._thread.join(_PATIENCE)
 
-    def _send(self) -> None:
+    def _stream_pieces(self) -> None:
         try:
-            self._result = self._bucket.send(self._key, self._pieces(), self._part_bytes)
+            self._result = self._bucket.stream_object(self._key, self._pieces(), self._part_bytes)
         except BaseException as error:  # noqa: BLE001 - raised to the thread that writes
             with self._changed:
                 if self._error is None:
                     self._error = error
                     if isinstance(error, Exception):
-                        self._error = self._bucket.refusal(error, self._key)
+                        self._error = self._bucket.to_ckpt_error(error, self._key)
                 self._changed.notify_all()
 
     def _pieces(self) -> Iterator[memoryview]:
@@ -189,19 +189,19 @@ class ObjectStream:
             with self._changed:
                 while self._piece is None and not self._is_whole and self._error is None:
                     self._changed.wait()
-                self._require_going()
+                self._require_no_error()
                 piece, self._piece = self._piece, None
                 self._changed.notify_all()
             if piece is None:
                 return
             yield piece
 
-    def _require_going(self) -> None:
+    def _require_no_error(self) -> None:
         if self._error is not None:
             raise self._error
 
 
-def connect(url: str) -> ObjectStore:
+def open_object_store(url: str) -> ObjectStore:
     """Return the bucket or container at a URL; credentials and endpoint come from the environment.
 
     The options for HTTP are read here, because obstore ignores its environment variables for client options once any is
@@ -213,14 +213,14 @@ def connect(url: str) -> ObjectStore:
     return from_url(url, client_options={"timeout": _TIMEOUT, "allow_http": allows_http})
 
 
-def missing_package(root: Path) -> Usage:
+def missing_obstore_error(root: Path) -> Usage:
     """Return the error for a bucket that cannot be written because obstore is not installed."""
     scheme = root.parts[0].removesuffix(":")
     hint = f"run `pip install 'ckptkit-fsdp[{scheme}]'`"
     return Usage(f"writing to `{scheme}://` needs a package that is not installed", hint=hint)
 
 
-def list_all(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
+def iterate_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
     """Yield all objects whose key starts with `prefix` and a slash."""
     from obstore import list as list_pages
 
@@ -233,9 +233,9 @@ def fetch_error_detail(store: ObjectStore, error: Exception) -> Exception:
 
     A response to HEAD has no body, so a list request is made to learn why the store refuses.
     """
-    if needs_reason(error):
+    if has_no_error_code(error):
         try:
-            next(list_all(store, "ckptkit"), None)
+            next(iterate_objects(store, "ckptkit"), None)
         except Exception as other:  # noqa: BLE001 - as many kinds as the first
             return other
     return error

@@ -16,11 +16,11 @@ from uuid import uuid4
 
 from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.io.claims import StoreClaim, UploadTarget
-from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.destination import Check
-from ckptkit.io.file import destination_exists
-from ckptkit.io.path import RemotePath, at_once
-from ckptkit.io.pieces import FilePiece, OrderedWriter, is_large, piece_bytes
+from ckptkit.io.file import destination_exists_error
+from ckptkit.io.path import RemotePath, map_in_parallel
+from ckptkit.io.pieces import FilePiece, OrderedWriter, is_sent_in_pieces, piece_size_for
 from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
 
 if TYPE_CHECKING:
@@ -63,34 +63,34 @@ class ObjectDestination:
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._bucket = ObjectBucket(self.path.top)
+        self._bucket = ObjectBucket(self.path.store_root)
         self._place = UploadTarget(self.path, self.is_file)
-        self._ordered = OrderedWriter(self._write)
+        self._ordered = OrderedWriter(self._write_piece)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Claim the prefix for this upload; see `Destination`."""
         previous = self._read_claim()
         if previous is None:
-            self._begin(overwrite=overwrite, check=check)
+            self._start_new_upload(overwrite=overwrite, check=check)
         elif previous[0].plan == self.plan:
-            self._resume(*previous)
+            self._take_over_upload(*previous)
         elif overwrite:
-            self._release()
-            self._begin(overwrite=True, check=lambda: ())
+            self._delete_notes_and_claim()
+            self._start_new_upload(overwrite=True, check=lambda: ())
         else:
-            raise self._place.is_held(previous[0])
+            raise self._place.claimed_error(previous[0])
 
-    def join(self) -> None:
+    def join_upload(self) -> None:
         """Join an upload that another process has claimed, to send full files; see `Destination`."""
         previous = self._read_claim()
         if previous is None or previous[0].plan != self.plan:
-            raise self._place.is_not_begun()
+            raise self._place.no_claim_error()
         self._owner = previous[0].owner
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a byte range of a large file after the ranges before it; send a small file at once."""
         if piece.count == 1:
-            self.put_small(piece.name, data, crc)
+            self.put_small_file(piece.name, data, crc)
         elif piece.name not in self.whole:
             self._ordered.put(piece, data)
         else:
@@ -105,109 +105,113 @@ class ObjectDestination:
         for stream in streams:
             stream.stop(error)
 
-    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+    def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002 - nobody compares it
         """Send a full file."""
-        self._bucket.put(self._place.key(name), data)
-        self._count(name, len(data), len(data))
+        self._bucket.put_object(self._place.object_key(name), content)
+        self._add_sent_file(name, len(content), len(content))
 
-    def complete(self, name: str, crc: int) -> None:
+    def finish_file(self, name: str, crc32: int) -> None:
         """Make a large marker file visible, unless the object exists; check the CRC-32 of the sent bytes."""
-        if not is_large(self.sizes[name]):
+        if not is_sent_in_pieces(self.sizes[name]):
             return
         if name in self._streams:
             self._require_sizes()
-            if self._bucket.head(self._place.key(name)) is not None:
+            if self._bucket.find_object_meta(self._place.object_key(name)) is not None:
                 raise self._occupied_error(name)
-            self._finish(name)
+            self._finish_stream(name)
         sent = self.whole[name]
-        if sent.crc32 != crc:
-            self._bucket.delete([self._note_key(name)])
-            message = f"the file that was sent before differs: expected CRC-32 {crc:08x}, found {sent.crc32:08x}"
+        if sent.crc32 != crc32:
+            self._bucket.delete_objects([self._note_key(name)])
+            message = f"the file that was sent before differs: expected CRC-32 {crc32:08x}, found {sent.crc32:08x}"
             raise IOFailure(message, path=self.path / name, hint="run the same command again: it sends this file again")
 
-    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+    def put_marker(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002 - nobody compares it
         """Send a marker file, which makes the checkpoint visible.
 
         Raises `Occupied` if another process has taken over the destination.
         """
         self._require_sizes()
         self._require_claim()
-        key = self._place.key(name)
-        if self._bucket.create(key, data) is not None:
-            self._count(name, len(data), len(data))
-        elif (existing := self._bucket.read(key)) is None or existing[0] != data:
+        key = self._place.object_key(name)
+        if self._bucket.try_create_object(key, content) is not None:
+            self._add_sent_file(name, len(content), len(content))
+        elif (existing := self._bucket.find_content_and_version(key)) is None or existing[0] != content:
             raise self._occupied_error(name)
 
-    def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
+    def put_note(self, name: str, content: bytes) -> NoReturn:  # noqa: ARG002
         """Raise `Unsupported`: several processes cannot write one file in this store."""
         message = "several processes cannot write one file in this store"
         hint = "drop --part, or write the parts to a local directory and copy that with `ckptkit cp`"
         raise Unsupported(message, path=self.path, hint=hint)
 
-    def notes(self) -> NoReturn:
-        """Raise `Unsupported`; see `note`."""
-        self.note("", b"")
+    def read_notes(self) -> NoReturn:
+        """Raise `Unsupported`; see `put_note`."""
+        self.put_note("", b"")
 
     def commit(self) -> None:
         """Delete the notes and the claim, if this upload still has it: the upload is complete."""
         self._require_claim()
-        self._release()
+        self._delete_notes_and_claim()
 
-    def remarks(self) -> list[str]:
+    def remarks_on_upload(self) -> list[str]:
         """Return the limits of the store."""
         words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
         return [f"{words}: `ckptkit verify {self.path}` reads every byte back"]
 
-    def _begin(self, *, overwrite: bool, check: Check) -> None:
-        existing = self._list()
+    def _start_new_upload(self, *, overwrite: bool, check: Check) -> None:
+        existing = self._existing_files()
         if existing and not overwrite:
-            raise destination_exists(self.path)
+            raise destination_exists_error(self.path)
         first = list(check()) if existing else []
         claim = StoreClaim.begin(self.plan, owner=self._owner)
-        if self._bucket.create(self._place.claim_key, claim.to_bytes()) is None:
+        if self._bucket.try_create_object(self._place.claim_key, claim.to_bytes()) is None:
             previous = self._read_claim()
             # our own claim may exist: the response to a first request was lost
             if previous is None or previous[0].owner != self._owner:
-                raise self._place.was_taken()
-        self._delete(existing, first)
+                raise self._place.taken_meanwhile_error()
+        self._delete_in_order(existing, first)
 
-    def _resume(self, previous: StoreClaim, seen: UpdateVersion) -> None:
+    def _take_over_upload(self, previous: StoreClaim, seen: UpdateVersion) -> None:
         """Resume an upload and take over its claim. A process that still works on it loses the claim."""
         ours = replace(StoreClaim.begin(self.plan, owner=self._owner), started=previous.started)
-        if self._bucket.replace(self._place.claim_key, ours.to_bytes(), seen) is None:
+        if self._bucket.try_replace_object(self._place.claim_key, ours.to_bytes(), seen) is None:
             self._require_claim()
         self.resumed = True
-        existing = self._list()
+        existing = self._existing_files()
         noted = self._notes()
-        keys = {self._note_key(name): name for name in self.sizes if name in existing and is_large(self.sizes[name])}
-        read = at_once(self._bucket.read, [key for key in keys if key in noted])
+        keys = {
+            self._note_key(name): name
+            for name in self.sizes
+            if name in existing and is_sent_in_pieces(self.sizes[name])
+        }
+        read = map_in_parallel(self._bucket.find_content_and_version, [key for key in keys if key in noted])
         for key, note in zip((key for key in keys if key in noted), read, strict=True):
-            sent = None if note is None else sent_file_in(note[0])
+            sent = None if note is None else find_sent_file_in(note[0])
             if sent is not None and existing[keys[key]] == (sent.nbytes, sent.tag):
                 self.whole[keys[key]] = sent
                 self._sent[keys[key]] = sent.nbytes
-        self._delete({}, [name for name in self.marks if name in keys.values() and name not in self.whole])
+        self._delete_in_order({}, [name for name in self.marks if name in keys.values() and name not in self.whole])
 
-    def _delete(self, existing: Iterable[str], first: Iterable[str]) -> None:
+    def _delete_in_order(self, existing: Iterable[str], first: Iterable[str]) -> None:
         """Delete files: first those in `first`, then the markers, then all others."""
         for name in dict.fromkeys((*first, *(name for name in self.marks if name in existing))):
-            self._bucket.delete([self._place.key(name)])
-        self._bucket.delete([self._place.key(name) for name in existing])
+            self._bucket.delete_objects([self._place.object_key(name)])
+        self._bucket.delete_objects([self._place.object_key(name) for name in existing])
 
-    def _write(self, piece: FilePiece, data: memoryview) -> None:
-        """Add the next byte range to the stream of its file. A marker stays invisible until `complete`."""
+    def _write_piece(self, piece: FilePiece, data: memoryview) -> None:
+        """Add the next byte range to the stream of its file. A marker stays invisible until `finish_file`."""
         name = piece.name
         if piece.number == 1:
-            stream = ObjectStream(self._bucket, self._place.key(name), piece_bytes(self.sizes[name]))
+            stream = ObjectStream(self._bucket, self._place.object_key(name), piece_size_for(self.sizes[name]))
             with self._lock:
                 self._streams[name] = stream
-        self._sums[name] = combine(self._sums.get(name, 0), crc32(data), len(data))
+        self._sums[name] = combine_crc32(self._sums.get(name, 0), crc32(data), len(data))
         self._streams[name].write(data)
-        self._count(name, self.sizes[name], len(data))
+        self._add_sent_file(name, self.sizes[name], len(data))
         if piece.number == piece.count and name not in self.marks:
-            self._finish(name)
+            self._finish_stream(name)
 
-    def _finish(self, name: str) -> None:
+    def _finish_stream(self, name: str) -> None:
         """Complete the stream of a file, and write a note about it."""
         self._require_claim()
         result = self._streams[name].finish()
@@ -216,16 +220,16 @@ class ObjectDestination:
         self._require_size(name)
         sent = SentFile(self.sizes[name], self._sums[name], (result["e_tag"] or "").strip('"'))
         self.whole[name] = sent
-        self._bucket.put(self._note_key(name), json.dumps([sent.nbytes, sent.crc32, sent.tag]).encode())
+        self._bucket.put_object(self._note_key(name), json.dumps([sent.nbytes, sent.crc32, sent.tag]).encode())
 
-    def _count(self, name: str, size: int, sent: int) -> None:
+    def _add_sent_file(self, name: str, size: int, sent: int) -> None:
         with self._lock:
             self._sent[name] = size
             self.sent_bytes += sent
 
     def _require_sizes(self) -> None:
         """Raise `IOFailure` unless the store has every sent file except markers, with the right size."""
-        existing = self._list()
+        existing = self._existing_files()
         for name, size in self._sent.items():
             found_size = existing.get(name, (None, ""))[0]
             if name not in self.marks and found_size != size:
@@ -234,7 +238,7 @@ class ObjectDestination:
                 raise IOFailure(message, path=self.path / name, hint=hint)
 
     def _require_size(self, name: str) -> None:
-        meta = self._bucket.head(self._place.key(name))
+        meta = self._bucket.find_object_meta(self._place.object_key(name))
         if meta is None or meta["size"] != self.sizes[name]:
             message = f"expected {self.sizes[name]} bytes, found {meta['size'] if meta else 'no object'}"
             raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
@@ -244,42 +248,42 @@ class ObjectDestination:
         current = self._read_claim()
         if current is None or current[0].owner != self._owner:
             goes_on = current is not None and current[0].plan == self.plan
-            raise self._place.was_lost("goes on with" if goes_on else "has abandoned")
+            raise self._place.lost_claim_error("goes on with" if goes_on else "has abandoned")
 
     def _occupied_error(self, name: str) -> Occupied:
         hint = "delete this object, then run the same command again"
         return Occupied("another object is there", path=self.path / name, hint=hint)
 
     def _read_claim(self) -> tuple[StoreClaim, UpdateVersion] | None:
-        content = self._bucket.read(self._place.claim_key)
+        content = self._bucket.find_content_and_version(self._place.claim_key)
         return None if content is None else (self._place.parse_claim(content[0]), content[1])
 
     def _notes(self) -> dict[str, ObjectMeta]:
-        return self._bucket.list(self._place.notes_prefix.rstrip("/"))
+        return self._bucket.list_objects(self._place.notes_prefix.rstrip("/"))
 
-    def _release(self) -> None:
+    def _delete_notes_and_claim(self) -> None:
         """Delete the notes, then the claim."""
-        self._bucket.delete(list(self._notes()))
-        self._bucket.delete([self._place.claim_key])
+        self._bucket.delete_objects(list(self._notes()))
+        self._bucket.delete_objects([self._place.claim_key])
 
-    def _list(self) -> dict[str, tuple[int, str]]:
+    def _existing_files(self) -> dict[str, tuple[int, str]]:
         """Return size and ETag of each existing file by name, without the claim and the notes."""
         if self.is_file:
             (name,) = self.sizes
-            meta = self._bucket.head(self.path.key)
+            meta = self._bucket.find_object_meta(self.path.key)
             return {} if meta is None else {name: (meta["size"], (meta["e_tag"] or "").strip('"'))}
-        base = self._place.key("")
+        base = self._place.object_key("")
         return {
             key.removeprefix(base): (meta["size"], (meta["e_tag"] or "").strip('"'))
-            for key, meta in self._bucket.list(self.path.key).items()
-            if not self._place.is_own(key)
+            for key, meta in self._bucket.list_objects(self.path.key).items()
+            if not self._place.is_claim_or_note(key)
         }
 
     def _note_key(self, name: str) -> str:
         return f"{self._place.notes_prefix}{name}.json"
 
 
-def sent_file_in(text: bytes) -> SentFile | None:
+def find_sent_file_in(text: bytes) -> SentFile | None:
     """Return the completed file that a note describes; None if the note cannot be read."""
     try:
         nbytes, crc, tag = json.loads(text)

@@ -96,51 +96,51 @@ _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _NO_OBJECT = ("", "404", "NoSuchKey", "BlobNotFound", "ResourceNotFound")
 
 
-def refusal(error: BaseException, path: Path) -> IOFailure:
+def to_object_store_error(error: BaseException, path: Path) -> IOFailure:
     """Return the `CkptError` for an exception of obstore about the object at `path`.
 
     It is `NoRoom` if the store is full. The error names the bucket instead of the object if the bucket is the cause.
     """
-    message, hint = find_message(error)
+    message, hint = message_and_hint_of(error)
     words = _WORDS.get(path.parts[0].removesuffix(":"), _WORDS["gs"])
     kind = NoRoom if (message, hint) == _FULL else IOFailure
     is_of_bucket = (message, hint) in (_BUCKET, _BAD_NAME)
     where = type(path)(*path.parts[:2]) if is_of_bucket else path
-    return kind(f"{message.format_map(words)}: {find_reason(error)}", path=where, hint=hint.format_map(words))
+    return kind(f"{message.format_map(words)}: {reason_line_in(error)}", path=where, hint=hint.format_map(words))
 
 
-def find_message(error: BaseException) -> tuple[str, str]:
+def message_and_hint_of(error: BaseException) -> tuple[str, str]:
     """Return the message and the hint for an error."""
-    code, status = find_code(error), find_status(error)
+    code, status = error_code_in(error), http_status_in(error)
     known = REFUSALS.get(code)
     if known is None:
         known = next((words for text, words in LIBRARY if text in str(error)), None)
     return known or REFUSALS.get(status) or (("the store refuses", _AGAIN) if status else _MUTE)
 
 
-def find_code(error: BaseException) -> str:
+def error_code_in(error: BaseException) -> str:
     """Return the error code in the store's response, such as `BlobNotFound`; "" if there is none."""
     match = _CODE.search(str(error))
     return match[1] if match else ""
 
 
-def find_status(error: BaseException) -> str:
+def http_status_in(error: BaseException) -> str:
     """Return the HTTP status of the store's response, such as `404`; "" without a response."""
     match = _STATUS.search(str(error))
     return match[1] if match else ""
 
 
-def needs_reason(error: BaseException) -> bool:
+def has_no_error_code(error: BaseException) -> bool:
     """Return whether a store refused without an error code, as in every response to HEAD."""
-    return bool(find_status(error)) and not find_code(error)
+    return bool(http_status_in(error)) and not error_code_in(error)
 
 
-def is_absent(error: BaseException) -> bool:
+def is_missing_object_error(error: BaseException) -> bool:
     """Return whether an error says that the object does not exist, while its bucket exists."""
-    return isinstance(error, FileNotFoundError) and find_code(error) in _NO_OBJECT
+    return isinstance(error, FileNotFoundError) and error_code_in(error) in _NO_OBJECT
 
 
-def find_reason(error: BaseException) -> str:
+def reason_line_in(error: BaseException) -> str:
     """Return the message of the store or the library, in one line."""
     match = _MESSAGE.search(str(error))
     text = match[1] if match else str(error)

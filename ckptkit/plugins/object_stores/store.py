@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from ckptkit.errors import CkptError, IOFailure
 from ckptkit.io.stores import Read, Store, StoreEntry
 from ckptkit.io.stores.generic import FileSystem
-from ckptkit.plugins.object_stores.calls import connect, fetch_error_detail, list_all
-from ckptkit.plugins.object_stores.errors import is_absent, needs_reason, refusal
+from ckptkit.plugins.object_stores.calls import fetch_error_detail, iterate_objects, open_object_store
+from ckptkit.plugins.object_stores.errors import has_no_error_code, is_missing_object_error, to_object_store_error
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 
-def open_objects(url: str) -> Store:
+def open_object_files(url: str) -> Store:
     """Return the bucket or container at `url`."""
     try:
         import obstore  # noqa: F401
@@ -38,17 +38,17 @@ class ObjectFiles:
         self._url = url
         self._seen: dict[str, ObjectMeta] = {}
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None. An empty object with other objects below it is a directory."""
-        meta = self._head(key) if key else None
+        meta = self._find_meta(key) if key else None
         if meta is not None and meta["size"]:
-            return entry_of(meta)
-        below = next(list_all(self._store, key), None)
+            return entry_from_object_meta(meta)
+        below = next(iterate_objects(self._store, key), None)
         if below is not None or not key:
             return StoreEntry("", is_dir=True)
-        return None if meta is None else entry_of(meta)
+        return None if meta is None else entry_from_object_meta(meta)
 
-    def entries(self, key: str) -> list[StoreEntry]:
+    def list_entries(self, key: str) -> list[StoreEntry]:
         """Return the entries in the directory at `key`.
 
         Leaves out the empty objects that some tools create for directories.
@@ -57,18 +57,18 @@ class ObjectFiles:
 
         listing = list_with_delimiter(self._store, key or None)
         folders = {prefix.rpartition("/")[2] for prefix in listing["common_prefixes"]}
-        files = [entry_of(meta) for meta in listing["objects"] if meta["path"] != key]
+        files = [entry_from_object_meta(meta) for meta in listing["objects"] if meta["path"] != key]
         return [
             *(StoreEntry(name, is_dir=True) for name in sorted(folders)),
             *(entry for entry in files if entry.name not in folders),
         ]
 
-    def open(self, key: str, entry: StoreEntry) -> Read:
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads byte ranges of the object at `key`, and fails if its ETag changed."""
         from obstore import get
 
-        meta = self._seen.get(key) or self._head(key)
-        if meta is None or entry_of(meta) != entry:
+        meta = self._seen.get(key) or self._find_meta(key)
+        if meta is None or entry_from_object_meta(meta) != entry:
             raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
         self._seen[key] = meta
         tag = meta["e_tag"]
@@ -79,30 +79,32 @@ class ObjectFiles:
 
         return read
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         """Drop the cached metadata of all objects."""
         self._seen.clear()
 
-    def refusal(self, error: Exception, path: Path) -> CkptError:
+    def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
         """Return the `CkptError` for an exception of obstore."""
-        return refusal(fetch_error_detail(self._store, error) if needs_reason(error) else error, path)
+        return to_object_store_error(
+            fetch_error_detail(self._store, error) if has_no_error_code(error) else error, path
+        )
 
     @cached_property
     def _store(self) -> ObjectStore:
-        return connect(self._url)
+        return open_object_store(self._url)
 
-    def _head(self, key: str) -> ObjectMeta | None:
+    def _find_meta(self, key: str) -> ObjectMeta | None:
         from obstore import head
 
         try:
             return head(self._store, key)
         except FileNotFoundError as error:
-            if is_absent(error):
+            if is_missing_object_error(error):
                 return None
             raise LookupError(str(error)) from error
 
 
-def entry_of(meta: ObjectMeta) -> StoreEntry:
+def entry_from_object_meta(meta: ObjectMeta) -> StoreEntry:
     """Return the entry of an object, with its ETag as tag. Only some requests put quotes around the ETag."""
     changed = meta["last_modified"].timestamp()
     tag = (meta["e_tag"] or str(changed)).strip('"')

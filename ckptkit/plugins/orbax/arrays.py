@@ -11,11 +11,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem, translate_os_errors
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.allocation import TemporaryFile, check_room
+from ckptkit.io.allocation import TemporaryFile, require_free_space
 from ckptkit.io.file import OpenFiles
-from ckptkit.io.local import open_to_write
+from ckptkit.io.local import open_for_writing
 from ckptkit.io.ranges import Range
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
@@ -25,21 +25,23 @@ from ckptkit.plugins.orbax.values import Value, open_array, read_value, translat
 Move = tuple[str, Chunk, int]  # tensor name, cell, offset of the decompressed cell in the temporary file
 
 
-def unpack(layout: Layout, report: Report = refuse) -> Layout:
+def decompress_cells(layout: Layout, report: Report = raise_problem) -> Layout:
     """Return the layout with all cells decompressed into a temporary file, one cell in memory at a time.
 
     Reports a damaged cell and leaves it compressed. Raises `NoRoom` if the disk is too small for the tensors.
     """
     stored = [(name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if is_cell(chunk)]
-    *offsets, total = accumulate((nbytes_of(chunk) for _, chunk in stored), initial=0)
+    *offsets, total = accumulate((nbytes_of_cell(chunk) for _, chunk in stored), initial=0)
     temporary = TemporaryFile()
-    check_room(temporary.path, total)
+    require_free_space(temporary.path, total)
     with translate_os_errors(temporary.path):
         os.truncate(temporary.path, total)
     moves = [(name, chunk, offset) for (name, chunk), offset in zip(stored, offsets, strict=True)]
-    failed = move_all(layout, moves, temporary.path, report)
+    failed = write_decompressed_cells(layout, moves, temporary.path, report)
     moved = {
-        (name, chunk.box): chunk._replace(path=str(temporary.path), offset=offset, length=nbytes_of(chunk), where=None)
+        (name, chunk.box): chunk._replace(
+            path=str(temporary.path), offset=offset, length=nbytes_of_cell(chunk), where=None
+        )
         for name, chunk, offset in moves
         if offset not in failed
     }
@@ -50,13 +52,13 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
     return replace(layout, tensors=tensors, keeper=(layout.keeper, temporary))
 
 
-def move_all(layout: Layout, moves: list[Move], place: Path, report: Report) -> set[int]:
-    """Decompress each cell to its offset in file `place`; return the offsets of the damaged cells."""
+def write_decompressed_cells(layout: Layout, moves: list[Move], path: Path, report: Report) -> set[int]:
+    """Decompress each cell to its offset in file `path`; return the offsets of the damaged cells."""
     failed: set[int] = set()
-    with OpenFiles(layout.root) as files, closing(open_to_write(place)) as file:
+    with OpenFiles(layout.root) as files, closing(open_for_writing(path)) as file:
         for name, chunk, offset in moves:
             try:
-                data = decompress(chunk, files, layout.root / chunk.path)
+                data = decompress_cell(chunk, files, layout.root / chunk.path)
             except CkptError as error:
                 failed.add(offset)
                 report(error.blame(path=layout.root / chunk.path, tensor=name))
@@ -69,7 +71,7 @@ def is_cell(chunk: Chunk) -> bool:
     return isinstance(chunk.where, Cell)
 
 
-def nbytes_of(chunk: Chunk) -> int:
+def nbytes_of_cell(chunk: Chunk) -> int:
     return chunk.box.numel * chunk.dtype.itemsize
 
 
@@ -87,7 +89,7 @@ class ZarrArray:
     driver: str
     metadata: bytes
 
-    def open(self, cells: Mapping[str, bytes]) -> Any:
+    def open_with_cells(self, cells: Mapping[str, bytes]) -> Any:
         """Return the tensorstore array, with the values of `cells` by key."""
         return open_array(self.driver, {_METADATA[self.driver]: self.metadata, **cells})
 
@@ -101,14 +103,14 @@ class Cell(Wrapped):
     content: bytes | None
 
 
-def decompress(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
+def decompress_cell(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
     """Return the decompressed row-major bytes of a cell in file `path`. Raises `Corrupt` if that fails."""
     cell = chunk.where
     assert isinstance(cell, Cell)
     data = read_value(Value(chunk.path, chunk.offset, chunk.length, cell.content), files)
     with translate_tensorstore_errors(path, cell.array.name):
-        box = cell.array.open({cell.key: data})[slices(chunk.box)]
-        is_whole = is_stored(box)
+        box = cell.array.open_with_cells({cell.key: data})[as_slices(chunk.box)]
+        is_whole = is_fully_stored(box)
         decompressed = memoryview(box.read().result().reshape(-1).view("uint8"))
     expected = chunk.box.numel * chunk.dtype.itemsize
     if not is_whole or len(decompressed) != expected:
@@ -120,7 +122,7 @@ def decompress(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
 def description_range(name: str, driver: str, values: Mapping[str, Value]) -> list[Range]:
     """Return the byte range of the JSON metadata of an array, if it is not inside an OCDBT node."""
     value = values.get(f"{name}/{_METADATA[driver]}")
-    return [value.range] if value is not None and value.content is None else []
+    return [value.byte_range] if value is not None and value.content is None else []
 
 
 def tensor_of_array(root: Path, name: str, driver: str, values: Mapping[str, Value], files: OpenFiles) -> StoredTensor:
@@ -136,7 +138,7 @@ def tensor_of_array(root: Path, name: str, driver: str, values: Mapping[str, Val
     path = root / described.path
     array = ZarrArray(name, driver, read_value(described, files))
     with translate_tensorstore_errors(path, name):
-        opened = array.open({})
+        opened = array.open_with_cells({})
     dtype = DTYPES.get(opened.dtype.name)
     if dtype is None:
         raise Unsupported(f"torch does not have the dtype `{opened.dtype.name}`", path=path, tensor=name)
@@ -145,16 +147,16 @@ def tensor_of_array(root: Path, name: str, driver: str, values: Mapping[str, Val
     if expected > len(values):  # before the boxes are listed: a damaged array may claim any shape
         message = f"expected {expected} cells, found {len(values)} values in the tree"
         raise Incomplete(message, path=path, tensor=name, hint=_USE_ANOTHER)
-    name_cell = cell_names(parse_json(array.metadata, path))
-    boxes = {name_cell(position): box for position, box in cells(spec.shape, grid)}
+    name_cell = cell_key_function(parse_json(array.metadata, path))
+    boxes = {name_cell(position): box for position, box in grid_cells(spec.shape, grid)}
     missing = [box for key, box in boxes.items() if f"{name}/{key}" not in values]
     if missing:
-        raise incomplete_array(path, name, missing, len(boxes))
-    chunks = (to_chunk(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())
+        raise missing_cells_error(path, name, missing, len(boxes))
+    chunks = (chunk_of_cell(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())
     return StoredTensor(spec, tuple(chunks))
 
 
-def incomplete_array(path: Path, name: str, missing: list[Box], total: int) -> Incomplete:
+def missing_cells_error(path: Path, name: str, missing: list[Box], total: int) -> Incomplete:
     first = missing[0]
     message = (
         f"expected {total} cells, found {total - len(missing)}: "
@@ -164,13 +166,13 @@ def incomplete_array(path: Path, name: str, missing: list[Box], total: int) -> I
     return Incomplete(message, path=path, tensor=name, hint=hint)
 
 
-def to_chunk(array: ZarrArray, key: str, box: Box, dtype: DType, value: Value) -> Chunk:
+def chunk_of_cell(array: ZarrArray, key: str, box: Box, dtype: DType, value: Value) -> Chunk:
     offset = value.offset if value.content is None else -next(_inline)
     cell = Cell(ZARR, array, key, value.content)
     return Chunk(box, value.path, offset, value.length, dtype, where=cell)
 
 
-def cell_names(described: dict[str, Any]) -> Callable[[Shape], str]:
+def cell_key_function(described: dict[str, Any]) -> Callable[[Shape], str]:
     """Return a function that returns the key of the cell at a grid position, from the array's JSON.
 
     https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/
@@ -182,20 +184,23 @@ def cell_names(described: dict[str, Any]) -> Callable[[Shape], str]:
     return lambda position: separator.join([*first, *map(str, position)]) or "0"
 
 
-def cells(shape: Shape, grid: Shape) -> Iterator[tuple[Shape, Box]]:
+def grid_cells(shape: Shape, cell_shape: Shape) -> Iterator[tuple[Shape, Box]]:
     """Yield the grid position and the box of each cell of a regular grid over a shape.
 
     The last cell along each axis may be smaller.
     """
-    steps = (range(-(-extent // step)) for extent, step in zip(shape, grid, strict=True))
+    steps = (range(-(-extent // step)) for extent, step in zip(shape, cell_shape, strict=True))
     for position in product(*steps):
-        start = tuple(i * step for i, step in zip(position, grid, strict=True))
-        yield position, Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
+        start = tuple(i * step for i, step in zip(position, cell_shape, strict=True))
+        yield (
+            position,
+            Box(start, tuple(map(min, cell_shape, (extent - a for extent, a in zip(shape, start, strict=True))))),
+        )
 
 
-def is_stored(array: Any) -> bool:
+def is_fully_stored(array: Any) -> bool:
     return bool(array.storage_statistics(query_fully_stored=True).result().fully_stored)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
+def as_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))

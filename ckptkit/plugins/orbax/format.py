@@ -11,15 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse, truncated
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem, truncated_error
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
-from ckptkit.io.file import OpenFiles, check_name, children, file_size, is_there, names_in, read_small
-from ckptkit.io.ranges import read_ahead
+from ckptkit.io.file import (
+    OpenFiles,
+    file_size,
+    is_existing_path,
+    list_children,
+    names_in,
+    read_small,
+    require_plain_file_name,
+)
+from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.plugins.orbax.arrays import description_range, tensor_of_array
-from ckptkit.plugins.orbax.values import MANIFEST, list_files, require_tensorstore, values_in_files, values_in_ocdbt
+from ckptkit.plugins.orbax.values import MANIFEST, files_below, require_tensorstore, values_in_files, values_in_ocdbt
 
 # Read `_METADATA`, the JSON in which orbax lists the arrays of a tree.
 #
@@ -41,27 +49,27 @@ class Tree(NamedTuple):
     is_ocdbt: bool
 
 
-def read_metadata(root: Path) -> Tree:
+def read_tree_metadata(root: Path) -> Tree:
     """Return the contents of the tree in directory `root`. Raises `Corrupt` for malformed metadata."""
     path = root / NAME
     try:
-        metadata = read_object(path)
+        metadata = require_json_object(path)
         tree = Tree({}, {}, "zarr3" if metadata.get("use_zarr3") else "zarr", bool(metadata.get("use_ocdbt", True)))
         for entry in metadata["tree_metadata"].values():
-            add(tree, root, entry)
+            add_tree_entry(tree, root, entry)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt("the metadata is malformed", path=path) from error
     return tree
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def require_json_object(path: Path) -> dict[str, Any]:
     value = parse_json(read_small(path, _LARGEST), path)
     if not isinstance(value, dict):
         raise Corrupt("expected a JSON object", path=path)
     return value
 
 
-def add(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
+def add_tree_entry(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
     """Add an entry. Raises `Unsupported` for an unknown type, `Unsafe` for path traversal."""
     steps = [(key["key"], key["key_type"]) for key in entry["key_metadata"]]
     key = tuple(int(step) if kind == _SEQUENCE else str(step) for step, kind in steps)
@@ -70,10 +78,10 @@ def add(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
         raise Corrupt("two entries have the same name", path=root / NAME, tensor=name)
     if kind in _ARRAYS:
         for part in () if tree.is_ocdbt else name.split("/"):  # without OCDBT the name is a directory
-            check_name(part, root / NAME)
+            require_plain_file_name(part, root / NAME)
         tree.arrays[name] = key
     elif kind == "string":
-        tree.values[name] = (key, read_object(root / STRINGS)[name])
+        tree.values[name] = (key, require_json_object(root / STRINGS)[name])
     elif kind in _EMPTY:
         tree.values[name] = (key, _EMPTY[kind])
     else:
@@ -97,7 +105,7 @@ class Orbax(FormatReader):
     name = "orbax"
     known_by = "orbax's `_METADATA`"
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         return bool(_OWN.fullmatch(name))
 
     def detect(self, path: Path) -> bool:
@@ -105,32 +113,34 @@ class Orbax(FormatReader):
         if not path.is_dir():
             return False
         names = names_in(path)
-        return NAME in names or MANIFEST in names or (is_unfinished(path) and _STEP in names)
+        return NAME in names or MANIFEST in names or (is_unfinished_save(path) and _STEP in names)
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report an unfinished save, and missing files."""
         names = names_in(path)
-        if is_unfinished(path):
+        if is_unfinished_save(path):
             raise Incomplete("orbax did not finish this save", path=path, hint="use an older checkpoint")
         if NAME not in names:
             report(Incomplete(f"no `{NAME}`: it lists the arrays", path=path, hint=_USE_ANOTHER))
-        elif read_metadata(path).is_ocdbt and MANIFEST not in names:
+        elif read_tree_metadata(path).is_ocdbt and MANIFEST not in names:
             report(Incomplete("the file is missing", path=path / MANIFEST, hint=_USE_ANOTHER))
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the tree in directory `path`.
 
         Reports each array that cannot be opened or lacks cells.
         """
-        self.check_names(path, refuse)
+        self.check_names_and_sizes(path, raise_problem)
         require_tensorstore(path)
-        tree = read_metadata(path)
+        tree = read_tree_metadata(path)
         values = values_in_ocdbt(path) if tree.is_ocdbt else values_in_files(path, tree.arrays)
         tensors: dict[str, StoredTensor] = {}
         keys: dict[str, KeyPath] = dict(tree.arrays)
         absent: dict[str, str] = {}
         with OpenFiles(path, in_order=False) as files:
-            for name in read_ahead(path, tree.arrays, lambda name: description_range(name, tree.driver, values)):
+            for name in iterate_with_prefetch(
+                path, tree.arrays, lambda name: description_range(name, tree.driver, values)
+            ):
                 try:
                     tensors[name] = tensor_of_array(path, name, tree.driver, values, files)
                 except CkptError as error:
@@ -140,48 +150,50 @@ class Orbax(FormatReader):
         for name, (key, value) in tree.values.items():
             keys[name] = key
             blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
-        own_entries = (entry for entry in children(path) if self.owns(entry.name) or entry.name in tree.arrays)
-        file_names = [str(file.relative_to(path)) for entry in own_entries for file in list_files(entry)]
+        own_entries = (
+            entry for entry in list_children(path) if self.owns_file(entry.name) or entry.name in tree.arrays
+        )
+        file_names = [str(file.relative_to(path)) for entry in own_entries for file in files_below(entry)]
         layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
-        ends = ends_of(layout)
+        ends = end_offset_by_file(layout)
         for name in sorted(ends):
             if name not in file_names:
                 report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
             elif (size := file_size(path / name)) < ends[name]:
-                report(truncated(ends[name], size, path=path / name))
+                report(truncated_error(ends[name], size, path=path / name))
         return replace(layout, descriptions=tuple(name for name in file_names if name not in ends))
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return every file as one extent without a checksum: orbax records none."""
         for name in sorted(layout.files):
-            if is_there(layout.root / name):
+            if is_existing_path(layout.root / name):
                 yield Extent(name, 0, file_size(layout.root / name), None, "")
 
 
-def ends_of(layout: Layout) -> dict[str, int]:
+def end_offset_by_file(layout: Layout) -> dict[str, int]:
     """Return the end offset of the last cell in each file."""
     ends: dict[str, int] = {}
-    for _, item in layout.stored:
+    for _, item in layout.chunks_and_blobs:
         ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
     return ends
 
 
-def is_unfinished(path: Path) -> bool:
+def is_unfinished_save(path: Path) -> bool:
     """Return whether orbax did not finish saving this directory, or the step directory around it."""
     absolute = path.absolute()
     return any(
-        bool(_UNFINISHED.fullmatch(directory.name)) or is_uncommitted(directory)
+        bool(_UNFINISHED.fullmatch(directory.name)) or is_uncommitted_save(directory)
         for directory in (absolute, absolute.parent)
     )
 
 
-def is_uncommitted(path: Path) -> bool:
+def is_uncommitted_save(path: Path) -> bool:
     """Return whether a save under its final name, as in a bucket, lacks both the marker and the commit time.
 
     Orbax writes the time first. A copy without the marker, or from an orbax version without markers, still has the
     time.
     """
-    if not is_there(path / _STEP) or is_there(path / _COMMITTED):
+    if not is_existing_path(path / _STEP) or is_existing_path(path / _COMMITTED):
         return False
     metadata = parse_json(read_small(path / _STEP, _LARGEST_STEP), path / _STEP)
     return (

@@ -31,7 +31,7 @@ from ckptkit.models.names.steps import (
     SwappedAxes,
     TensorStep,
 )
-from ckptkit.models.names.translate import Translated, translate
+from ckptkit.models.names.translate import Translated, translate_by_rules
 
 _GEMMAS = ("gemma2", "gemma3_text")
 _TYPES = ("llama", "qwen3", *_GEMMAS)
@@ -58,7 +58,7 @@ class LayerPosition(NamedTuple):
     is_scanned: bool
 
 
-def layers_of(name: str, sizes: Sizes) -> LayerPosition | None:
+def find_layer_position(name: str, sizes: Sizes) -> LayerPosition | None:
     """Return the layers of a tensor; None for a tensor outside the layers."""
     match = _PLACE.fullmatch(name)
     if match is None:
@@ -77,10 +77,10 @@ def layers_of(name: str, sizes: Sizes) -> LayerPosition | None:
     return LayerPosition(first, len(_HALVES), f"{half['module']}.{half['leaf']}", is_scanned)
 
 
-def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[str, StoredTensor]]:
+def split_by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a tensor per layer, under a name that does not depend on the model type or on scanning."""
     name = name.removesuffix(".value")  # flax's NNX adds this suffix to every name
-    layers = layers_of(name, sizes)
+    layers = find_layer_position(name, sizes)
     if layers is None:
         yield name, tensor
         return
@@ -93,7 +93,7 @@ def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[st
     if len(shape) <= _SCAN_AXIS or shape[_SCAN_AXIS] != wanted:
         message = f"expected {wanted} layers along axis {_SCAN_AXIS} (config.json), found shape {list(shape)}"
         raise Mismatch(message, tensor=name)
-    first = axes.permute(tensor, (_SCAN_AXIS, *(axis for axis in range(len(shape)) if axis != _SCAN_AXIS)))
+    first = axes.permute_axes(tensor, (_SCAN_AXIS, *(axis for axis in range(len(shape)) if axis != _SCAN_AXIS)))
     for index, of_layer in enumerate(axes.unstack(first)):
         yield full_name.format(layers.first + index * layers.step), of_layer
 
@@ -101,7 +101,7 @@ def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[st
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
     """Return the naming rules for a model type, by layer. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type("maxtext", _TYPES)
-    if sizes.text is not sizes.config:
+    if sizes.text_config is not sizes.config:
         hint = "pass --base MODEL with the config.json of the text model alone"
         raise Unsupported(f"ckptkit does not know maxtext's names for a `{sizes.config.get('model_type')}`", hint=hint)
     rows = Cropped("vocabulary")
@@ -109,8 +109,8 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         Rule.of("token_embedder.embedding", "model.embed_tokens.weight", rows),
         Rule.of("decoder.decoder_norm.scale", "model.norm.weight"),
         Rule.of("decoder.logits_dense.kernel", "lm_head.weight", Chain((SwappedAxes(), rows))),
-        *(Rule.of(f"{_OWN}{own}.scale", f"{LAYER}{hub}.weight") for own, hub in norms(model).items()),
-        *attention(is_in_pairs=model == "llama"),
+        *(Rule.of(f"{_OWN}{own}.scale", f"{LAYER}{hub}.weight") for own, hub in norm_hub_names(model).items()),
+        *attention_rules(is_in_pairs=model == "llama"),
         *(
             Rule.of(f"{_OWN}mlp.{own}.kernel", f"{LAYER}mlp.{hub}_proj.weight", SwappedAxes())
             for own, hub in {"wi_0": "gate", "wi_1": "up", "wo": "down"}.items()
@@ -118,7 +118,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     )
 
 
-def norms(model: str) -> dict[str, str]:
+def norm_hub_names(model: str) -> dict[str, str]:
     """Return the Hub names of the norms in a layer, keyed by MaxText name."""
     of_heads = {"self_attention.query_norm": "self_attn.q_norm", "self_attention.key_norm": "self_attn.k_norm"}
     if model in _GEMMAS:
@@ -136,7 +136,7 @@ def norms(model: str) -> dict[str, str]:
     }
 
 
-def attention(*, is_in_pairs: bool) -> Iterator[Rule]:
+def attention_rules(*, is_in_pairs: bool) -> Iterator[Rule]:
     """Yield the rules for the four attention projections, which have a separate axis for heads."""
     for own, hub, heads in (("query", "q", "heads"), ("key", "k", "key_heads"), ("value", "v", "key_heads")):
         rotary: tuple[TensorStep, ...] = (Rotary(heads),) if is_in_pairs and own != "value" else ()
@@ -147,7 +147,7 @@ def attention(*, is_in_pairs: bool) -> Iterator[Rule]:
     yield Rule.of(f"{_OWN}self_attention.out.kernel", f"{LAYER}self_attn.o_proj.weight", step)
 
 
-def arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
+def find_arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
     """Return the arithmetic that converts the values of a tensor for the Hub; None if they are equal."""
     model, name = sizes.model_type, name.removesuffix(".value")
     if model in _SCALED and re.search(r"\.self_attention(_local|_global)?\.query\.kernel$", name):
@@ -155,11 +155,11 @@ def arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
     if model in _GEMMAS and name.endswith(".scale"):
         return Arithmetic(shift=-1.0)
     if model in _GEMMAS and name == "token_embedder.embedding":
-        return Arithmetic(factor=inverse_root(sizes["hidden"], is_rounded=model == "gemma3_text"))
+        return Arithmetic(factor=xla_inverse_root(sizes["hidden"], is_rounded=model == "gemma3_text"))
     return None
 
 
-def inverse_root(hidden: int, *, is_rounded: bool) -> float:
+def xla_inverse_root(hidden: int, *, is_rounded: bool) -> float:
     """Return the factor with which XLA divides by the square root of `hidden`.
 
     The root is in float32, or in bfloat16 if `is_rounded`.
@@ -179,13 +179,13 @@ class MaxTextNames(Family):
         layer_tensors: dict[str, StoredTensor] = {}
         source_name: dict[str, str] = {}
         for name, tensor in tensors.items():
-            for layer_name, part in by_layer(name, tensor, sizes):
+            for layer_name, part in split_by_layer(name, tensor, sizes):
                 if layer_name in layer_tensors:
                     raise Mismatch(
                         f"the tensor is the same as `{source_name[layer_name]}`: two names of one tensor", tensor=name
                     )
                 layer_tensors[layer_name], source_name[layer_name] = part, name
-        translated = translate(layer_tensors, table, sizes)
+        translated = translate_by_rules(layer_tensors, table, sizes)
         came_from = {
             new: tuple(dict.fromkeys(source_name[layer_name] for layer_name in olds))
             for new, olds in translated.came_from.items()
@@ -203,7 +203,7 @@ MAXTEXT = MaxTextNames(
     name="maxtext",
     types=_TYPES,
     rules=rules,
-    arithmetic=arithmetic,
+    arithmetic=find_arithmetic,
     drops=(r"(.*\.)?(to_nnx__rngs|rngs|[^.]*_rngs)\..*",),
     is_model_only=True,
 )

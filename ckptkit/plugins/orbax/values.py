@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
-from ckptkit.errors import Corrupt, Unsafe, Unsupported, truncated
-from ckptkit.io.file import OpenFiles, children, file_size, names_in, read_at, read_small
-from ckptkit.io.path import at_once, is_remote
-from ckptkit.io.ranges import Range, read_ahead
+from ckptkit.errors import Corrupt, Unsafe, Unsupported, truncated_error
+from ckptkit.io.file import OpenFiles, file_size, list_children, names_in, read_at, read_small
+from ckptkit.io.path import is_remote, map_in_parallel
+from ckptkit.io.ranges import Range, iterate_with_prefetch
 
 if TYPE_CHECKING:
     import tensorstore
@@ -36,11 +36,11 @@ def require_tensorstore(path: Path) -> None:
         raise Unsupported("orbax's arrays need the package `tensorstore`", path=path, hint=hint) from error
 
 
-def dump(values: Mapping[str, bytes], node: str | None = None) -> dict[str, Any]:
+def dump_ocdbt_node(values: Mapping[str, bytes], node: str | None = None) -> dict[str, Any]:
     """Return the manifest of an OCDBT database, or one node, as a dict; `values` are the database files."""
     import tensorstore
 
-    dumped: dict[str, Any] = tensorstore.ocdbt.dump(store_of(values, tensorstore.Context()), node).result()
+    dumped: dict[str, Any] = tensorstore.ocdbt.dump(memory_store_with(values, tensorstore.Context()), node).result()
     return dumped
 
 
@@ -49,12 +49,12 @@ def open_array(driver: str, values: Mapping[str, bytes]) -> Any:
     import tensorstore
 
     context = tensorstore.Context()
-    store = store_of(values, context)
+    store = memory_store_with(values, context)
     spec = {"driver": driver, "kvstore": store.spec().to_json()}
     return tensorstore.open(spec, context=context, open=True, read=True).result()
 
 
-def store_of(values: Mapping[str, bytes], context: tensorstore.Context) -> tensorstore.KvStore:
+def memory_store_with(values: Mapping[str, bytes], context: tensorstore.Context) -> tensorstore.KvStore:
     import tensorstore
 
     store = tensorstore.KvStore.open("memory://", context=context).result()
@@ -89,7 +89,7 @@ class Value(NamedTuple):
     content: bytes | None = None
 
     @property
-    def range(self) -> Range:
+    def byte_range(self) -> Range:
         """Return the byte range in the file."""
         return self.path, self.offset, self.offset + self.length
 
@@ -106,16 +106,16 @@ class Node(NamedTuple):
 def values_in_files(root: Path, arrays: Iterable[str]) -> dict[str, Value]:
     """Return the values of arrays with one directory each, by the key `ARRAY/NAME`."""
     folders = [root / name for name in arrays]
-    listings = at_once(list_files, folders) if is_remote(root) else map(list_files, folders)
+    listings = map_in_parallel(files_below, folders) if is_remote(root) else map(files_below, folders)
     files = [(str(file.relative_to(root)), file) for file in chain.from_iterable(listings)]
     return {key: Value(key, 0, file_size(file)) for key, file in files}
 
 
-def list_files(place: Path) -> list[Path]:
+def files_below(path: Path) -> list[Path]:
     """Return a file or link, or all files in a directory and its subdirectories."""
-    if place.is_symlink() or not place.is_dir():
-        return [place] if place.exists() else []
-    return [file for inside in children(place) for file in list_files(inside)]
+    if path.is_symlink() or not path.is_dir():
+        return [path] if path.exists() else []
+    return [file for inside in list_children(path) for file in files_below(inside)]
 
 
 def values_in_ocdbt(root: Path) -> dict[str, Value]:
@@ -129,12 +129,12 @@ def values_in_ocdbt(root: Path) -> dict[str, Value]:
     with OpenFiles(root, in_order=False) as files:
         while level:
             below: list[Node] = []
-            for node in read_ahead(root, level, lambda node: [node.value.range]):
+            for node in iterate_with_prefetch(root, level, lambda node: [node.value.byte_range]):
                 if node.value[:2] in seen:
                     raise Corrupt("two nodes of the B+tree refer to the same node", path=root / node.value.path)
                 seen.add(node.value[:2])
                 for entry in read_node(root, node, files):
-                    add(values, below, root, node, entry)
+                    add_value_or_child(values, below, root, node, entry)
             level = below
     return values
 
@@ -143,14 +143,14 @@ def root_nodes(root: Path) -> Iterator[Node]:
     """Yield the root node of the newest version, unless the version is empty."""
     manifests = {name: read_small(root / name, _LARGEST) for name in names_in(root) if name.startswith(_MANIFESTS)}
     with translate_tensorstore_errors(root / MANIFEST):
-        versions = dump(manifests)["versions"]
+        versions = dump_ocdbt_node(manifests)["versions"]
     if not versions:
         raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
     if location := versions[-1]["root"].get("location"):
-        yield node_at(location, versions[-1]["root_height"], b"", root)
+        yield node_at_location(location, versions[-1]["root_height"], b"", root)
 
 
-def node_at(location: str, height: int, prefix: bytes, root: Path) -> Node:
+def node_at_location(location: str, height: int, prefix: bytes, root: Path) -> Node:
     base, value = parse_location(location, root)
     return Node(value, base, height, prefix)
 
@@ -171,24 +171,26 @@ def read_node(root: Path, node: Node, files: OpenFiles) -> list[Mapping[str, Any
         raise Corrupt(f"expected a node of at most {_LARGEST} bytes, found {node.value.length}", path=path)
     data = read_value(node.value, files)
     with translate_tensorstore_errors(path):
-        dumped = dump({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
+        dumped = dump_ocdbt_node({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
         if dumped["height"] != node.height:
             raise Corrupt(f"expected a node of height {node.height}, found {dumped['height']}", path=path)
         entries: list[Mapping[str, Any]] = dumped["entries"]
     return entries
 
 
-def add(found: dict[str, Value], below: list[Node], root: Path, node: Node, entry: Mapping[str, Any]) -> None:
-    """Add the value in an entry of a leaf to `found`, or the child node to `below`."""
+def add_value_or_child(
+    values: dict[str, Value], below: list[Node], root: Path, node: Node, entry: Mapping[str, Any]
+) -> None:
+    """Add the value in an entry of a leaf to `values`, or the child node to `below`."""
     if node.height:
         prefix = node.prefix + entry["subtree_common_prefix"]
-        below.append(node_at(entry["location"], node.height - 1, prefix, root))
+        below.append(node_at_location(entry["location"], node.height - 1, prefix, root))
         return
     key = (node.prefix + entry["key"]).decode(errors="replace")
     if "inline_value" in entry:
-        found[key] = Value(node.value.path, 0, 0, entry["inline_value"])
+        values[key] = Value(node.value.path, 0, 0, entry["inline_value"])
     else:
-        found[key] = parse_location(entry["indirect_value"], root)[1]
+        values[key] = parse_location(entry["indirect_value"], root)[1]
 
 
 def read_value(value: Value, files: OpenFiles) -> bytes:
@@ -197,5 +199,5 @@ def read_value(value: Value, files: OpenFiles) -> bytes:
         return value.content
     file = files[value.path]
     if value.offset + value.length > file.size:  # check before allocating that much memory
-        raise truncated(value.offset + value.length, file.size, path=file.path)
+        raise truncated_error(value.offset + value.length, file.size, path=file.path)
     return read_at(file, value.length, value.offset)

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs, Map
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, progress_bar, reserve_stdout, say, to_plain
-from ckptkit.cli.sources import Also, with_others
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    pick,
+    print_json,
+    print_note,
+    print_text_line,
+    progress_bar,
+    reserve_stdout,
+    to_plain,
+)
+from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.errors import and_more
 from ckptkit.io.path import to_path
 from ckptkit.words import count, format_bytes
@@ -60,7 +70,7 @@ def prove(
     from ckptkit.plugins.prove.prove import prove as run_it
 
     reserve_stdout()
-    against = with_others(against, also)
+    against = join_also_directories(against, also)
     with progress_bar("prove") as progress:
         proved = run_it(
             out,
@@ -93,21 +103,23 @@ def prove(
 def report(proved: Proved) -> None:
     """Print notes, the comparison of tensors and logits, and the verdict last."""
     for text in dict.fromkeys([*proved.notes, *(text for diff in proved.tensors for text in diff.notes)]):
-        note(f"note: {text}")
+        print_note(f"note: {text}")
     for diff in proved.tensors:
         amount = f"{count(diff.tensors, 'tensor')}, {format_bytes(diff.nbytes)}"
         if diff.is_equal:
-            say(f"the tensors are the same: {amount}")
+            print_text_line(f"the tensors are the same: {amount}")
             continue
         names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
-        say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}")
-        note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
-    say(describe_logits(proved.logits))
+        print_text_line(
+            f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}"
+        )
+        print_note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
+    print_text_line(describe_logit_difference(proved.logits))
     for line in proved.summary():
-        say(line)
+        print_text_line(line)
 
 
-def describe_logits(logits: Logits) -> str:
+def describe_logit_difference(logits: Logits) -> str:
     """Return a line that summarizes the comparison of logits."""
     tokens = count(logits.tokens, "token")
     if logits.max_abs == 0:

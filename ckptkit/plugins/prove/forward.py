@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.errors import CkptError, Unsupported, Usage
 from ckptkit.layout.dtypes import DType
-from ckptkit.models.transformers_model import quiet
+from ckptkit.models.transformers_model import quiet_transformers
 from ckptkit.plugins.prove.model import Logits, Runnable
 
 
-def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Runnable]) -> Tensor:
+def choose_token_ids(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Runnable]) -> Tensor:
     """Return the token ids to run, shape [1, tokens]: `wanted`, or `count` random ones.
 
     Raises `Usage` for a token outside the vocabulary of a model.
     """
-    size = min(vocabulary_of(model) for model in models)
+    size = min(require_vocabulary_size(model) for model in models)
     if wanted is None:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(size, (1, count), generator=generator)
@@ -33,7 +33,7 @@ def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: S
     return torch.tensor([list(wanted)])
 
 
-def vocabulary_of(model: Runnable) -> int:
+def require_vocabulary_size(model: Runnable) -> int:
     """Return the vocabulary size of a model. Raises `Unsupported` if the model does not take tokens."""
     try:
         return int(model.meta.model.get_input_embeddings().weight.shape[0])
@@ -47,13 +47,13 @@ def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
     If dtypes differ, the source runs once more with its weights rounded to the dtypes of `one`. Rounding does not
     explain a difference that remains then.
     """
-    ours, theirs = (Forward(model).run(ids) for model in (one, two))
+    ours, theirs = (Forward(model).compute_outputs(ids) for model in (one, two))
     if ours.logits.shape != theirs.logits.shape:
         shapes = f"{list(ours.logits.shape)} and {list(theirs.logits.shape)}"
         raise Unsupported(f"the logits of the models have different shapes, {shapes}", path=one.path)
     dtypes = {name: tensor.spec.dtype for name, tensor in one.layout.tensors.items()}
     is_rounded = dtypes != {name: tensor.spec.dtype for name, tensor in two.layout.tensors.items()}
-    alike = Forward(two, dtypes).run(ids) if is_rounded else theirs
+    alike = Forward(two, dtypes).compute_outputs(ids) if is_rounded else theirs
     a, b = (logits.double().log_softmax(-1) for logits in (ours.logits, theirs.logits))
     # rounding can make a KL slightly negative; NaN counts as an infinite difference
     divergence = (b.exp() * (b - a)).nan_to_num(nan=torch.inf).sum(-1).clamp(min=0)
@@ -100,17 +100,17 @@ class Forward:
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     _outputs: dict[str, Tensor] = field(default_factory=dict)
 
-    def run(self, ids: Tensor) -> Outputs:
+    def compute_outputs(self, ids: Tensor) -> Outputs:
         """Compute in float32 with tokens of shape [1, tokens].
 
         Raises `Unsupported` if the model cannot run block by block.
         """
-        with quiet(), torch.no_grad():
+        with quiet_transformers(), torch.no_grad():
             model = deepcopy(self.source.meta.model).eval()
             compute_buffers(model, self.source)
             tensors = LazyCheckpoint(self.source.layout)
-            for name, block in blocks_of(model):
-                self.prepare(name, block, tensors)
+            for name, block in modules_loaded_together(model):
+                self.add_loading_hooks(name, block, tensors)
             extra_inputs = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
             try:
                 output = model(input_ids=ids, use_cache=False, **extra_inputs)
@@ -125,21 +125,21 @@ class Forward:
             raise Unsupported(f"a `{type(model).__name__}` does not return logits", path=self.source.path)
         return Outputs(logits.float().flatten(0, -2), self._outputs)
 
-    def prepare(self, name: str, block: nn.Module, tensors: LazyCheckpoint) -> None:
+    def add_loading_hooks(self, name: str, block: nn.Module, tensors: LazyCheckpoint) -> None:
         """Add hooks to a block that load its tensors before it computes and free them after it.
 
         The second hook also records the output of the block.
         """
         # load a listed block with all submodules: it may use the weights of a submodule without calling it
-        parameters = list(parameters_in(name, block, deep=is_in_list(name)))
+        parameters = list(tensors_with_owners(name, block, deep=is_in_list(name)))
 
         def load(*_: Any) -> None:
             for full, owner, own in parameters:
-                fill(owner, own, self.round(full, tensors[full].torch()))
+                load_into_module(owner, own, self.cast_like_export(full, tensors[full].torch()))
 
         def forget(_block: nn.Module, _args: Any, output: Any) -> None:
             for _, owner, own in parameters:
-                empty(owner, own)
+                free_in_module(owner, own)
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor):
                 self._outputs[name] = first.detach()
@@ -147,7 +147,7 @@ class Forward:
         block.register_forward_pre_hook(load)
         block.register_forward_hook(forget)
 
-    def round(self, name: str, stored: Tensor) -> Tensor:
+    def cast_like_export(self, name: str, stored: Tensor) -> Tensor:
         dtype = self.dtypes.get(name)
         return stored if dtype is None else stored.to(getattr(torch, dtype.name))
 
@@ -157,7 +157,7 @@ def is_in_list(name: str) -> bool:
     return name.rpartition(".")[2].isdecimal()
 
 
-def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def modules_loaded_together(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose tensors are loaded together: elements of ModuleLists, and modules outside of them."""
     waiting = [("", model)]
     while waiting:
@@ -170,27 +170,27 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def has_own_tensors(module: nn.Module) -> bool:
     """Return whether a module itself, without submodules, has saved tensors."""
-    return any(True for _ in own_tensors(module))
+    return any(True for _ in saved_tensors_of(module))
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers of a module itself, without submodules."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     yield from ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
 
 
-def parameters_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
+def tensors_with_owners(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield for each tensor of a module its full name, the module that owns it, and its name in that module."""
     for inside, owner in module.named_modules(remove_duplicate=False) if deep else [("", module)]:
-        for own, _ in own_tensors(owner):
+        for own, _ in saved_tensors_of(owner):
             yield ".".join(filter(None, (name, inside, own))), owner, own
 
 
-def fill(owner: nn.Module, name: str, stored: Tensor) -> None:
+def load_into_module(owner: nn.Module, name: str, stored: Tensor) -> None:
     """Load a tensor into a module; floats become float32."""
     tensor = empty_mapped(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
-    replace(owner, name, tensor)
+    replace_in_module(owner, name, tensor)
 
 
 def empty_mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -205,12 +205,12 @@ def empty_mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
 
-def empty(owner: nn.Module, name: str) -> None:
+def free_in_module(owner: nn.Module, name: str) -> None:
     """Remove the data of a tensor from a module."""
-    replace(owner, name, getattr(owner, name).to("meta"))
+    replace_in_module(owner, name, getattr(owner, name).to("meta"))
 
 
-def replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
+def replace_in_module(owner: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace a parameter or a buffer of a module."""
     is_parameter = isinstance(getattr(owner, name), nn.Parameter)
     setattr(owner, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)

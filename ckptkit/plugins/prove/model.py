@@ -12,14 +12,14 @@ from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.layout import Layout
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import Companions
-from ckptkit.models.fit import check_equal
+from ckptkit.models.fit import require_equal_tied
 from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.weights import find_weights
 from ckptkit.models.transformers_model import MetaModel, find_meta_model
 from ckptkit.state.model import Model
-from ckptkit.state.names import AS_THEY_ARE, NameOptions, ask_names
-from ckptkit.state.steps import unwrap
+from ckptkit.state.names import AS_THEY_ARE, NameOptions, collect_name_arguments
+from ckptkit.state.steps import without_trainer_prefix
 
 if TYPE_CHECKING:
     pass
@@ -46,15 +46,17 @@ class Runnable:
         """
         component = checkpoint.model_component
         path, meta = component.path, find_meta_model(config)
-        weights = find_weights(named.rename_in([component.layout])[0])
+        weights = find_weights(named.rename_layouts([component.layout])[0])
         model = Model(part=component, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
-        model = model if named.rename else unwrap(model)
+        model = model if named.rename else without_trainer_prefix(model)
         weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
             raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
-        table = named.table_for(weights.layout.tensors)
-        translated, naming_remarks = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
+        table = named.find_table_for(weights.layout.tensors)
+        translated, naming_remarks = name_weights(
+            weights, collect_name_arguments(checkpoint, TRANSFORMERS.name, config, table)
+        )
         if translated.layout.tensors.keys() != weights.layout.tensors.keys():
             remarks += tuple(f"{path}: {remark}" for remark in naming_remarks)
         tensors = dict(translated.layout.tensors)
@@ -63,12 +65,12 @@ class Runnable:
                 tensors[name] = tensors[origin]
             elif name in tensors and origin in tensors:
                 # most programs keep only one of two tied tensors, so they must be equal
-                check_equal(translated.layout, name, origin)
+                require_equal_tied(translated.layout, name, origin)
         runnable = cls(path, meta, replace(translated.layout, tensors=tensors), remarks)
-        runnable.check()
+        runnable.require_model_tensors()
         return runnable
 
-    def check(self) -> None:
+    def require_model_tensors(self) -> None:
         """Raise `Mismatch` if a tensor of the model is missing or has another shape."""
         missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
         missing = [name for name in missing if name not in self.meta.unsaved]

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.model_facts import ModelFacts
-from ckptkit.checks.diff import compare_tensors
+from ckptkit.checks.diff import compare_tensors_with_source
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.io.file import read_small
-from ckptkit.io.path import remarks_on_id
+from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.io.progress import Progress
 from ckptkit.models.companions import Companions, find_companions, find_different_inputs
-from ckptkit.models.computation import ConfigDifference, describe_differences, rope_of
-from ckptkit.models.transformers_model import missing_package
+from ckptkit.models.computation import ConfigDifference, describe_differences, rope_parameters_of
+from ckptkit.models.transformers_model import find_missing_model_package
 from ckptkit.plugins.prove.model import Logits, Runnable
 from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized
@@ -46,22 +46,22 @@ _BY_LENGTH = {  # rope types that change at a length, and the config keys with t
 }
 
 
-def find_lengths(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def longest_lengths(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the lengths in several configs; the maximum for each key."""
     lengths: dict[str, int] = {}
-    for key, length in (pair for config in configs for pair in lengths_in(config)):
+    for key, length in (pair for config in configs for pair in computation_lengths_in(config)):
         lengths[key] = max(length, lengths.get(key, 0))
     return lengths
 
 
-def lengths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def computation_lengths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield the lengths in a config and its sections at which the computation changes."""
     for key, value in ((str(key), value) for key, value in config.items()):
         if isinstance(value, Mapping) and "vision" not in key and "audio" not in key:
-            yield from lengths_in(value)
+            yield from computation_lengths_in(value)
         elif _WINDOW.fullmatch(key) and type(value) is int and value > 0:
             yield key, value
-    rope = rope_of(config)
+    rope = rope_parameters_of(config)
     for key in _BY_LENGTH.get(str(rope.get("rope_type")), ()):
         length = rope.get(key, config.get(key))
         if type(length) is int:
@@ -69,19 +69,19 @@ def lengths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             return
 
 
-def choose_length(configs: Sequence[Mapping[str, Any]]) -> int:
+def choose_token_count(configs: Sequence[Mapping[str, Any]]) -> int:
     """Return how many tokens to run: past as many of these lengths as fit."""
-    most = min(map(most_tokens, configs))
-    reached = [length + _BEYOND for length in find_lengths(configs).values() if length + _BEYOND <= most]
-    positions = [number for config in configs if (number := find_positions(config)) is not None]
+    most = min(map(affordable_token_count, configs))
+    reached = [length + _BEYOND for length in longest_lengths(configs).values() if length + _BEYOND <= most]
+    positions = [number for config in configs if (number := find_position_limit(config)) is not None]
     length = max([_FEWEST, *reached])
     return length if length <= min(positions, default=length) else max(1, min(positions) - _RESERVED)
 
 
-def find_positions(config: Mapping[str, Any]) -> int | None:
+def find_position_limit(config: Mapping[str, Any]) -> int | None:
     """Return how many positions a model has; None if any number works, as with rotary positions."""
     text = text_section(config)
-    if rope_of(text):
+    if rope_parameters_of(text):
         return None
     numbers = [number for key, number in text.items() if _POSITIONS.fullmatch(key) and type(number) is int]
     return min((number for number in numbers if number > 0), default=None)
@@ -92,7 +92,7 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((one for key in ("text_config", "decoder") if isinstance(one := config.get(key), Mapping)), config)
 
 
-def most_tokens(config: Mapping[str, Any]) -> int:
+def affordable_token_count(config: Mapping[str, Any]) -> int:
     """Return how many tokens of a model fit into memory and into minutes of computing."""
     text = text_section(config)
     sizes = {key: int(text.get(key) or 1) for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
@@ -177,33 +177,36 @@ def prove(
     `REGEX=>TEXT`, are the options with which `out` was made. Raises `Unsupported` without transformers and for models
     that it does not know, `Mismatch` if a tensor that config.json describes is missing.
     """
-    if missing := missing_package():
+    if missing := find_missing_model_package():
         hint = f"pip install {missing}, or compare only the tensors with `ckptkit verify OUT --against SRC`"
         raise Unsupported(f"prove runs models with {missing}, which is not installed", hint=hint)
     ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
-    our_companions, their_companions = companions_of(ours), companions_of(theirs, None if base is None else str(base))
+    our_companions, their_companions = (
+        find_companions_for(ours),
+        find_companions_for(theirs, None if base is None else str(base)),
+    )
     if our_companions.config is None:
         raise Mismatch("no config.json", path=ours.path, hint="pass an exported model, which has a config.json")
     named = NameOptions.of(map, rename, base)
-    wanted = read_tokens(tokens) if tokens is not None else None
+    wanted = parse_token_ids(tokens) if tokens is not None else None
     our_model = Runnable.of(ours, our_companions.config)
     their_model = Runnable.of(
         theirs, our_companions.config if their_companions.config is None else their_companions.config, named
     )
     notes = [
-        *remarks_on_id(base),
-        *notes_on(our_companions, their_companions, theirs.path),
+        *remarks_on_hub_id(base),
+        *notes_on_unproved(our_companions, their_companions, theirs.path),
         *our_model.remarks,
         *their_model.remarks,
     ]
-    differences = compare_tensors(ours, theirs, allow_cast=True, named=named, jobs=jobs, progress=progress)
-    from ckptkit.plugins.prove.forward import choose_tokens, compare_logits  # imports torch
+    differences = compare_tensors_with_source(ours, theirs, allow_cast=True, named=named, jobs=jobs, progress=progress)
+    from ckptkit.plugins.prove.forward import choose_token_ids, compare_logits  # imports torch
 
     described = [model.meta.model.config.to_dict() for model in (our_model, their_model)]
-    positions = [number for config in described if (number := find_positions(config)) is not None]
+    positions = [number for config in described if (number := find_position_limit(config)) is not None]
     if wanted is not None and len(wanted) > min(positions, default=len(wanted)):
         raise Usage(f"--tokens: expected at most {min(positions)} tokens, the model's positions, found {len(wanted)}")
-    ids = choose_tokens(wanted, choose_length(described), seed, (our_model, their_model))
+    ids = choose_token_ids(wanted, choose_token_count(described), seed, (our_model, their_model))
     logits = compare_logits(our_model, their_model, ids)
     return Proved(
         ours.path,
@@ -211,17 +214,17 @@ def prove(
         tuple(differences.values()),
         logits,
         configs=ModelFacts.of(ours).compare(ModelFacts.of(theirs, None if base is None else str(base))).differences,
-        unreached={key: length for key, length in find_lengths(described).items() if length >= ids.shape[1]},
+        unreached={key: length for key, length in longest_lengths(described).items() if length >= ids.shape[1]},
         notes=tuple(notes),
     )
 
 
-def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions:
+def find_companions_for(checkpoint: Checkpoint, base: str | None = None) -> Companions:
     """Return config.json and tokenizer of `base`, or those next to the checkpoint."""
     return find_companions(checkpoint.model_component.path, base)
 
 
-def notes_on(ours: Companions, theirs: Companions, source: Path) -> Iterator[str]:
+def notes_on_unproved(ours: Companions, theirs: Companions, source: Path) -> Iterator[str]:
     """Yield what the run does not prove: a config without a counterpart, tokenizers that differ."""
     if theirs.config is None:
         yield (
@@ -233,7 +236,7 @@ def notes_on(ours: Companions, theirs: Companions, source: Path) -> Iterator[str
         yield f"{subject}; ckptkit did not prove that the models get the same inputs"
 
 
-def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
+def parse_token_ids(given: str | Path | Sequence[int]) -> list[int]:
     """Return token ids from a list, from text like `1,2,3` or `[1, 2, 3]`, or from a file with such text."""
     if not isinstance(given, str | Path):
         return [int(token) for token in given]

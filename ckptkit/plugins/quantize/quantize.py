@@ -13,10 +13,10 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
-from ckptkit.models.expected import Form, expected
-from ckptkit.models.fit import abridge
+from ckptkit.models.expected import Form, expected_model
+from ckptkit.models.fit import join_few_names
 from ckptkit.plugins.quantize.schemes import SCHEMES, Scheme
-from ckptkit.state.model import Model, RecipeFor, always
+from ckptkit.state.model import Model, RecipeFor, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import KEYS
 from ckptkit.words import count
@@ -53,7 +53,7 @@ class ChosenWeights:
     left: Mapping[str, str]
 
     @property
-    def reasons(self) -> Mapping[str, Sequence[str]]:
+    def names_by_reason(self) -> Mapping[str, Sequence[str]]:
         ordered = sorted(self.left, key=lambda name: (self.left[name], name))
         return {reason: list(names) for reason, names in groupby(ordered, self.left.__getitem__)}
 
@@ -67,17 +67,21 @@ def choose_weights(
     """
     names = [name for name in linear if name in specs]
     kept = set(kept)
-    skipped = {name: reason for name in names if (reason := reason_to_skip(name, specs[name], kept, scheme, excluded))}
+    skipped = {
+        name: reason for name in names if (reason := find_reason_unquantized(name, specs[name], kept, scheme, excluded))
+    }
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups[group_of(name)].append(name)
+        groups[weight_group_of(name)].append(name)
     for group in groups.values():
         if any(name in skipped for name in group):
             skipped |= {name: ALONE for name in group if name not in skipped}
     return ChosenWeights(tuple(name for name in names if name not in skipped), skipped)
 
 
-def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, excluded: Collection[str]) -> str | None:
+def find_reason_unquantized(
+    name: str, spec: Spec, kept: set[str], scheme: Scheme, excluded: Collection[str]
+) -> str | None:
     """Return why a weight stays unquantized; None if it can be quantized. Raises `Unsupported` if it is not float."""
     parts = name.split(".")
     if spec.dtype.kind != "float":
@@ -88,7 +92,7 @@ def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, exclud
         return HEADS
     if name in excluded:
         return ASKED
-    return None if scheme.scales(spec.shape) else RAGGED
+    return None if scheme.find_scale_shape(spec.shape) else RAGGED
 
 
 def matches_tensor(name: str, glob: str) -> bool:
@@ -108,12 +112,14 @@ def excluded_names(options: ConvertOptions, made_of: Mapping[str, Collection[str
         matched = matched or {name for name in made_of if matches_tensor(name, glob)}
         if not matched:
             what = "weight of a linear layer"
-            options.edits.check_matched("--exclude-quantize", [glob], made_of, path, is_match=matches_tensor, what=what)
+            options.edits.require_matches(
+                "--exclude-quantize", [glob], made_of, path, is_match=matches_tensor, what=what
+            )
         excluded |= matched
     return excluded
 
 
-def group_of(name: str) -> str:
+def weight_group_of(name: str) -> str:
     """Return the group of a weight. All weights of a group are quantized, or none."""
     parts = name.split(".")
     if _EXPERTS in parts:
@@ -122,7 +128,7 @@ def group_of(name: str) -> str:
     return name if joined is None else ".".join([*parts[:-2], "+".join(joined)])
 
 
-def modules_of(names: Iterable[str]) -> list[str]:
+def unquantized_modules_of(names: Iterable[str]) -> list[str]:
     """Return the module names to list as unquantized in the config; the experts of a layer are one entry."""
     parts = (name.split(".") for name in names)
     return sorted({".".join(part[: part.index(_EXPERTS) + 1] if _EXPERTS in part else part[:-1]) for part in parts})
@@ -139,31 +145,37 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     which layers are linear, or if no weight can be quantized.
     """
     assert options.quantize is not None
-    form, scheme = expected_form(model), SCHEMES[options.quantize]
-    linear = expected(model.config).linear_layers(form)
+    form, scheme = require_expected_form(model), SCHEMES[options.quantize]
+    linear = expected_model(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.tensors]
     excluded = excluded_names(options, model.weights.origins_by_name(names), model.part.path)
     chosen = choose_weights(model.layout.specs, linear.names, linear.kept, scheme, excluded)
     if not chosen.names:
-        why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.reasons.items())
-        hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.reasons else None
+        why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.names_by_reason.items())
+        hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.names_by_reason else None
         raise Unsupported(
             f"no weight can be quantized: {why or 'found no linear layer'}", path=model.layout.path, hint=hint
         )
-    source = as_stored(model.layout, chosen)
+    source = with_stored_dtypes(model.layout, chosen)
     quantized_layout = with_scales(model.layout, chosen, scheme)
-    config = {**model.config, KEYS[0]: scheme.config(modules_of(unquantized_names(model.layout, form, chosen)))}
+    config = {
+        **model.config,
+        KEYS[0]: scheme.quantization_config(unquantized_modules_of(unquantized_names(model.layout, form, chosen))),
+    }
     casts = {name: f"{source.tensors[name].spec.dtype} => {_NUMBERS} times scales" for name in chosen.names}
     model = replace(
         model.with_config(config).with_layout(quantized_layout),
         others=(*model.others, source),
-        recipes={**model.recipes, **recipes_of(source, quantized_layout, chosen, scheme, len(model.others) + 1)},
+        recipes={
+            **model.recipes,
+            **quantization_recipes(source, quantized_layout, chosen, scheme, len(model.others) + 1),
+        },
         casts={**model.casts, **casts},
     )
-    return model.say(*remarks(source, chosen, scheme))
+    return model.with_remarks(*remarks_on_quantization(source, chosen, scheme))
 
 
-def expected_form(model: Model) -> Form:
+def require_expected_form(model: Model) -> Form:
     """Return the model that config.json describes. Raises `Unsupported` if that is unknown."""
     if isinstance(model.expected, Form):
         return model.expected
@@ -173,14 +185,16 @@ def expected_form(model: Model) -> Form:
     raise Unsupported(message, path=model.companions.found_in, hint=hint)
 
 
-def as_stored(layout: Layout, chosen: ChosenWeights) -> Layout:
+def with_stored_dtypes(layout: Layout, chosen: ChosenWeights) -> Layout:
     """Return the chosen weights in their stored dtypes, so that quantizing rounds them only once."""
 
     def stored(name: str, spec: Spec) -> DType:
         dtypes = {chunk.dtype for chunk in layout.tensors[name].chunks}
         return dtypes.pop() if len(dtypes) == 1 else spec.dtype
 
-    return replace(edits.cast(edits.select(layout, set(chosen.names).__contains__), stored), blobs={}, twins={})
+    return replace(
+        edits.cast_tensors(edits.select_entries(layout, set(chosen.names).__contains__), stored), blobs={}, twins={}
+    )
 
 
 def with_scales(layout: Layout, chosen: ChosenWeights, scheme: Scheme) -> Layout:
@@ -192,14 +206,14 @@ def with_scales(layout: Layout, chosen: ChosenWeights, scheme: Scheme) -> Layout
             tensors[name] = tensor
             continue
         shape = tensor.spec.shape
-        scales = scheme.scales(shape)
+        scales = scheme.find_scale_shape(shape)
         assert scales is not None
         tensors[name] = StoredTensor(Spec(_NUMBERS, shape), ())
-        tensors[name + scheme.suffix] = StoredTensor(Spec(scheme.dtype(tensor.spec.dtype), scales), ())
+        tensors[name + scheme.suffix] = StoredTensor(Spec(scheme.scale_dtype(tensor.spec.dtype), scales), ())
     return replace(layout, tensors=tensors)
 
 
-def recipes_of(
+def quantization_recipes(
     source: Layout, made: Layout, chosen: ChosenWeights, scheme: Scheme, number: int
 ) -> dict[str, RecipeFor]:
     """Return the recipes of quantized weights and scales; their operands are in source `number`."""
@@ -215,12 +229,15 @@ def recipes_of(
         spec, scales = source.tensors[name].spec, name + scheme.suffix
         rows, columns = spec.shape
         matrix = Matrix(Operand(number, name, spec.dtype), rows, columns)
-        grid = Grid(*scheme.box(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
+        grid = Grid(*scheme.box_shape(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
             rows_found = f"{grid.rows} rows of {count(columns, 'number')}"
             message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {rows_found}"
             raise Unsupported(message, path=source.root, tensor=name)
-        recipes[name], recipes[scales] = always(QuantizedValues(matrix, grid)), always(Scales(matrix, grid))
+        recipes[name], recipes[scales] = (
+            recipe_for_any_tensor(QuantizedValues(matrix, grid)),
+            recipe_for_any_tensor(Scales(matrix, grid)),
+        )
     return recipes
 
 
@@ -235,12 +252,12 @@ def unquantized_names(layout: Layout, form: Form, chosen: ChosenWeights) -> list
     return remaining + [old for name in remaining for old in form.came_from.get(name, ())]
 
 
-def remarks(source: Layout, chosen: ChosenWeights, scheme: Scheme) -> list[str]:
+def remarks_on_quantization(source: Layout, chosen: ChosenWeights, scheme: Scheme) -> list[str]:
     """Return the remarks on which weights were quantized and which were not."""
     numbers = sum(source.tensors[name].spec.numel for name in chosen.names)
     weights = f"{count(len(chosen.names), 'weight')}, {count(numbers, 'parameter')}"
     notes = [f"quantized {weights}, as {scheme.name}; config.json describes it"]
-    for reason, names in chosen.reasons.items():
+    for reason, names in chosen.names_by_reason.items():
         weights = count(len(names), "weight")
-        notes.append(f"did not quantize {weights} of linear layers because {reason}: {abridge(names)}")
+        notes.append(f"did not quantize {weights} of linear layers because {reason}: {join_few_names(names)}")
     return notes

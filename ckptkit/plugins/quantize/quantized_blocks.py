@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptkit.engine.blocks import BLOCK_BYTES
-from ckptkit.engine.recipes import FLOAT32, Array, as_stored
+from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
-from ckptkit.layout.small_floats import LARGEST, to_e4m3
+from ckptkit.layout.small_floats import LARGEST, round_to_e4m3
 
 _PART = 1 << 18  # elements at a time, as in `casting`
 _E8M0, _TINY = DTYPES["float8_e8m0fnu"], np.finfo(np.float32).tiny
@@ -42,14 +42,14 @@ class Grid:
     dtype: DType
     by_division: bool = False
 
-    def factors(self, peaks: Array) -> Array:
+    def factors_for_peaks(self, peaks: Array) -> Array:
         """Return the factor (or divisor) for the values of each box, given the largest magnitude in each box.
 
         The result is also finite for a box of zeros, and for values too small for float32.
         """
         if self.by_division:
             scales = np.frombuffer(
-                as_stored(peaks / np.float32(LARGEST), FLOAT32, self.dtype), f"u{self.dtype.itemsize}"
+                round_to_bytes(peaks / np.float32(LARGEST), FLOAT32, self.dtype), f"u{self.dtype.itemsize}"
             )
             wide = widener(self.dtype)(scales).reshape(peaks.shape)
             return np.where(wide == 0, np.float32(_LEAST[self.dtype.name]), wide)
@@ -58,24 +58,24 @@ class Grid:
         factors = np.where(np.isfinite(factors), factors, np.float32(1))
         return np.float32(1) / next_powers(np.float32(1) / factors) if self.dtype == _E8M0 else factors
 
-    def scales(self, factors: Array) -> Array:
+    def scales_from_factors(self, factors: Array) -> Array:
         return factors if self.by_division else np.float32(1) / factors
 
-    def stored(self, scales: Array) -> memoryview:
+    def scale_bytes(self, scales: Array) -> memoryview:
         """Return the bytes of the scales in their dtype."""
         if self.dtype == _E8M0:
             exponents = np.ascontiguousarray(scales).view(np.uint32) >> 23
             return exponents.astype(np.uint8).reshape(-1).data
-        return as_stored(scales, FLOAT32, self.dtype)
+        return round_to_bytes(scales, FLOAT32, self.dtype)
 
-    def apply(self, values: Array, factors: Array) -> Array:
+    def apply_factors(self, values: Array, factors: Array) -> Array:
         """Return the scaled values of complete boxes, before rounding."""
         spread = factors.repeat(self.columns, 1) if factors.shape[1] > 1 else factors
         boxes = values.reshape(len(factors), self.rows, values.shape[1])
         spread = spread[:, None, :]
         return boxes / spread if self.by_division else boxes * spread
 
-    def parts(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
+    def slices_to_compute(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of parts of the matrix to compute at once: complete boxes, at least one."""
         rows, columns = shape
         part_columns = self.columns * max(1, min(columns, _PART // self.rows) // self.columns)
@@ -98,7 +98,7 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
 
-    def bands_at_once(self, grid: Grid) -> int:
+    def bands_in_memory(self, grid: Grid) -> int:
         """Return how many rows of boxes are in memory at once."""
         return max(1, BLOCK_BYTES // (grid.rows * self.columns * self.operand.dtype.itemsize))
 
@@ -112,7 +112,7 @@ class Matrix(NamedTuple):
         with np.errstate(over="ignore", invalid="ignore"):
             return wide.astype(np.float32, copy=False)
 
-    def peaks(self, values: Array, grid: Grid) -> Array:
+    def peaks_by_box(self, values: Array, grid: Grid) -> Array:
         """Return the largest magnitude in each box. Raises `Corrupt` for NaN or infinity."""
         rows = np.maximum.reduce(np.abs(values).reshape(-1, grid.rows, values.shape[1]), axis=1)
         peaks: Array = np.maximum.reduce(rows.reshape(len(rows), -1, grid.columns), axis=2)
@@ -127,21 +127,21 @@ class QuantizedValues:
     """The recipe of the 8-bit values of a matrix."""
 
     def __init__(self, matrix: Matrix, grid: Grid) -> None:
-        self.rows = matrix.bands_at_once(grid) * grid.rows
-        self.operands = (matrix.operand._replace(region=self._bands),)
+        self.rows = matrix.bands_in_memory(grid) * grid.rows
+        self.operands = (matrix.operand._replace(region=self._source_rows_of),)
         self._matrix, self._grid = matrix, grid
 
-    def _bands(self, box: Box) -> Box:
+    def _source_rows_of(self, box: Box) -> Box:
         return Box((box.start[0], 0), (box.size[0], self._matrix.columns))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the 8-bit values of some rows. Raises `Corrupt` for NaN or infinity."""
         stored = self._matrix.rows_as_bits(blocks[0])
         quantized = np.empty(stored.shape, np.uint8)
-        for part in self._grid.parts(box.size):
+        for part in self._grid.slices_to_compute(box.size):
             values = self._matrix.to_float32(stored[part])
-            factors = self._grid.factors(self._matrix.peaks(values, self._grid))
-            quantized[part] = to_e4m3(self._grid.apply(values, factors)).reshape(values.shape)
+            factors = self._grid.factors_for_peaks(self._matrix.peaks_by_box(values, self._grid))
+            quantized[part] = round_to_e4m3(self._grid.apply_factors(values, factors)).reshape(values.shape)
         return quantized.reshape(-1).data, False
 
 
@@ -149,11 +149,11 @@ class Scales:
     """The recipe of the scales of a matrix, one per box of the grid."""
 
     def __init__(self, matrix: Matrix, grid: Grid) -> None:
-        self.rows = matrix.bands_at_once(grid)
-        self.operands = (matrix.operand._replace(region=self._bands),)
+        self.rows = matrix.bands_in_memory(grid)
+        self.operands = (matrix.operand._replace(region=self._source_rows_of),)
         self._matrix, self._grid = matrix, grid
 
-    def _bands(self, box: Box) -> Box:
+    def _source_rows_of(self, box: Box) -> Box:
         high = self._grid.rows
         return Box((box.start[0] * high, 0), (box.size[0] * high, self._matrix.columns))
 
@@ -161,8 +161,10 @@ class Scales:
         """Return the scales of some rows of boxes, in the dtype of the grid."""
         stored, grid = self._matrix.rows_as_bits(blocks[0]), self._grid
         scales = np.empty(box.size, np.float32)
-        for rows, columns in grid.parts(stored.shape):
-            peaks = self._matrix.peaks(self._matrix.to_float32(stored[rows, columns]), grid)
+        for rows, columns in grid.slices_to_compute(stored.shape):
+            peaks = self._matrix.peaks_by_box(self._matrix.to_float32(stored[rows, columns]), grid)
             top, left = rows.start // grid.rows, columns.start // grid.columns
-            scales[top : top + len(peaks), left : left + peaks.shape[1]] = grid.scales(grid.factors(peaks))
-        return grid.stored(scales), False
+            scales[top : top + len(peaks), left : left + peaks.shape[1]] = grid.scales_from_factors(
+                grid.factors_for_peaks(peaks)
+            )
+        return grid.scale_bytes(scales), False

@@ -31,47 +31,47 @@ class Scheme:
     block: Block | None
     exponents: bool = False
 
-    def scales(self, shape: Shape) -> Shape | None:
+    def find_scale_shape(self, shape: Shape) -> Shape | None:
         """Return the shape of the scales of a matrix; None if the boxes do not divide the matrix.
 
         Loaders disagree about smaller boxes at the edges: transformers computes the box size as rows divided by rows of
         scales.
         """
         rows, columns = shape
-        box_rows, box_columns = self.box(shape)
+        box_rows, box_columns = self.box_shape(shape)
         return (rows // box_rows, columns // box_columns) if rows % box_rows == columns % box_columns == 0 else None
 
-    def box(self, shape: Shape) -> Block:
+    def box_shape(self, shape: Shape) -> Block:
         """Return the rows and columns that share one scale in a matrix of this shape."""
         return self.block or (1, shape[1])
 
-    def dtype(self, dtype: DType) -> DType:
+    def scale_dtype(self, dtype: DType) -> DType:
         """Return the dtype of the scales, given the dtype of the weights."""
         if self.exponents:
             return DTYPES["float8_e8m0fnu"]
         is_half = self.block is None and dtype.name == "bfloat16"
         return DTYPES["bfloat16" if is_half else "float32"]
 
-    def config(self, left: Sequence[str]) -> Mapping[str, Any]:
-        """Return the `quantization_config` for config.json; the modules in `left` are unquantized."""
+    def quantization_config(self, unquantized: Sequence[str]) -> Mapping[str, Any]:
+        """Return the `quantization_config` for config.json; the modules in `unquantized` are unquantized."""
         if self.block is None:
-            return in_channels(left)
-        config = in_blocks(self.block, left)
+            return channel_scale_config(unquantized)
+        config = block_scale_config(self.block, unquantized)
         return {**config, "scale_fmt": "ue8m0"} if self.exponents else config
 
 
-def in_blocks(block: Block, left: Sequence[str]) -> Mapping[str, Any]:
+def block_scale_config(block: Block, unquantized: Sequence[str]) -> Mapping[str, Any]:
     """Return the entries of transformers' `FineGrainedFP8Config`, which vLLM reads too."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(block),
-        "modules_to_not_convert": list(left),
+        "modules_to_not_convert": list(unquantized),
     }
 
 
-def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
+def channel_scale_config(unquantized: Sequence[str]) -> Mapping[str, Any]:
     """Return the entries of compressed-tensors, with one scale per weight row and per input token."""
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
@@ -85,7 +85,7 @@ def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [rf"re:{re.escape(name)}\..*" if name.endswith(_EXPERTS) else name for name in left],
+        "ignore": [rf"re:{re.escape(name)}\..*" if name.endswith(_EXPERTS) else name for name in unquantized],
     }
 
 

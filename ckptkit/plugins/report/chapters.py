@@ -11,14 +11,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ckptkit.cli.pictures.shard_svg import draw_shards
-from ckptkit.cli.pictures.shards import ShardMap, is_number
+from ckptkit.cli.pictures.shards import ShardMap, is_numeric_component
 from ckptkit.layout.counting import Count
-from ckptkit.markup import Markup, element, picture
-from ckptkit.plugins.report.curves import Axis, draw_curves, draw_labels
+from ckptkit.markup import Markup, element, svg_image
+from ckptkit.plugins.report.curves import Axis, draw_curves, draw_step_axis
 from ckptkit.plugins.report.history import History, Series
 from ckptkit.plugins.report.layers import LayerKind, Norms, draw_layers
 from ckptkit.runs.ls import Listed, Listing
-from ckptkit.words import brief, count, format_bytes
+from ckptkit.words import count, format_brief, format_bytes
 
 _WIDTH, _NARROW, _HEIGHT = 960, 400, 150
 _LEFT, _TOP, _BOTTOM = 20, 34, 122  # _LEFT is also the right margin
@@ -48,7 +48,7 @@ def draw_timeline(stops: Sequence[Stop], last_step: float | None = None, *, is_n
     title = f"{count(len(shown), 'checkpoint')} from step {shown[0].step:,} to {shown[-1].step:,}"
     full = max(stop.nbytes for stop in shown) or 1
     drawn = (draw_stop(stop, x, full) for stop in shown)
-    return picture(title, f"0 0 {width} {_HEIGHT}", draw_legend(shown, width), draw_labels(x, _BOTTOM), drawn)
+    return svg_image(title, f"0 0 {width} {_HEIGHT}", draw_legend(shown, width), draw_step_axis(x, _BOTTOM), drawn)
 
 
 def draw_legend(shown: Sequence[Stop], width: int) -> Iterator[Markup]:
@@ -77,7 +77,7 @@ def css_class(stop: Stop) -> str:
 
 def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
     """Draw a bar with a tooltip, a dot if the checkpoint is pinned, and a label if it is the latest."""
-    at = x.place(stop.step)
+    at = x.coordinate_of(stop.step)
     height = max(4.0, (_BOTTOM - _TOP - 14) * stop.nbytes / full)
     top = _BOTTOM - height
     anchor = "end" if at > (x.start + x.end) / 2 else "start"
@@ -109,9 +109,9 @@ _MOST_KINDS = 14
 _WIDTHS = (False, True)  # is_narrow: every picture is drawn for a screen and for a phone
 
 
-def training(history: History) -> Chapter | None:
+def training_chapter(history: History) -> Chapter | None:
     """Return the curves, and a table with their values at up to 20 steps."""
-    curves = [(title, series_list) for title, names in _CURVES if (series_list := history.drawn(*names))]
+    curves = [(title, series_list) for title, names in _CURVES if (series_list := history.drawable_series(*names))]
     drawn = [series for _, series_list in curves for series in series_list]
     if not drawn:
         return None
@@ -121,7 +121,7 @@ def training(history: History) -> Chapter | None:
         "lead": describe_history(history, drawn),
         "pictures": [draw_curves(title, series_list, may_be_log=title in _MAY_BE_LOG) for title, series_list in curves],
         "names": ["step", *(series.name.replace("_", " ") for series in drawn)],
-        "rows": [[f"{step:,.0f}", *(format_number(series.at(step)) for series in drawn)] for step in chosen],
+        "rows": [[f"{step:,.0f}", *(format_number(series.find_value_at(step)) for series in drawn)] for step in chosen],
     }
 
 
@@ -139,17 +139,17 @@ def describe_history(history: History, drawn: Sequence[Series]) -> str:
 
 
 def format_number(value: float | None) -> str:
-    return "" if value is None else brief(value)
+    return "" if value is None else format_brief(value)
 
 
-def checkpoints(listing: Listing, last_step: float | None) -> Chapter | None:
+def checkpoints_chapter(listing: Listing, last_step: float | None) -> Chapter | None:
     """Return the timeline and the table of checkpoints, newest first."""
     listed = listing.checkpoints
     if not listed:
         return None
     stops = [timeline_entry(one, one.step, listing) for one in listed if one.step is not None]
     complete, total = sum(one.is_complete for one in listed), format_bytes(sum(one.nbytes for one in listed))
-    rows = [(one, date_of(one), state_of(one, listing)) for one in reversed(listed)]
+    rows = [(one, saved_date_of(one), state_labels(one, listing)) for one in reversed(listed)]
     return {
         "lead": f"{complete} complete of {len(listed)}, {total} on disk. {listing.tracker or ''}".strip(),
         "timeline": [draw_timeline(stops, last_step, is_narrow=narrow) for narrow in _WIDTHS] if stops else None,
@@ -159,32 +159,41 @@ def checkpoints(listing: Listing, last_step: float | None) -> Chapter | None:
     }
 
 
-def timeline_entry(one: Listed, step: int, listing: Listing) -> Stop:
+def timeline_entry(checkpoint: Listed, step: int, listing: Listing) -> Stop:
     """Return the timeline entry of a checkpoint."""
-    metrics = [f"{name} {brief(value)}" for name, value in list(one.metrics.items())[:6]]
-    told = "".join(f", {word}" for word in (date_of(one), *metrics, one.problem) if word)
-    is_latest = one.path == listing.latest
-    return Stop(one.path.name, step, one.nbytes, one.is_complete, one.is_weights_only, one.is_pinned, is_latest, told)
+    metrics = [f"{name} {format_brief(value)}" for name, value in list(checkpoint.metrics.items())[:6]]
+    told = "".join(f", {word}" for word in (saved_date_of(checkpoint), *metrics, checkpoint.problem) if word)
+    is_latest = checkpoint.path == listing.latest
+    return Stop(
+        checkpoint.path.name,
+        step,
+        checkpoint.nbytes,
+        checkpoint.is_complete,
+        checkpoint.is_weights_only,
+        checkpoint.is_pinned,
+        is_latest,
+        told,
+    )
 
 
-def date_of(one: Listed) -> str:
+def saved_date_of(checkpoint: Listed) -> str:
     """Return when a checkpoint was saved, in UTC."""
-    return datetime.fromtimestamp(one.saved_at, UTC).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(checkpoint.saved_at, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def state_of(one: Listed, listing: Listing) -> list[tuple[str, str]]:
+def state_labels(checkpoint: Listed, listing: Listing) -> list[tuple[str, str]]:
     """Return labels for the state of a checkpoint, each with its CSS class."""
     words = [
-        ("complete", "good", one.is_complete),
-        (one.problem or "not complete", "bad", bool(one.problem) or not one.is_complete),
-        ("latest", "", one.path == listing.latest),
-        ("pinned", "", one.is_pinned),
-        ("weights only", "", one.is_weights_only),
+        ("complete", "good", checkpoint.is_complete),
+        (checkpoint.problem or "not complete", "bad", bool(checkpoint.problem) or not checkpoint.is_complete),
+        ("latest", "", checkpoint.path == listing.latest),
+        ("pinned", "", checkpoint.is_pinned),
+        ("weights only", "", checkpoint.is_weights_only),
     ]
     return [(word, kind) for word, kind, holds in words if holds]
 
 
-def shards(name: str, shard_map: ShardMap) -> Chapter | None:
+def shards_chapter(name: str, shard_map: ShardMap) -> Chapter | None:
     """Return the shard map of checkpoint `name` by rank or file, and its largest tensors."""
     if not shard_map.rows:
         return None
@@ -198,12 +207,12 @@ def shards(name: str, shard_map: ShardMap) -> Chapter | None:
             (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in shard_map.owners[:_MOST_FOLDED]
         ],
         "total": f"Of {count(sum(row.repeats for row in shard_map.rows), 'tensor')}, {format_bytes(total)} in all.",
-        "largest": [(row, percent(row.nbytes / most), percent(row.nbytes / total)) for row in largest],
+        "largest": [(row, format_percent(row.nbytes / most), format_percent(row.nbytes / total)) for row in largest],
     }
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
+def format_percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%"
 
 
 def describe_shards(name: str, shards: ShardMap) -> str:
@@ -218,34 +227,34 @@ def describe_shards(name: str, shards: ShardMap) -> str:
     )
 
 
-def norms(measured: Norms) -> Chapter | None:
+def norms_chapter(measured: Norms) -> Chapter | None:
     """Return a picture of the norms by layer, and tables of the norms by kind of tensor."""
     if not measured.counts:
         return None
     kinds = sorted(measured.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
-    single = [name for name in measured.counts if not any(map(is_number, name.split(".")[:-1]))][:_LARGEST]
+    single = [name for name in measured.counts if not any(map(is_numeric_component, name.split(".")[:-1]))][:_LARGEST]
     title = "Norm of the tensors of each layer"
     lead = "The 2-norm of the weights, over all numbers of a tensor."
-    if measured.unsound:
-        first, unsound = measured.unsound[0], count(len(measured.unsound), "tensor")
+    if measured.non_finite_tensors:
+        first, unsound = measured.non_finite_tensors[0], count(len(measured.non_finite_tensors), "tensor")
         lead += f" NaN or infinity in {unsound}, such as {first}: not counted in their norms."
     return {
         "lead": lead,
         "picture": [draw_layers(title, kinds, is_narrow=narrow) for narrow in _WIDTHS] if kinds else None,
         "single": [norm_row(name, measured.counts[name]) for name in single],
-        "kinds": [kind_row(kind) for kind in kinds],
+        "kinds": [norm_kind_row(kind) for kind in kinds],
     }
 
 
-def kind_row(kind: LayerKind) -> list[str]:
+def norm_kind_row(kind: LayerKind) -> list[str]:
     """Return a table row with the range of a kind's norms, and the layers with the minimum and maximum."""
     ends = [choose(kind.by_layer, key=kind.by_layer.__getitem__) for choose in (min, max)]
-    extremes = [f"{brief(kind.by_layer[layer])} (layer {layer})" for layer in ends]
+    extremes = [f"{format_brief(kind.by_layer[layer])} (layer {layer})" for layer in ends]
     return [kind.name, str(len(kind.by_layer)), *extremes]
 
 
 def norm_row(name: str, counted: Count) -> list[str]:
     """Return a table row with norm, mean, standard deviation, minimum and maximum of a tensor."""
     moments = (counted.moments.norm, counted.moments.mean, counted.moments.deviation)
-    extremes = ("" if value is None else brief(float(value)) for value in (counted.low, counted.high))
-    return [name, *map(brief, moments), *extremes]
+    extremes = ("" if value is None else format_brief(float(value)) for value in (counted.low, counted.high))
+    return [name, *map(format_brief, moments), *extremes]

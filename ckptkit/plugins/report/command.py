@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, pick, print_json, progress_bar, say
-from ckptkit.cli.sources import Also, with_others
-from ckptkit.io.path import to_local, to_path
+from ckptkit.cli.output import Json, Quiet, pick, print_json, print_text_line, progress_bar
+from ckptkit.cli.sources import Also, join_also_directories
+from ckptkit.io.path import to_local_path, to_path
 from ckptkit.words import format_bytes
 
 
@@ -20,7 +20,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Argument(parser=to_local, metavar="OUT.html", help="The file to write; by default RUN/report.html."),
+        typer.Argument(parser=to_local_path, metavar="OUT.html", help="The file to write; by default RUN/report.html."),
     ] = None,
     also: Also = None,
     fast: Annotated[bool, typer.Option("--fast", help="Read no tensors: leave out the norms by layer.")] = False,
@@ -45,10 +45,10 @@ def report(
     """
     from ckptkit.plugins.report.report import report as run_it
 
-    run = with_others(run, also)
+    run = join_also_directories(run, also)
     with progress_bar("report") as progress:
         done = run_it(run, out, fast=fast, overwrite=overwrite, jobs=jobs, progress=progress)
     if json:
         print_json({"output": done.path, **pick(done, "nbytes", "checkpoint")})
     else:
-        say(f"{done.path}: {format_bytes(done.nbytes)}")
+        print_text_line(f"{done.path}: {format_bytes(done.nbytes)}")

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckptkit.markup import Markup, element, picture
+from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.history import Segment, Series
-from ckptkit.words import brief, count, powers, ticks
+from ckptkit.words import count, format_brief, log_scale_ticks, round_ticks
 
 _MANY_TIMES = 50  # a logarithmic axis is used if the maximum is more than this many times the minimum
 
@@ -24,7 +24,7 @@ class Axis:
     end: float
     is_log: bool = False
 
-    def place(self, number: float) -> float:
+    def coordinate_of(self, number: float) -> float:
         """Return the coordinate of a value."""
         low, high, at = self.low, self.high, number
         if self.is_log:
@@ -33,9 +33,9 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     @property
-    def labels(self) -> list[float]:
+    def label_values(self) -> list[float]:
         """Return the values to label on the axis."""
-        return powers(self.low, self.high) if self.is_log else ticks(self.low, self.high)
+        return log_scale_ticks(self.low, self.high) if self.is_log else round_ticks(self.low, self.high)
 
 
 def value_axis(low: float, high: float, start: float, end: float, *, may_be_log: bool = False) -> Axis:
@@ -52,22 +52,22 @@ def value_axis(low: float, high: float, start: float, end: float, *, may_be_log:
     return Axis(low if low == 0 else low - room, high + room, start, end)
 
 
-def draw_labels(axis: Axis, y: float) -> Iterator[Markup]:
+def draw_step_axis(axis: Axis, y: float) -> Iterator[Markup]:
     """Draw the horizontal axis at `y` with its step labels."""
     yield element("line", x1=axis.start, x2=axis.end, y1=y, y2=y, class_="axis")
-    for number in axis.labels:
-        x = axis.place(number)
+    for number in axis.label_values:
+        x = axis.coordinate_of(number)
         anchor = "end" if x > axis.end - 14 else "start" if x < axis.start + 8 else "middle"
         if number == int(number):
-            yield element("text", brief(number), x=x, y=y + 15, text_anchor=anchor)
+            yield element("text", format_brief(number), x=x, y=y + 15, text_anchor=anchor)
 
 
 def draw_grid(axis: Axis, left: float, right: float) -> Iterator[Markup]:
     """Draw a labeled grid line at each round value."""
-    for number in axis.labels:
-        y = axis.place(number)
+    for number in axis.label_values:
+        y = axis.coordinate_of(number)
         yield element("line", x1=left, x2=right, y1=y, y2=y, class_="grid")
-        yield element("text", brief(number), x=left - 6, y=y + 3.5, text_anchor="end")
+        yield element("text", format_brief(number), x=left - 6, y=y + 3.5, text_anchor="end")
 
 
 _WIDTH, _HEIGHT = 480, 236
@@ -85,14 +85,14 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
     y = value_axis(
         min(metric.low for metric in drawn), max(metric.high for metric in drawn), _BOTTOM, _TOP, may_be_log=may_be_log
     )
-    summary = "; ".join(summarize(metric) for metric in drawn)
-    return picture(
+    summary = "; ".join(summarize_series(metric) for metric in drawn)
+    return svg_image(
         f"{title} by step: {summary}",
         f"0 0 {_WIDTH} {_HEIGHT}",
         element("text", title, x=2, y=14, class_="title"),
         draw_header(drawn),
         draw_grid(y, _LEFT, _RIGHT),
-        draw_labels(x, _BOTTOM),
+        draw_step_axis(x, _BOTTOM),
         element("text", "step", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
         (draw_curve(metric, x, y, _CLASSES[i]) for i, metric in enumerate(drawn)),
         (draw_missing(metric, x) for metric in drawn),
@@ -100,9 +100,10 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
     )
 
 
-def summarize(series: Series) -> str:
+def summarize_series(series: Series) -> str:
     bad = f", not finite at {count(series.bad_count, 'step')}" if series.bad_count else ""
-    return f"{series.name} from {brief(series.low)} to {brief(series.high)}, last {brief(series.latest or 0.0)}{bad}"
+    low, high, last = map(format_brief, (series.low, series.high, series.latest or 0.0))
+    return f"{series.name} from {low} to {high}, last {last}{bad}"
 
 
 def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
@@ -110,7 +111,7 @@ def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
     right = float(_RIGHT)
     for i, metric in reversed(list(enumerate(drawn))):
         name = metric.name.replace("_", " ") if len(drawn) > 1 else "last"
-        label = f"{name} {brief(metric.latest or 0.0)}"
+        label = f"{name} {format_brief(metric.latest or 0.0)}"
         yield element("text", label, x=right, y=14, text_anchor="end", class_="strong")
         right -= 6.2 * len(label) + 10
         if len(drawn) > 1:
@@ -121,13 +122,13 @@ def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
 def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
     """Draw the line of a metric, broken where values are missing, and the band around it."""
     paths, bands = [], []
-    for piece in pieces(series.stretches):
-        middle = [(x.place((s.first + s.last) / 2), y.place(s.mean)) for s in piece]
+    for piece in unbroken_groups(series.stretches):
+        middle = [(x.coordinate_of((s.first + s.last) / 2), y.coordinate_of(s.mean)) for s in piece]
         paths.append(path_through(middle))
         if any(s.count > 1 for s in piece) and len(piece) > 1:
             x_positions = [at for at, _ in middle]
-            upper = list(zip(x_positions, (y.place(s.high) for s in piece), strict=True))
-            lower = list(zip(x_positions, (y.place(s.low) for s in piece), strict=True))
+            upper = list(zip(x_positions, (y.coordinate_of(s.high) for s in piece), strict=True))
+            lower = list(zip(x_positions, (y.coordinate_of(s.low) for s in piece), strict=True))
             bands.append(path_through([*upper, *reversed(lower)]) + "Z")
         if len(series.stretches) <= _FEW or len(piece) == 1:
             yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {kind}") for at, height in middle)
@@ -136,10 +137,10 @@ def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
     yield element("path", d="".join(paths), class_=f"curve {kind}")
 
 
-def pieces(stretches: Sequence[Segment]) -> list[list[Segment]]:
+def unbroken_groups(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Return the segments in groups; the line is broken between two groups."""
     groups: list[list[Segment]] = []
-    for stretch in stretches:
+    for stretch in segments:
         if stretch.starts_gap or not groups:
             groups.append([])
         groups[-1].append(stretch)
@@ -154,7 +155,7 @@ def path_through(points: Sequence[tuple[float, float]]) -> str:
 def draw_missing(series: Series, x: Axis) -> Iterator[Markup]:
     """Draw a short line at each step where a metric was NaN or infinite."""
     for step in series.bad:
-        at = min(max(x.place(step), _LEFT), _RIGHT)
+        at = min(max(x.coordinate_of(step), _LEFT), _RIGHT)
         tip = element("title", f"{series.name} is not finite at {step:,.0f}")
         yield element("line", tip, x1=at, x2=at, y1=_BOTTOM - 9, y2=_BOTTOM, class_="bad")
     if series.bad_count:
@@ -167,7 +168,7 @@ def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
     stretches = drawn[0].stretches
     every = -(-len(stretches) // _MOST_SPOTS)
     chosen = stretches[::every]
-    x_positions = [x.place((s.first + s.last) / 2) for s in chosen]
+    x_positions = [x.coordinate_of((s.first + s.last) / 2) for s in chosen]
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(x_positions)), _RIGHT]
     for stretch, at, (left, right) in zip(chosen, x_positions, pairwise(edges), strict=True):
         label = describe_segment(drawn, stretch)
@@ -177,7 +178,7 @@ def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
             "g",
             element("rect", x=left, y=_TOP, width=max(right - left, 0.5), height=_BOTTOM - _TOP, class_="reach"),
             element("line", x1=at, x2=at, y1=_TOP, y2=_BOTTOM, class_="axis"),
-            element("circle", cx=at, cy=y.place(stretch.mean), r=3.2, class_="dot a"),
+            element("circle", cx=at, cy=y.coordinate_of(stretch.mean), r=3.2, class_="dot a"),
             element("rect", x=start, y=_TOP - 20, width=label_width, height=17, rx=4, class_="plate"),
             element("text", label, x=start + 6, y=_TOP - 8, class_="strong"),
             class_="spot",
@@ -188,7 +189,7 @@ def describe_segment(drawn: Sequence[Series], stretch: Segment) -> str:
     """Return the values of a segment as text."""
     first = f"{stretch.first:,.0f}"
     where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"
-    spread = f" ({brief(stretch.low)} to {brief(stretch.high)})" if stretch.low != stretch.high else ""
-    others = [(metric.name, metric.at(stretch.first)) for metric in drawn[1:]]
-    more = "".join(f", {name} {brief(value)}" for name, value in others if value is not None)
-    return f"step {where}: {brief(stretch.mean)}{spread}{more}"
+    spread = f" ({format_brief(stretch.low)} to {format_brief(stretch.high)})" if stretch.low != stretch.high else ""
+    others = [(metric.name, metric.find_value_at(stretch.first)) for metric in drawn[1:]]
+    more = "".join(f", {name} {format_brief(value)}" for name, value in others if value is not None)
+    return f"step {where}: {format_brief(stretch.mean)}{spread}{more}"

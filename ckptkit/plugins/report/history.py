@@ -35,7 +35,7 @@ class Segment:
     def mean(self) -> float:
         return self.total / self.count
 
-    def join(self, later: Segment) -> None:
+    def merge_later(self, later: Segment) -> None:
         """Merge a later segment into this one."""
         self.last = later.last
         self.low, self.high = min(self.low, later.low), max(self.high, later.high)
@@ -57,13 +57,13 @@ class Series:
     _is_broken: bool = False
     _breaks: int = 0
 
-    def add(self, step: float, value: float) -> None:
+    def add_value(self, step: float, value: float) -> None:
         """Add the value at a step.
 
         If the run went back to an earlier step, all values from that step on are dropped.
         """
         if not self.stretches or step <= self.stretches[-1].last:
-            self._go_back(step)
+            self._drop_from_step(step)
         if not math.isfinite(value):
             self.bad_count += 1
             self._is_broken = True
@@ -73,13 +73,13 @@ class Series:
         self.latest = value
         segment = Segment(step, step, value, value, value, 1, self._breaks_before(step))
         if not segment.starts_gap and self.stretches[-1].count < self._width:
-            self.stretches[-1].join(segment)
+            self.stretches[-1].merge_later(segment)
             return
         self.stretches.append(segment)
         if len(self.stretches) > 2 * _MOST:
-            self._halve()
+            self._merge_segment_pairs()
 
-    def _go_back(self, step: float) -> None:
+    def _drop_from_step(self, step: float) -> None:
         while self.stretches and self.stretches[-1].first >= step:
             self.stretches.pop()
         while self.bad and self.bad[-1] >= step:
@@ -96,9 +96,9 @@ class Series:
         self._breaks += is_broken
         return is_broken and self._breaks <= _MOST_BREAKS
 
-    def _halve(self) -> None:
+    def _merge_segment_pairs(self) -> None:
         for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
-            earlier.join(later)
+            earlier.merge_later(later)
         self.stretches = self.stretches[::2]
         self._width *= 2
 
@@ -112,7 +112,7 @@ class Series:
         """Return the highest number."""
         return max(stretch.high for stretch in self.stretches)
 
-    def at(self, step: float) -> float | None:
+    def find_value_at(self, step: float) -> float | None:
         """Return the mean of the segment that contains a step; None if there is none."""
         return next((segment.mean for segment in self.stretches if segment.first <= step <= segment.last), None)
 
@@ -146,7 +146,7 @@ class History:
     skipped: int = 0
     resumed: list[float] = field(default_factory=list)
 
-    def add(self, entry: object) -> None:
+    def add_log_entry(self, entry: object) -> None:
         """Add the metrics of one step. An entry without a step counts as skipped."""
         step = to_float(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None or not math.isfinite(step):
@@ -158,14 +158,14 @@ class History:
         for name, value in entry.items():
             converted = to_float(value)
             if converted is not None and name != "step":
-                self._of(str(_ALSO_CALLED.get(name, name))).add(step, converted)
+                self._series_named(str(_ALSO_CALLED.get(name, name))).add_value(step, converted)
 
-    def _of(self, name: str) -> Series:
+    def _series_named(self, name: str) -> Series:
         if name not in self.series and len(self.series) >= _MOST_SERIES:
             return Series(name)  # too many to keep
         return self.series.setdefault(name, Series(name))
 
-    def drawn(self, *names: str) -> list[Series]:
+    def drawable_series(self, *names: str) -> list[Series]:
         """Return the metrics of these names that have values to draw."""
         return [self.series[name] for name in names if name in self.series and self.series[name].stretches]
 
@@ -183,38 +183,38 @@ def to_float(value: object) -> float | None:
 def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | None = None) -> History:
     """Read the run's metrics.jsonl, or else the Trainer state, or else the metrics in the checkpoints."""
     if (root / METRICS).is_file():
-        return from_log(root / METRICS, progress)
+        return read_metrics_log(root / METRICS, progress)
     listed = list(checkpoints)
     states = [checkpoint.path / TRAINER_STATE for checkpoint in reversed(listed) if checkpoint.path.is_dir()]
     state = next((path for path in [root / TRAINER_STATE, *states] if path.is_file()), None)
     if state is not None:
-        return from_state(state)
+        return read_trainer_state(state)
     history = History("the checkpoints' own metrics")
     for checkpoint in listed:
         if checkpoint.step is not None and checkpoint.metrics:
-            history.add({**checkpoint.metrics, "step": checkpoint.step})
+            history.add_log_entry({**checkpoint.metrics, "step": checkpoint.step})
     return history
 
 
-def from_log(path: Path, progress: Told | None = None) -> History:
+def read_metrics_log(path: Path, progress: Told | None = None) -> History:
     """Read a file of JSON lines, up to the last complete line."""
     history = History(path.name)
-    for line in lines_of(path, progress):
-        history.add(parse(line))
+    for line in complete_lines_of(path, progress):
+        history.add_log_entry(parse_json_or_none(line))
     return history
 
 
-def from_state(path: Path) -> History:
+def read_trainer_state(path: Path) -> History:
     """Read the state of a Trainer. Entries without a step and a damaged file are skipped."""
     history = History(f"{path.parent.name}/{path.name}")
-    state = parse(read_small(path, _STATE_LIMIT))
+    state = parse_json_or_none(read_small(path, _STATE_LIMIT))
     entries = state.get("log_history") if isinstance(state, Mapping) else None
     for entry in entries if isinstance(entries, list) else []:
-        history.add(entry)
+        history.add_log_entry(entry)
     return history
 
 
-def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
+def complete_lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
     """Yield the complete lines of a file. A line that is too long is yielded as an empty line."""
     rest = b""
     with opening(path) as file:
@@ -228,7 +228,7 @@ def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
                 progress(len(block))
 
 
-def parse(line: bytes) -> Any:
+def parse_json_or_none(line: bytes) -> Any:
     """Return the value of a JSON text; None for invalid JSON."""
     try:
         return json.loads(line)

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.cli.pictures.shard_svg import OWNERS
-from ckptkit.cli.pictures.shards import is_number
-from ckptkit.engine.survey import survey
+from ckptkit.cli.pictures.shards import is_numeric_component
+from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import Told
 from ckptkit.layout import Layout
 from ckptkit.layout.counting import Count
-from ckptkit.markup import Markup, element, picture
+from ckptkit.markup import Markup, element, svg_image
 from ckptkit.models.names.weights import find_weights
-from ckptkit.plugins.report.curves import Axis, draw_grid, draw_labels, path_through, value_axis
-from ckptkit.words import brief
+from ckptkit.plugins.report.curves import Axis, draw_grid, draw_step_axis, path_through, value_axis
+from ckptkit.words import format_brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Norms:
     kinds: tuple[LayerKind, ...]
 
     @property
-    def unsound(self) -> list[str]:
+    def non_finite_tensors(self) -> list[str]:
         """Return the names of tensors with NaN or infinity."""
         return [name for name, counted in self.counts.items() if counted.nan or counted.inf]
 
 
-def weights_of(layout: Layout) -> Layout:
+def model_or_full_layout(layout: Layout) -> Layout:
     """Return the model in a checkpoint; the full layout if the model cannot be identified."""
     try:
         return find_weights(layout).layout
@@ -43,19 +43,19 @@ def weights_of(layout: Layout) -> Layout:
 
 def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | None = None) -> Norms:
     """Read every tensor, with `jobs` threads. Raises `Corrupt` if bytes are missing."""
-    located = locate(weights)
-    counts = survey(located, jobs=jobs, progress=progress)
-    return Norms(counts, by_layer({name: counted.moments.norm for name, counted in counts.items()}))
+    located = locate_all_chunks(weights)
+    counts = count_values_by_tensor(located, jobs=jobs, progress=progress)
+    return Norms(counts, norms_by_layer({name: counted.moments.norm for name, counted in counts.items()}))
 
 
-def by_layer(norms: Mapping[str, float]) -> tuple[LayerKind, ...]:
+def norms_by_layer(norms: Mapping[str, float]) -> tuple[LayerKind, ...]:
     """Return the norms by layer for each tensor name without layer index; the experts of a layer are combined."""
     by_kind: dict[str, dict[int, float]] = {}
     for name, norm in norms.items():
         steps = name.split(".")
-        numbers = [int(step) for step in steps[:-1] if is_number(step)]
+        numbers = [int(step) for step in steps[:-1] if is_numeric_component(step)]
         if numbers and math.isfinite(norm):
-            layers = by_kind.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
+            layers = by_kind.setdefault(".".join("*" if is_numeric_component(step) else step for step in steps), {})
             layers[numbers[0]] = math.hypot(layers.get(numbers[0], 0.0), norm)
     return tuple(LayerKind(name, layers) for name, layers in by_kind.items())
 
@@ -83,36 +83,40 @@ def draw_layers(title: str, kinds: Sequence[LayerKind], *, is_narrow: bool = Fal
     layers = [layer for kind in kinds for layer in kind.by_layer]
     x = Axis(min(layers), max(layers), _LEFT, right)
     y = value_axis(min(numbers), max(numbers), _BOTTOM, _TOP, may_be_log=True)
-    return picture(
+    return svg_image(
         title,
         f"0 0 {width} {height}",
         draw_grid(y, _LEFT, right),
-        draw_labels(x, _BOTTOM),
+        draw_step_axis(x, _BOTTOM),
         element("text", "layer", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
-        (draw_kind(kind, x, y, OWNERS[i % len(OWNERS)]) for i, kind in enumerate(kinds)),
-        draw_names_below(kinds) if is_narrow else draw_names(kinds, y),
+        (draw_kind_line(kind, x, y, OWNERS[i % len(OWNERS)]) for i, kind in enumerate(kinds)),
+        draw_names_below(kinds) if is_narrow else draw_names_beside(kinds, y),
     )
 
 
-def draw_kind(kind: LayerKind, x: Axis, y: Axis, fill: str) -> Markup:
+def draw_kind_line(kind: LayerKind, x: Axis, y: Axis, fill: str) -> Markup:
     """Draw the line of a kind, with a dot and a tooltip per layer."""
-    points = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
+    points = [
+        (layer, value, x.coordinate_of(layer), y.coordinate_of(value)) for layer, value in sorted(kind.by_layer.items())
+    ]
     dots = [
-        element("circle", element("title", f"{kind.name}, layer {layer}: {brief(value)}"), cx=at, cy=height, r=2.6)
+        element(
+            "circle", element("title", f"{kind.name}, layer {layer}: {format_brief(value)}"), cx=at, cy=height, r=2.6
+        )
         for layer, value, at, height in points
     ]
     line = element("path", d=path_through([point[2:] for point in points]), class_="curve", stroke=fill)
     return element("g", line, dots, fill=fill, class_="kind")
 
 
-def draw_names(kinds: Sequence[LayerKind], y: Axis) -> Iterator[Markup]:
+def draw_names_beside(kinds: Sequence[LayerKind], y: Axis) -> Iterator[Markup]:
     """Draw the names next to the ends of the lines, moved apart if they would overlap."""
-    ends = sorted((y.place(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
+    ends = sorted((y.coordinate_of(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
     wanted = [height for height, _, _ in ends]
-    for (height, i, name), at in zip(ends, spread(wanted, _TOP, _BOTTOM), strict=True):
+    for (height, i, name), at in zip(ends, spread_apart(wanted, _TOP, _BOTTOM), strict=True):
         line = path_through([(_RIGHT + 5, height), (_RIGHT + 15, at), (_RIGHT + 22, at)])
         yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
-        yield element("text", shorten(name), x=_RIGHT + 28, y=at + 3.5, class_="name")
+        yield element("text", shorten_start(name), x=_RIGHT + 28, y=at + 3.5, class_="name")
 
 
 def draw_names_below(kinds: Sequence[LayerKind]) -> Iterator[Markup]:
@@ -121,14 +125,14 @@ def draw_names_below(kinds: Sequence[LayerKind]) -> Iterator[Markup]:
         at = _HEIGHT + _APART * i
         line = path_through([(4, at), (20, at)])
         yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
-        yield element("text", shorten(kind.name), x=28, y=at + 3.5, class_="name")
+        yield element("text", shorten_start(kind.name), x=28, y=at + 3.5, class_="name")
 
 
-def shorten(name: str) -> str:
+def shorten_start(name: str) -> str:
     return name if len(name) <= _LETTERS else f"…{name[-_LETTERS + 1 :]}"
 
 
-def spread(wanted: Sequence[float], low: float, high: float) -> list[float]:
+def spread_apart(wanted: Sequence[float], low: float, high: float) -> list[float]:
     """Return coordinates close to the `wanted` ones, in order and `_APART` from each other.
 
     They stay between `low` and `high` if there is enough space.

@@ -9,23 +9,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.checkpoint import Source, path_of
+from ckptkit.checkpoints.checkpoint import Source, path_of_source
 from ckptkit.checks.inspect import Inspected, inspect
 from ckptkit.cli.pictures.shards import map_shards
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.io.file import file_size, opening, read_at, read_small
-from ckptkit.io.joined import roots_of
-from ckptkit.io.path import is_remote, to_local
-from ckptkit.io.progress import Progress, report_progress
-from ckptkit.io.staging import publish
-from ckptkit.markup import text
+from ckptkit.io.joined import local_paths_of
+from ckptkit.io.path import is_remote, to_local_path
+from ckptkit.io.progress import Progress, make_progress_reporter
+from ckptkit.io.staging import publish_file
+from ckptkit.markup import escaped_text
 from ckptkit.plugins.report import chapters
 from ckptkit.plugins.report.history import METRICS, History, read_history
-from ckptkit.plugins.report.layers import measure_norms, weights_of
+from ckptkit.plugins.report.layers import measure_norms, model_or_full_layout
 from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
-from ckptkit.words import brief, count, format_bytes
+from ckptkit.words import count, format_brief, format_bytes
 
 GENERATOR = "ckptkit report"  # marks a page as written by ckptkit
 
@@ -37,12 +37,12 @@ def fill_page(content: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("ckptkit", "."),
         autoescape=True,
-        finalize=as_text,
+        finalize=as_page_text,
         undefined=StrictUndefined,
         trim_blocks=True,
     )
     environment.filters |= {
-        "brief": lambda number: "" if number is None else brief(number),
+        "brief": lambda number: "" if number is None else format_brief(number),
         "bytes": format_bytes,
         "grouped": lambda number: "" if number is None else f"{number:,}",
         "spaced": lambda name: name.replace("_", " "),
@@ -50,9 +50,9 @@ def fill_page(content: Mapping[str, Any]) -> str:
     return environment.get_template("plugins/report/report.html").render(content, generator=GENERATOR)
 
 
-def as_text(value: object) -> object:
+def as_page_text(value: object) -> object:
     """Return a value as the page shows it: markup unchanged, None as nothing, other values escaped."""
-    return value if hasattr(value, "__html__") else "" if value is None else text(str(value))
+    return value if hasattr(value, "__html__") else "" if value is None else escaped_text(str(value))
 
 
 NAME = "report.html"
@@ -88,34 +88,34 @@ def report(
     `Occupied` for any other existing file, unless `overwrite`. Raises `NotACheckpoint` for a run without checkpoints
     and metrics.
     """
-    root = path_of(run)
+    root = path_of_source(run)
     listing = list_checkpoints(root)
     if out is None and (listing.root != root or is_remote(root)):
         problem = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
         raise Usage(problem, path=root, hint=f"run `ckptkit report {root} OUT.html`")
-    dst = roots_of(root)[0] / NAME if out is None else to_local(out)
-    checkpoint = checkpoint_to_describe(listing)
+    dst = local_paths_of(root)[0] / NAME if out is None else to_local_path(out)
+    checkpoint = find_checkpoint_to_describe(listing)
     latest = None if checkpoint is None else inspect(checkpoint)
-    weights = None if latest is None or fast else weights_of(latest.model)
+    weights = None if latest is None or fast else model_or_full_layout(latest.model)
     log = listing.root / METRICS
     total = (file_size(log) if log.is_file() else 0) + (weights.nbytes if weights else 0)
-    report_bytes = report_progress(progress, total)
+    report_bytes = make_progress_reporter(progress, total)
     history = read_history(listing.root, listing.checkpoints, report_bytes)
-    settings = read_settings(listing.root / _SETTINGS)
+    settings = read_run_settings(listing.root / _SETTINGS)
     absolute = root.absolute()
     content = {
         "title": absolute.name or str(absolute),
-        "lines": [str(absolute), summarize(settings), describe_latest(latest) if latest else ""],
-        "facts": facts_of(listing, history, latest, settings),
-        "training": chapters.training(history),
-        "checkpoints": chapters.checkpoints(listing, history.last_step),
-        "shards": latest and chapters.shards(latest.whole.name, map_shards(latest.layout)),
-        "norms": weights and chapters.norms(measure_norms(weights, jobs=jobs, progress=report_bytes)),
+        "lines": [str(absolute), summarize_settings(settings), describe_latest(latest) if latest else ""],
+        "facts": page_facts(listing, history, latest, settings),
+        "training": chapters.training_chapter(history),
+        "checkpoints": chapters.checkpoints_chapter(listing, history.last_step),
+        "shards": latest and chapters.shards_chapter(latest.whole.name, map_shards(latest.layout)),
+        "norms": weights and chapters.norms_chapter(measure_norms(weights, jobs=jobs, progress=report_bytes)),
         "settings": settings,
         "foot": f"ckptkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
     page = fill_page(content).encode()
-    publish(dst, page, overwrite=overwrite or is_report(dst))
+    publish_file(dst, page, overwrite=overwrite or is_report(dst))
     return Reported(dst, len(page), checkpoint)
 
 
@@ -129,14 +129,14 @@ def list_checkpoints(root: Path) -> Listing:
         return Listing(root, (), None, None)
 
 
-def checkpoint_to_describe(listing: Listing) -> Path | None:
+def find_checkpoint_to_describe(listing: Listing) -> Path | None:
     """Return the checkpoint to describe: the latest, or else a complete one without a step."""
     return listing.latest or next(
         (checkpoint.path for checkpoint in reversed(listing.checkpoints) if checkpoint.is_complete), None
     )
 
 
-def read_settings(path: Path) -> dict[str, object]:
+def read_run_settings(path: Path) -> dict[str, object]:
     """Return the settings that a run was started with; {} without a file.
 
     Raises `Corrupt` for invalid TOML.
@@ -166,7 +166,7 @@ def describe_latest(latest: Inspected) -> str:
     return f"latest checkpoint: {latest.whole.name}, {latest.layout.format}{written}{producer}"
 
 
-def summarize(settings: Mapping[str, object]) -> str:
+def summarize_settings(settings: Mapping[str, object]) -> str:
     """Return a line about a run, from its settings."""
     templates = {
         "model": "model {}",
@@ -180,23 +180,23 @@ def summarize(settings: Mapping[str, object]) -> str:
     return ", ".join(form.format(settings[name]) for name, form in templates.items() if name in settings)
 
 
-def facts_of(
+def page_facts(
     listing: Listing, history: History, latest: Inspected | None, settings: Mapping[str, object]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the facts at the top of the page: label, value, and a remark."""
     if history.last_step is not None:
         wanted = settings.get("steps")
         yield ("step", f"{history.last_step:,.0f}", f"of {wanted:,}" if isinstance(wanted, int) else "")
-    for loss in history.drawn("loss"):
-        yield ("loss", brief(loss.latest or 0.0), f"lowest {brief(loss.low)}")
-    for tokens in history.drawn("tokens"):
-        yield ("tokens", brief(tokens.latest or 0.0), "since the run began")
-    for rate in history.drawn("tokens_per_second"):
+    for loss in history.drawable_series("loss"):
+        yield ("loss", format_brief(loss.latest or 0.0), f"lowest {format_brief(loss.low)}")
+    for tokens in history.drawable_series("tokens"):
+        yield ("tokens", format_brief(tokens.latest or 0.0), "since the run began")
+    for rate in history.drawable_series("tokens_per_second"):
         mean = sum(one.total for one in rate.stretches) / sum(one.count for one in rate.stretches)
-        yield ("tokens per second", brief(mean), f"on average, {brief(rate.high)} at most")
+        yield ("tokens per second", format_brief(mean), f"on average, {format_brief(rate.high)} at most")
     if latest is not None:
         tensors = f"{count(len(latest.layout.tensors), 'tensor')}, {format_bytes(latest.layout.nbytes)}"
-        yield ("parameters", "unknown" if latest.parameters is None else brief(latest.parameters), tensors)
+        yield ("parameters", "unknown" if latest.parameters is None else format_brief(latest.parameters), tensors)
     if listing.checkpoints:
         complete = sum(one.is_complete for one in listing.checkpoints)
         more = f"latest: {listing.latest.name}" if listing.latest else ""

@@ -23,14 +23,23 @@ def write_card(path: Path, runs: Runs, checks: Sequence[Check]) -> None:
         ("verdict", verdict),
         ("command", f"`{script.command}`"),
         *([("resume with", f"`{script.resume_with}`")] if script.resume_with else []),
-        *([("ranks", str(runs.nproc))] if script.sets_nproc else []),
+        *([("ranks", str(runs.nproc))] if script.has_nproc_placeholder else []),
         ("steps", f"{script.steps}, saved every {script.save_every}"),
         ("tolerance", describe_tolerance(runs, checks)),
-        ("versions", ", ".join(versions())),
+        ("versions", ", ".join(package_versions())),
     ]
-    lines = ["# Resume proof", "", "| | |", "|---|---|", *(f"| {name} | {escape(text)} |" for name, text in facts), ""]
+    lines = [
+        "# Resume proof",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {escape_table_cell(text)} |" for name, text in facts),
+        "",
+    ]
     lines += ["| check | result | seconds | detail |", "|---|---|---|---|"]
-    lines += [f"| {one.name} | {_RESULTS[one.ok]} | {one.seconds:.1f} | {escape(one.detail)} |" for one in checks]
+    lines += [
+        f"| {one.name} | {_RESULTS[one.ok]} | {one.seconds:.1f} | {escape_table_cell(one.detail)} |" for one in checks
+    ]
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -38,10 +47,14 @@ def describe_tolerance(runs: Runs, checks: Sequence[Check]) -> str:
     """Return by how much resumed runs may differ, as far as it was measured."""
     if not any(check.name == "deterministic" and check.ok for check in checks):
         return "not measured"
-    return "none: bit for bit" if runs.tolerance.is_exact else f"4 x {runs.tolerance.largest:.2g} (relative)"
+    return (
+        "none: bit for bit"
+        if runs.control_tolerance.is_exact
+        else f"4 x {runs.control_tolerance.largest:.2g} (relative)"
+    )
 
 
-def versions() -> list[str]:
+def package_versions() -> list[str]:
     """Return ckptkit, Python and the installed packages of training, with their versions."""
     found = [f"ckptkit {__version__}", f"Python {platform.python_version()}"]
     for name in dict.fromkeys(("torch", *TRAINERS)):
@@ -52,5 +65,5 @@ def versions() -> list[str]:
     return found
 
 
-def escape(text: str) -> str:
+def escape_table_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")

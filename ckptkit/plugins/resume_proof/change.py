@@ -13,16 +13,16 @@ import numpy as np
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk
-from ckptkit.layout.casting import cast, widener
+from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.resume_proof.compare import select
+from ckptkit.plugins.resume_proof.compare import with_tensors_only
 from ckptkit.plugins.resume_proof.containers import Container
 from ckptkit.plugins.resume_proof.groups import (
     DATA,
@@ -36,7 +36,7 @@ from ckptkit.plugins.resume_proof.groups import (
     STEP,
     WEIGHTS,
 )  # fmt: skip
-from ckptkit.plugins.resume_proof.states import SavedState, SavedTensor, SavedValue, read_state
+from ckptkit.plugins.resume_proof.states import SavedState, SavedTensor, SavedValue, read_saved_state
 from ckptkit.plugins.resume_proof.values import copy_with
 
 Array = np.ndarray[Any, Any]
@@ -68,18 +68,18 @@ _NEARLY_ONE = 1 - 2**-53  # a beta with which moments stay as they are, in float
 
 def change_group(path: Path, group: str) -> int:
     """Change a group of state in the checkpoint at a path; return how many entries that were."""
-    state = read_state(path)
-    return change(state, state.names_in(group), lambda name, value: changed(group, name, value))
+    state = read_saved_state(path)
+    return change_entries(state, state.names_in(group), lambda name, value: changed_value(group, name, value))
 
 
 def freeze_optimizer(path: Path) -> None:
     """Set the learning rates in the checkpoint to 0 and its betas to 1: steps then change no weight and no moment."""
-    state = read_state(path)
+    state = read_saved_state(path)
     names = [name for name in (*state.names_in(OPTIONS), *state.names_in(SCHEDULER)) if name in state.values]
-    change(state, names, freeze)
+    change_entries(state, names, frozen_option)
 
 
-def freeze(name: str, value: Any) -> Any:
+def frozen_option(name: str, value: Any) -> Any:
     """Return what an option of an optimizer or a scheduler is set to, so that steps change nothing."""
     words = name.split(".")
     if type(value) not in (int, float):
@@ -91,17 +91,17 @@ def freeze(name: str, value: Any) -> Any:
     return 1.0 if words[-1] == "dampening" or (words[-1] == "momentum" and value) else value
 
 
-def changed(group: str, name: str, value: Any) -> Any:
+def changed_value(group: str, name: str, value: Any) -> Any:
     """Return what an entry of a group is changed to."""
     if isinstance(value, np.ndarray):
-        return changed_array(group, value)
+        return change_array(group, value)
     words = name.split(".")
     if group == OPTIONS:
         return value * 0.5 if words[-1] == "lr" and type(value) is float else value
     if group == RANDOM:
-        return moved_random(value) if words[-1] != "seed" or type(value) is not int else value + 1
+        return other_random_value(value) if words[-1] != "seed" or type(value) is not int else value + 1
     if group == DATA and isinstance(value, bytes) and value.startswith(b"\x80"):
-        return moved_pickle(value)
+        return pickle_with_moved_numbers(value)
     if type(value) is float:
         factor = _SCALE if group == SCALER and words[-1] == "scale" else 0.5
         return value * factor if value else 1.0
@@ -109,7 +109,7 @@ def changed(group: str, name: str, value: Any) -> Any:
     return value + 1 if is_count else value
 
 
-def moved_pickle(data: bytes) -> bytes:
+def pickle_with_moved_numbers(data: bytes) -> bytes:
     """Return the pickled state of a rank's data loader with its numbers moved.
 
     Bytes that are no pickle stay.
@@ -118,10 +118,10 @@ def moved_pickle(data: bytes) -> bytes:
         state = inert_pickle.load(data, ANY_NAME)[0]
     except (Corrupt, Unsupported):
         return data
-    return dump(copy_with(state, lambda path, value: changed(DATA, ".".join(map(str, path)), value)))
+    return dump(copy_with(state, lambda path, value: changed_value(DATA, ".".join(map(str, path)), value)))
 
 
-def moved_random(value: Any) -> Any:
+def other_random_value(value: Any) -> Any:
     """Return another number or text of a random state; those that say where it is stay."""
     if type(value) is int and value >= _BIG:
         return value ^ 1
@@ -132,7 +132,7 @@ def moved_random(value: Any) -> Any:
     return moved.tobytes()
 
 
-def changed_array(group: str, array: Array) -> Array:
+def change_array(group: str, array: Array) -> Array:
     """Change the elements of a tensor of a group, and return it."""
     if group == RANDOM and array.dtype == np.uint8:
         is_torch = array.size == _MT19937
@@ -147,53 +147,53 @@ def changed_array(group: str, array: Array) -> Array:
     return array
 
 
-def change(state: SavedState, names: Iterable[str], to: Change) -> int:
+def change_entries(state: SavedState, names: Iterable[str], changed_value: Change) -> int:
     """Change entries of a checkpoint, and make its checksums and its manifest right. Return how many changed."""
     names = list(names)
-    count = change_tensors({name: state.tensors[name] for name in names if name in state.tensors}, to)
-    count += change_values({name: state.values[name] for name in names if name in state.values}, to)
+    count = change_tensors({name: state.tensors[name] for name in names if name in state.tensors}, changed_value)
+    count += change_values({name: state.values[name] for name in names if name in state.values}, changed_value)
     if count:
-        renew_manifests(state.path)
+        remake_manifests(state.path)
     return count
 
 
-def change_tensors(tensors: Mapping[str, SavedTensor], to: Change) -> int:
+def change_tensors(tensors: Mapping[str, SavedTensor], changed_value: Change) -> int:
     """Change the elements of tensors where they lie."""
     touched: dict[tuple[Path, int, int], list[int]] = defaultdict(list)  # archives, and where in them
     done: set[tuple[Path, int]] = set()
     for name, tensor in tensors.items():
-        layout = select(tensor.layout, [tensor.name])
-        wrapped, located = (found.tensors[tensor.name].chunks for found in (layout, locate(layout)))
+        layout = with_tensors_only(tensor.layout, [tensor.name])
+        wrapped, located = (found.tensors[tensor.name].chunks for found in (layout, locate_all_chunks(layout)))
         for envelope, chunk in zip(wrapped, located, strict=True):
             file = layout.root / chunk.path
             if not chunk.is_in_file or not chunk.length or (file, chunk.offset) in done:
                 continue
             done.add((file, chunk.offset))
-            change_chunk(file, chunk, lambda array, name=name: to(name, array))  # type: ignore[misc]
+            change_chunk(file, chunk, lambda array, name=name: changed_value(name, array))  # type: ignore[misc]
             archive = (envelope.offset, envelope.length) if envelope.wrapper else (0, file.stat().st_size)
             touched[file, *archive].append(chunk.offset)
     for (file, start, length), offsets in touched.items():
-        renew_crcs(file, start, length, offsets)
+        rewrite_checksums(file, start, length, offsets)
     return len(tensors)
 
 
-def change_chunk(file: Path, chunk: Chunk, to: Callable[[Array], Array]) -> None:
+def change_chunk(file: Path, chunk: Chunk, changed_elements: Callable[[Array], Array]) -> None:
     """Change the elements of a chunk in its file."""
     with file.open("r+b") as opened:
         opened.seek(chunk.offset)
         data = opened.read(chunk.length)
         if chunk.dtype.name == "bfloat16":  # numpy has none
             made = np.frombuffer(bytearray(data), np.uint16)
-            cast(to(widener(chunk.dtype)(made)), DTYPES["float32"], chunk.dtype, made)
+            cast_into(changed_elements(widener(chunk.dtype)(made)), DTYPES["float32"], chunk.dtype, made)
         elif chunk.dtype.kind in ("float", "int", "bool"):
-            made = to(np.frombuffer(bytearray(data), chunk.dtype.name))
+            made = changed_elements(np.frombuffer(bytearray(data), chunk.dtype.name))
         else:
             raise Unsupported(f"ckptkit does not change elements of {chunk.dtype}", path=file)
         opened.seek(chunk.offset)
         opened.write(made.tobytes())
 
 
-def renew_crcs(file: Path, start: int, length: int, offsets: Iterable[int]) -> None:
+def rewrite_checksums(file: Path, start: int, length: int, offsets: Iterable[int]) -> None:
     """Write the CRC-32 of the entries of an archive of torch.save in which bytes have changed."""
     with file.open("r+b") as opened:
 
@@ -213,22 +213,23 @@ def renew_crcs(file: Path, start: int, length: int, offsets: Iterable[int]) -> N
                     opened.write(crc)
 
 
-def change_values(values: Mapping[str, SavedValue], to: Change) -> int:
+def change_values(values: Mapping[str, SavedValue], changed_value: Change) -> int:
     """Change scalars in the containers that they lie in."""
     by_container: dict[Container, dict[tuple[str | int, ...], tuple[str, SavedValue]]] = defaultdict(dict)
     for name, value in values.items():
         by_container[value.container][value.path] = name, value
     count = 0
     for container, chosen in by_container.items():
-        made = {path: to(name, value.value) for path, (name, value) in chosen.items()}
+        made = {path: changed_value(name, value.value) for path, (name, value) in chosen.items()}
         differing = {path: new for path, new in made.items() if new != chosen[path][1].value}
         if differing:
-            container.store(copy_with(container.load(), lambda path, old, new=differing: new.get(path, old)))  # type: ignore[misc]
+            changed = copy_with(container.load_value(), lambda path, old, new=differing: new.get(path, old))  # type: ignore[misc]
+            container.write_value(changed)
             count += len(differing)
     return count
 
 
-def renew_manifests(path: Path) -> None:
+def remake_manifests(path: Path) -> None:
     """Make the manifest of a changed checkpoint anew, if it has one."""
     if path.is_dir() and any(path.rglob(MANIFEST)):
         make_manifest(path, overwrite=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 
-from ckptkit.plugins.resume_proof.find import files_of, size_of
+from ckptkit.plugins.resume_proof.find import files_of_checkpoint, nbytes_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
 from ckptkit.plugins.resume_proof.runs import Runs
-from ckptkit.plugins.resume_proof.states import SavedState, find_damage
+from ckptkit.plugins.resume_proof.states import SavedState, list_damage
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count, format_bytes
 
@@ -20,29 +20,31 @@ _NO_LOSS = "correct it, or leave out --loss to compare only checkpoints"
 _COPIES = 3  # of all checkpoints of a run: the uninterrupted run, the resumed one, and a third beside them
 
 
-def runs_and_saves(runs: Runs) -> str:
+def check_runs_and_saves(runs: Runs) -> str:
     """Check that the script ends, stops at the last step, and saves a checkpoint in the middle and at the end."""
-    script, done = runs.script, runs.whole
+    script, done = runs.script, runs.uninterrupted
     runs.require_done(done, "the script did not end" if done.exit_code is None else "the script failed")
-    steps = sorted(runs.paths)
+    steps = sorted(runs.checkpoint_paths)
     if not steps:
         raise CheckFailed(describe_no_checkpoints(done.run))
     if max(steps) > script.steps:
         hint = "pass {steps} to the option that ends the training"
         raise CheckFailed(f"expected a last checkpoint at step {script.steps}, found one at {max(steps)}: {hint}")
     if runs.is_overwritten and script.save_every not in steps:
-        name = runs.paths[script.steps].name
+        name = runs.checkpoint_paths[script.steps].name
         raise CheckFailed(f"each save replaces {name}, faster than ckptkit can copy it: put the step into the name")
     missing = [step for step in (script.save_every, script.steps) if step not in steps]
     if missing:
         expected, found = (", ".join(map(str, some)) for some in ((script.save_every, script.steps), steps))
-        raise CheckFailed(f"expected checkpoints at steps {expected}, found {found}: {hint_for_missing(runs)}")
-    names = ", ".join(dict.fromkeys(runs.paths[step].name for step in steps))
-    ranks = f" on {count(runs.nproc, 'rank')}" if script.sets_nproc else ""
+        raise CheckFailed(
+            f"expected checkpoints at steps {expected}, found {found}: {hint_on_missing_checkpoint(runs)}"
+        )
+    names = ", ".join(dict.fromkeys(runs.checkpoint_paths[step].name for step in steps))
+    ranks = f" on {count(runs.nproc, 'rank')}" if script.has_nproc_placeholder else ""
     return f"{script.steps} steps{ranks}, saved {names}{describe_deleted(runs)}"
 
 
-def hint_for_missing(runs: Runs) -> str:
+def hint_on_missing_checkpoint(runs: Runs) -> str:
     """Return what to do about a checkpoint that is missing at the end of the uninterrupted run."""
     if runs.was_deleted:
         return f"the script deletes the one of step {runs.script.save_every}: keep at least two checkpoints"
@@ -53,14 +55,14 @@ def hint_for_missing(runs: Runs) -> str:
 
 def describe_deleted(runs: Runs) -> str:
     """Return that ckptkit had to stop a run to get the first checkpoint; "" if the script keeps it."""
-    if runs.keeps_first or runs.is_overwritten:
+    if runs.has_kept_first or runs.is_overwritten:
         return ""
     return f"; the script deletes {runs.middle_path.name}, so ckptkit stopped a second run to get it: keep at least two"
 
 
 def describe_no_checkpoints(run: Path) -> str:
     """Return what a run has in the place of checkpoints that are named by their step."""
-    names = sorted(str(file.relative_to(run)) for file in files_of(run))
+    names = sorted(str(file.relative_to(run)) for file in files_of_checkpoint(run))
     if not names:
         return "the script saved nothing in {run}: pass {run} to the option that sets its output directory"
     return (
@@ -68,14 +70,14 @@ def describe_no_checkpoints(run: Path) -> str:
     )
 
 
-def recognizes(runs: Runs) -> str:
+def check_recognized(runs: Runs) -> str:
     """Check that both checkpoints can be read and are undamaged, and say what they contain."""
     for step in (runs.script.save_every, runs.script.steps):
-        damage = find_damage(runs.paths[step])
+        damage = list_damage(runs.checkpoint_paths[step])
         if damage:
             raise CheckFailed(f"ckptkit verify found a problem: {damage[0]}")
-    require_room(runs)
-    state = runs.middle
+    require_disk_room(runs)
+    state = runs.middle_state
     if not state.tensors:
         raise CheckFailed(f"{state.path.name} contains no tensors")
     known = [group for group in state.groups if group != OTHER]
@@ -88,24 +90,24 @@ def describe_missing(state: SavedState) -> str:
     return "" if SCHEDULER in state.groups else "; no scheduler state"
 
 
-def require_room(runs: Runs) -> None:
+def require_disk_room(runs: Runs) -> None:
     """Raise `CheckFailed` if the disk has no room for the copies that the checks need."""
-    needed = _COPIES * sum(size_of(path) for path in runs.paths.values())
+    needed = _COPIES * sum(nbytes_of_checkpoint(path) for path in runs.checkpoint_paths.values())
     free = shutil.disk_usage(runs.room).free
     if free < needed:
         message = f"the proof needs {format_bytes(needed)} in {runs.room}, and the disk has {format_bytes(free)} free"
         raise CheckFailed(f"{message}: use a smaller model, or another --run")
 
 
-def has_finite_losses(runs: Runs) -> str:
+def check_finite_losses(runs: Runs) -> str:
     """Check that the uninterrupted run printed a finite loss for each step."""
     if runs.script.loss is None:
         raise CheckSkipped("no --loss: only checkpoints are compared")
-    losses = runs.losses
-    if not runs.whole.losses:
+    losses = runs.find_losses_by_step
+    if not runs.uninterrupted.losses:
         raise CheckFailed(describe_no_losses(runs))
     if losses is None:  # more can also be of an evaluation, or of a step after the last
-        found = len(runs.whole.losses)
+        found = len(runs.uninterrupted.losses)
         raise CheckSkipped(
             f"--loss: expected a loss for each of {runs.script.steps} steps, found {found}: correct the pattern"
         )
@@ -121,17 +123,17 @@ def has_finite_losses(runs: Runs) -> str:
 
 def describe_no_losses(runs: Runs) -> str:
     """Return that --loss matches nothing, and the last lines of what the uninterrupted run printed."""
-    if runs.script.loss_file:
-        file, key = runs.script.loss_file
-        there = "" if (runs.whole.run / file).is_file() else ", which does not exist"
+    if runs.script.find_loss_file_and_key:
+        file, key = runs.script.find_loss_file_and_key
+        there = "" if (runs.uninterrupted.run / file).is_file() else ", which does not exist"
         return f"--loss: found no line with the key {key} in {{run}}/{file}{there}: {_NO_LOSS}"
-    lines = ", ".join(f"`{line}`" for line in runs.whole.last_lines(_SHOWN)) or "nothing"
+    lines = ", ".join(f"`{line}`" for line in runs.uninterrupted.last_output_lines(_SHOWN)) or "nothing"
     return f"--loss: `{runs.script.loss}` matches no line of the output, which ends with {lines}: {_NO_LOSS}"
 
 
-def is_deterministic(runs: Runs) -> str:
+def check_determinism(runs: Runs) -> str:
     """Measure how far a second run of the same command is from the first."""
-    tolerance = runs.tolerance
+    tolerance = runs.control_tolerance
     volatile = (
         f"; volatile: {', '.join(name[-_LONGEST:] for name in sorted(tolerance.volatile)[:3])}"
         if tolerance.volatile
@@ -144,9 +146,9 @@ def is_deterministic(runs: Runs) -> str:
     )
 
 
-def resumes(runs: Runs) -> str:
+def check_resumes(runs: Runs) -> str:
     """Check that a fresh process resumes from a copy of the middle checkpoint, and ends at the last step."""
-    execution, state = runs.resumed
+    execution, state = runs.resumed_run
     if not execution.is_done and has_other_steps(runs):
         steps = f"{len(execution.losses)} losses, expected {runs.script.steps - runs.script.save_every}"
         raise CheckFailed(
@@ -165,60 +167,63 @@ def resumes(runs: Runs) -> str:
 def has_other_steps(runs: Runs) -> bool:
     """Return whether the resumed run printed the losses of more or fewer steps than it should have taken."""
     script = runs.script
-    if runs.losses is None:
+    if runs.find_losses_by_step is None:
         return False
-    found = len(runs.resumed.execution.losses)
-    expected = len(runs.losses[0]) * (script.steps - script.save_every)
-    return found != expected if runs.resumed.execution.is_done else found > expected
+    found = len(runs.resumed_run.execution.losses)
+    expected = len(runs.find_losses_by_step[0]) * (script.steps - script.save_every)
+    return found != expected if runs.resumed_run.execution.is_done else found > expected
 
 
-def has_same_first_loss(runs: Runs) -> str:
+def check_first_loss(runs: Runs) -> str:
     """Check the first loss after the resume against the same step of the uninterrupted run."""
     expected, found = first_losses(runs)
     first = f"the first loss after {runs.middle_path.name}"
     if expected == found:
-        return f"{first} is {show(found)} in both runs{describe_other_steps(runs)}"
+        return f"{first} is {format_losses(found)} in both runs{describe_other_steps(runs)}"
     if is_same_loss(runs, expected, found):
-        return f"{first} is close: expected {show(expected)}, found {show(found)}{describe_other_steps(runs)}"
+        losses = f"expected {format_losses(expected)}, found {format_losses(found)}"
+        return f"{first} is close: {losses}{describe_other_steps(runs)}"
     hint = "the weights, the data or the random state differ from the checkpoint (see the checks below)"
-    raise CheckFailed(f"{first}: expected {show(expected)}, found {show(found)}: {hint}")
+    raise CheckFailed(f"{first}: expected {format_losses(expected)}, found {format_losses(found)}: {hint}")
 
 
 def describe_other_steps(runs: Runs) -> str:
     """Return how many losses the resumed run printed, "" if as many as it should have."""
-    expected = len(runs.whole.losses) // runs.script.steps * (runs.script.steps - runs.script.save_every)
-    found = len(runs.resumed.execution.losses)
+    expected = len(runs.uninterrupted.losses) // runs.script.steps * (runs.script.steps - runs.script.save_every)
+    found = len(runs.resumed_run.execution.losses)
     return f"; the resumed run printed {found} losses, expected {expected}" if found != expected else ""
 
 
 def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the losses of the first step after the checkpoint, in the uninterrupted and in the resumed run."""
-    if runs.losses is None:
+    if runs.find_losses_by_step is None:
         raise CheckSkipped("no losses to compare")
-    each = len(runs.losses[0])
-    found = runs.resumed.execution.losses[:each]
+    each = len(runs.find_losses_by_step[0])
+    found = runs.resumed_run.execution.losses[:each]
     if len(found) < each:
         raise CheckFailed("the resumed run printed no loss")
-    return runs.losses[runs.script.save_every], tuple(sorted(found))
+    return runs.find_losses_by_step[runs.script.save_every], tuple(sorted(found))
 
 
 def is_same_loss(runs: Runs, expected: tuple[float, ...], found: tuple[float, ...]) -> bool:
     """Return whether two losses are equal; if two runs of the command are not, whether they are within a hundredth."""
     pairs = list(zip(expected, found, strict=True))
-    return expected == found or (not runs.tolerance.is_exact and all(abs(a - b) <= 0.01 * abs(a) for a, b in pairs))
+    return expected == found or (
+        not runs.control_tolerance.is_exact and all(abs(a - b) <= 0.01 * abs(a) for a, b in pairs)
+    )
 
 
-def show(losses: tuple[float, ...]) -> str:
+def format_losses(losses: tuple[float, ...]) -> str:
     return ", ".join(f"{loss:.6g}" for loss in losses[:2])
 
 
 # In this order. Without one that is `needed`, the others say nothing.
 CHECKS: dict[str, Callable[[Runs], str]] = {
-    "run": runs_and_saves,
-    "checkpoints": recognizes,
-    "losses are finite": has_finite_losses,
-    "deterministic": is_deterministic,
-    "resume": resumes,
-    "first loss": has_same_first_loss,
+    "run": check_runs_and_saves,
+    "checkpoints": check_recognized,
+    "losses are finite": check_finite_losses,
+    "deterministic": check_determinism,
+    "resume": check_resumes,
+    "first loss": check_first_loss,
 }
 NEEDED = frozenset({"run", "checkpoints", "losses are finite", "deterministic", "resume"})

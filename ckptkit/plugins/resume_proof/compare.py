@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite, sqrt
 from typing import Any
 
-from ckptkit.engine.compare import compare
-from ckptkit.formats import locate
+from ckptkit.engine.compare import compare_layouts
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout
 from ckptkit.layout.distance import Distance
 from ckptkit.plugins.resume_proof.groups import GROUPS
@@ -31,7 +31,7 @@ class GroupDifference:
     distance: float
     values: tuple[Any, Any] | None = None
 
-    def describe(self) -> str:
+    def describe_difference(self) -> str:
         """Return one phrase: how many entries differ, and the first."""
         if self.values is not None:
             one, two = (str(value)[:40] for value in self.values)
@@ -55,13 +55,13 @@ class ControlTolerance:
     def largest(self) -> float:
         return max(self.distances.values(), default=0.0)
 
-    def allow(self, found: GroupDifference) -> bool:
+    def is_within(self, difference: GroupDifference) -> bool:
         """Return whether a group differs by no more than two runs of the same command do, times a factor."""
-        allowed = self.distances.get(found.group, 0.0)
-        return found.values is None and allowed > 0 and found.distance <= _SLACK * allowed
+        allowed = self.distances.get(difference.group, 0.0)
+        return difference.values is None and allowed > 0 and difference.distance <= _SLACK * allowed
 
 
-def differences(
+def group_differences(
     a: SavedState, b: SavedState, tolerance: ControlTolerance | None = None, groups: Iterable[str] = GROUPS
 ) -> list[GroupDifference]:
     """Return the groups in which `b` differs from `a` beyond the tolerance, in the order of GROUPS."""
@@ -69,22 +69,23 @@ def differences(
     measured = measure_tensors(a, b)
     found = []
     for group in groups:
-        difference = difference_in(group, a, b, measured, tolerance)
-        if difference is not None and not tolerance.allow(difference):
+        difference = find_group_difference(group, a, b, measured, tolerance)
+        if difference is not None and not tolerance.is_within(difference):
             found.append(difference)
     return found
 
 
-def control_tolerance(a: SavedState, b: SavedState) -> ControlTolerance:
+def measure_control_tolerance(a: SavedState, b: SavedState) -> ControlTolerance:
     """Return what two runs of the same command differ by."""
     measured = measure_tensors(a, b)
     distances = {
-        group: distance_of(measured[name] for name in measured if a.tensors[name].group == group) for group in GROUPS
+        group: relative_distance(measured[name] for name in measured if a.tensors[name].group == group)
+        for group in GROUPS
     }
     volatile = {
         name
         for name, value in a.values.items()
-        if name not in b.values or not is_same(value.value, b.values[name].value)
+        if name not in b.values or not is_same_scalar(value.value, b.values[name].value)
     }
     return ControlTolerance(
         {group: found for group, found in distances.items() if found},
@@ -92,15 +93,15 @@ def control_tolerance(a: SavedState, b: SavedState) -> ControlTolerance:
     )
 
 
-def difference_in(
+def find_group_difference(
     group: str, a: SavedState, b: SavedState, measured: Mapping[str, Distance], tolerance: ControlTolerance
 ) -> GroupDifference | None:
     """Return how one group differs, None if it does not."""
     names = [name for name in dict.fromkeys((*a.names_in(group), *b.names_in(group))) if name not in tolerance.volatile]
-    different = [name for name in names if name in measured or is_other_entry(name, a, b)]
+    different = [name for name in names if name in measured or has_other_value(name, a, b)]
     if not different:
         return None
-    distance = distance_of(measured[name] for name in different if name in measured)
+    distance = relative_distance(measured[name] for name in different if name in measured)
     unmeasured = [name for name in different if name not in measured]
     first = unmeasured[0] if unmeasured else different[0]
     if unmeasured and first in a.values and first in b.values:
@@ -110,36 +111,38 @@ def difference_in(
     return GroupDifference(group, len(different), first, distance)
 
 
-def is_other_entry(name: str, a: SavedState, b: SavedState) -> bool:
+def has_other_value(name: str, a: SavedState, b: SavedState) -> bool:
     """Return whether an entry that was not measured is on one side only, or a scalar with another value."""
     if name in a.values and name in b.values:
-        return not is_same(a.values[name].value, b.values[name].value)
+        return not is_same_scalar(a.values[name].value, b.values[name].value)
     if name in a.tensors and name in b.tensors:
         one, two = (state.tensors[name] for state in (a, b))
         return one.layout.tensors[one.name].spec != two.layout.tensors[two.name].spec
     return True
 
 
-def is_same(one: Any, two: Any) -> bool:
+def is_same_scalar(one: Any, two: Any) -> bool:
     return type(one) is type(two) and (one == two or (one != one and two != two))  # noqa: PLR0124 - NaN is not itself
 
 
 def measure_tensors(a: SavedState, b: SavedState) -> dict[str, Distance]:
     """Return the distance of each tensor that both have in one shape and dtype and whose elements differ."""
     found: dict[str, Distance] = {}
-    for one, two, names in pairs(a, b):
-        compared = compare(locate(one), locate(two)).distances
+    for one, two, names in comparable_layouts(a, b):
+        compared = compare_layouts(locate_all_chunks(one), locate_all_chunks(two)).distances
         found |= {
-            name: compared[inner] for inner, name in names.items() if inner in compared and is_apart(compared[inner])
+            name: compared[inner]
+            for inner, name in names.items()
+            if inner in compared and has_difference(compared[inner])
         }
     return found
 
 
-def is_apart(distance: Distance) -> bool:
+def has_difference(distance: Distance) -> bool:
     return distance.different > 0 or distance.strange > 0
 
 
-def pairs(a: SavedState, b: SavedState) -> Iterator[tuple[Layout, Layout, dict[str, str]]]:
+def comparable_layouts(a: SavedState, b: SavedState) -> Iterator[tuple[Layout, Layout, dict[str, str]]]:
     """Return pairs of layouts with the same tensors, and the names of these in the states by those in the layouts."""
     shared: dict[tuple[int, int], dict[str, str]] = {}
     layouts: dict[int, Layout] = {}
@@ -150,16 +153,16 @@ def pairs(a: SavedState, b: SavedState) -> Iterator[tuple[Layout, Layout, dict[s
         layouts |= {id(one.layout): one.layout, id(two.layout): two.layout}
         shared.setdefault((id(one.layout), id(two.layout)), {})[one.name] = name
     for (first, second), names in shared.items():
-        yield select(layouts[first], names), select(layouts[second], names), names
+        yield with_tensors_only(layouts[first], names), with_tensors_only(layouts[second], names), names
 
 
-def select(layout: Layout, names: Iterable[str]) -> Layout:
+def with_tensors_only(layout: Layout, names: Iterable[str]) -> Layout:
     return replace(
         layout, tensors={name: layout.tensors[name] for name in names}, blobs={}, keys={}, twins={}, spares={}
     )
 
 
-def distance_of(measured: Iterable[Distance]) -> float:
+def relative_distance(measured: Iterable[Distance]) -> float:
     """Return ||a - b|| / ||a|| of tensors together; infinite for NaN on one side."""
     total = Distance()
     for distance in measured:

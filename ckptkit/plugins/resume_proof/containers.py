@@ -36,32 +36,32 @@ class Container:
     prefix: tuple[str | int, ...]
     is_inside: bool = False
 
-    def read(self) -> bytes:
+    def read_bytes(self) -> bytes:
         """Return its bytes."""
         with self.file.open("rb") as file:
             file.seek(self.offset)
             return file.read(self.length)
 
-    def load(self) -> Any:
+    def load_value(self) -> Any:
         """Return its value, read inertly."""
-        data = self.read()
+        data = self.read_bytes()
         try:
             if self.kind == "json":
                 return json.loads(data)
-            return inert_pickle.load(pickle_in(data) if self.kind == "archive" else data, ANY_NAME)[0]
+            return inert_pickle.load(extract_pickle(data) if self.kind == "archive" else data, ANY_NAME)[0]
         except ValueError as error:
             raise Unsupported(f"not JSON: {error}", path=self.file) from None
         except CkptError as error:
             raise error.blame(path=self.file) from None
 
-    def store(self, value: Any) -> None:
+    def write_value(self, value: Any) -> None:
         """Write another value in its place. Raises `Unsupported` if that cannot be pickled here, or is longer."""
         if self.kind == "json":
             data = json.dumps(value, indent=2).encode()
         elif self.kind == "pickle":
             data = dump(value)
         else:
-            data = with_pickle(self.read(), dump(value), self.length if self.is_inside else None)
+            data = with_pickle(self.read_bytes(), dump(value), self.length if self.is_inside else None)
         if not self.is_inside:
             self.file.write_bytes(data)
             return
@@ -70,7 +70,7 @@ class Container:
             file.write(data)
 
 
-def pickle_in(archive: bytes) -> bytes:
+def extract_pickle(archive: bytes) -> bytes:
     """Return the pickle in an archive of torch.save."""
     with ZipFile(io.BytesIO(archive)) as opened:
         name = next((name for name in opened.namelist() if name.endswith(f"/{_PICKLE}")), None)
@@ -97,7 +97,7 @@ def with_pickle(archive: bytes, pickle: bytes, nbytes: int | None = None) -> byt
     return made.getvalue()
 
 
-def containers_of(layout: Layout, prefix: tuple[str | int, ...]) -> Iterator[Container]:
+def containers_in_layout(layout: Layout, prefix: tuple[str | int, ...]) -> Iterator[Container]:
     """Return the entries of a layout that are archives by themselves, as those of DCP."""
     for name, blob in layout.blobs.items():
         if blob.content is None and blob.where is None and blob.length:
@@ -105,7 +105,7 @@ def containers_of(layout: Layout, prefix: tuple[str | int, ...]) -> Iterator[Con
             yield Container(layout.root / blob.path, blob.offset, blob.length, "archive", key, is_inside=True)
 
 
-def container_of_file(file: Path, prefix: tuple[str | int, ...]) -> Container | None:
+def find_container_in(file: Path, prefix: tuple[str | int, ...]) -> Container | None:
     """Return what lies in a small file of states, None if it is no pickle and no JSON."""
     size = file.stat().st_size
     if file.suffix == ".json":

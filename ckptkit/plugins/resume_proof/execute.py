@@ -54,28 +54,28 @@ class Execution:
     def describe_failure(self) -> str:
         """Return how it ended, with the last error that it printed and where its output is."""
         if self.exit_code is None:
-            seen = "".join(f", last line `{line}`" for line in self.last_lines(1))
+            seen = "".join(f", last line `{line}`" for line in self.last_output_lines(1))
             hint = f"see where it hangs in {self.log}, or raise --time-limit"
             return f"still running after {self.seconds:.0f} s{seen}: {hint}"
-        tail = self.read_tail()
+        tail = self.read_output_tail()
         if _OF_GPU.search(tail):
             return f"the script needs a GPU, and this machine has none; output: {self.log}"
         errors = [error for error in _ERROR.findall(tail) if not any(name in error for name in _OF_PARENT)]
-        lines = [error.strip()[:_LONGEST] for error in errors] or self.last_lines(1) or ["no output"]
+        lines = [error.strip()[:_LONGEST] for error in errors] or self.last_output_lines(1) or ["no output"]
         return f"exit code {self.exit_code}: {lines[-1]}; output: {self.log}"
 
-    def last_lines(self, number: int) -> list[str]:
+    def last_output_lines(self, number: int) -> list[str]:
         """Return the last lines of the output that have a word, cut to a length that fits a message."""
-        lines = [line.strip()[:_LONGEST] for line in self.read_tail().splitlines()]
+        lines = [line.strip()[:_LONGEST] for line in self.read_output_tail().splitlines()]
         return [line for line in lines if re.search(r"\w", line)][-number:]
 
-    def read_tail(self) -> str:
+    def read_output_tail(self) -> str:
         """Return the end of the output, without the command itself and what torchrun says of a rank that failed."""
         tail = self.log.read_bytes().partition(b"\n")[2][-_TAIL:].decode("utf-8", "replace")
         return _OF_TORCHRUN.split(tail)[0] or tail
 
 
-def execute(
+def execute_command(
     script: ScriptOptions,
     run: Path,
     log: Path,
@@ -98,14 +98,14 @@ def execute(
         shell=True, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, _MARK: mark},
     )  # fmt: skip
     try:
-        exit_code = wait(process, started + script.time_limit, watch)
+        exit_code = wait_for_exit(process, started + script.time_limit, watch)
         seconds = time.monotonic() - started
     finally:
-        end(process, mark)
+        kill_processes(process, mark)
     return Execution(run, log, exit_code, read_losses(script, run, log), seconds)
 
 
-def wait(process: subprocess.Popen[bytes], deadline: float, watch: Callable[[], bool]) -> int | None:
+def wait_for_exit(process: subprocess.Popen[bytes], deadline: float, watch: Callable[[], bool]) -> int | None:
     """Return the exit code of a process; None once it has to be ended."""
     while time.monotonic() < deadline and not watch():
         with suppress(subprocess.TimeoutExpired):
@@ -113,19 +113,19 @@ def wait(process: subprocess.Popen[bytes], deadline: float, watch: Callable[[], 
     return None
 
 
-def end(process: subprocess.Popen[bytes], mark: str) -> None:
+def kill_processes(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kill the command and all that it started: also workers that torchrun has put into sessions of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while marked := find_marked(mark):
+    while marked := find_marked_processes(mark):
         for number in marked:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         time.sleep(_POLL)
 
 
-def find_marked(mark: str) -> list[int]:
+def find_marked_processes(mark: str) -> list[int]:
     """Return the living processes that inherited the mark; [] on systems without /proc."""
     wanted, found = f"{_MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -137,27 +137,27 @@ def find_marked(mark: str) -> list[int]:
 
 def read_losses(script: ScriptOptions, run: Path, log: Path) -> tuple[float, ...]:
     """Return the losses in the order in which they were written; () without a pattern, or if none matches."""
-    if script.loss_file:
-        file, key = script.loss_file
+    if script.find_loss_file_and_key:
+        file, key = script.find_loss_file_and_key
         path = run / file
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-        return tuple(loss for line in lines if (loss := loss_in(line, key)) is not None)
+        return tuple(loss for line in lines if (loss := find_loss_in(line, key)) is not None)
     if script.loss is None:
         return ()
     text = log.read_text("utf-8", "replace").partition("\n")[2]  # without the command itself
-    return tuple(map(to_float, re.findall(script.loss, text)))
+    return tuple(map(float_or_nan, re.findall(script.loss, text)))
 
 
-def loss_in(line: str, key: str) -> float | None:
+def find_loss_in(line: str, key: str) -> float | None:
     """Return the loss in a line of JSON, None if there is none."""
     try:
         found = json.loads(line)
     except ValueError:
         return None
-    return to_float(found[key]) if isinstance(found, dict) and key in found else None
+    return float_or_nan(found[key]) if isinstance(found, dict) and key in found else None
 
 
-def to_float(text: object) -> float:
+def float_or_nan(text: object) -> float:
     try:
         return float(str(text).strip().rstrip(".,;"))
     except ValueError:

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
+from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.io.file import folders
+from ckptkit.io.file import list_directories
 from ckptkit.trainers import step_keys
 from ckptkit.trainers.trackers import trackers_in
 
@@ -17,63 +17,65 @@ _DEEPEST = 4  # levels of directories: `logs/version_0/checkpoints` is three bel
 _SMALL = 1 << 20  # bytes of a file beside the checkpoints that a resume may need, such as settings
 
 
-def checkpoints_of(run: Path) -> dict[int, Checkpoint]:
+def checkpoints_by_step(run: Path) -> dict[int, Checkpoint]:
     """Return the checkpoints of a run by step, complete or not: those of the highest directory that has any.
 
     Without any that is named by its step, that is the only file in the run that contains its step.
     """
-    for folder in folders_of(run):
-        named = named_in(folder)
-        steps = {step: checkpoint for checkpoint in named if (step := step_of(checkpoint)) is not None}
+    for folder in directories_by_level(run):
+        named = checkpoints_named_in_run(folder)
+        steps = {
+            step: checkpoint for checkpoint in named if (step := find_step_inside_or_named(checkpoint)) is not None
+        }
         if steps:
             return steps
-    return overwritten_in(run)
+    return find_overwritten_checkpoint(run)
 
 
-def overwritten_in(run: Path) -> dict[int, Checkpoint]:
+def find_overwritten_checkpoint(run: Path) -> dict[int, Checkpoint]:
     """Return the only file in a run that contains tensors and their step, by this step; {} for several.
 
     Its name has no step, so each save replaces it.
     """
-    checkpoints = map(Checkpoint.at, files_of(run))
-    found = {step: checkpoint for checkpoint in checkpoints if (step := step_inside(checkpoint)) is not None}
+    checkpoints = map(Checkpoint.at, files_of_checkpoint(run))
+    found = {step: checkpoint for checkpoint in checkpoints if (step := find_step_inside(checkpoint)) is not None}
     return found if len(found) == 1 else {}
 
 
-def step_inside(checkpoint: Checkpoint) -> int | None:
+def find_step_inside(checkpoint: Checkpoint) -> int | None:
     """Return the step among the entries of a complete checkpoint with tensors; None if none can be read."""
-    if checkpoint.own_step is not None or not checkpoint.is_complete:
+    if checkpoint.step_in_name is not None or not checkpoint.is_complete:
         return None
     try:
-        steps = (checkpoint.value(key) for file, key in step_keys() if not file)
+        steps = (checkpoint.read_plain_value(key) for file, key in step_keys() if not file)
         return next((step for step in steps if type(step) is int), None) if checkpoint.layout.tensors else None
     except (Corrupt, Unsupported):
         return None
 
 
-def step_of(checkpoint: Checkpoint) -> int | None:
+def find_step_inside_or_named(checkpoint: Checkpoint) -> int | None:
     """Return the step of a checkpoint, by its name alone where it is not complete."""
-    return checkpoint.step if checkpoint.is_complete else checkpoint.own_step
+    return checkpoint.step if checkpoint.is_complete else checkpoint.step_in_name
 
 
-def folders_of(run: Path) -> Iterator[Path]:
+def directories_by_level(run: Path) -> Iterator[Path]:
     """Return the run directory and the directories in it, level by level."""
     level = [run]
     for _ in range(_DEEPEST):
         yield from level
-        level = [inner for folder in level for inner in sorted(folders(folder))]
+        level = [inner for folder in level for inner in sorted(list_directories(folder))]
 
 
-def files_of(path: Path) -> list[Path]:
+def files_of_checkpoint(path: Path) -> list[Path]:
     """Return all files of a checkpoint, or the one that it is, as far as they are there while others write."""
     if path.is_file():
         return [path]
     return sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
 
 
-def size_of(path: Path) -> int:
+def nbytes_of_checkpoint(path: Path) -> int:
     """Return the bytes of all files of a checkpoint or a run."""
-    return sum(file.stat().st_size for file in files_of(path))
+    return sum(file.stat().st_size for file in files_of_checkpoint(path))
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
@@ -102,10 +104,10 @@ def copy_run_files(source: Path, target: Path, *, latest: tuple[str, str], witho
             elif file.is_file() and file.stat().st_size <= _SMALL and file.name not in (without, last, wanted):
                 shutil.copy2(file, there / file.name)
                 if file.name in trackers:
-                    point_to(there / file.name, trackers[file.name].target, last, wanted)
+                    rewrite_tracker(there / file.name, trackers[file.name].target, last, wanted)
 
 
-def point_to(tracker: Path, target: str, last: str, wanted: str) -> None:
+def rewrite_tracker(tracker: Path, target: str, last: str, wanted: str) -> None:
     """Write the name or the step of another checkpoint into a latest-checkpoint file."""
     text = tracker.read_text("utf-8")
     steps = {name: "".join(filter(str.isdigit, name)) for name in (last, wanted)}

@@ -55,7 +55,7 @@ _BY_WORD = (
 )
 
 
-def group_of(path: Sequence[str | int], *, is_tensor: bool, is_weight: bool = False) -> str:
+def state_group_of(path: Sequence[str | int], *, is_tensor: bool, is_weight: bool = False) -> str:
     """Return the group of an entry, OTHER where nothing in its key path tells.
 
     The first word of the path decides, so that an optimizer's `step` belongs to the optimizer.

@@ -42,8 +42,8 @@ class ScriptOptions:
     keep: Annotated[bool, "Keep the runs of the script and the changed checkpoints."] = False
 
     def __post_init__(self) -> None:
-        check_template(self.command, "--command")
-        check_template(self.resume_with or "", "--resume-with")
+        check_template_placeholders(self.command, "--command")
+        check_template_placeholders(self.resume_with or "", "--resume-with")
         if "{run}" not in self.command:
             hint = "write {run} where the script takes its output directory"
             raise Usage("--command: expected the placeholder {run}, found none", hint=hint)
@@ -51,7 +51,7 @@ class ScriptOptions:
             message = f"--steps: expected a multiple of {self.save_every} (--save-every) above it, found {self.steps}"
             raise Usage(message, hint="pass twice the value of --save-every")
         if self.loss is not None:
-            check_loss(self.loss)
+            check_loss_pattern(self.loss)
 
     def command_line(self, run: Path, nproc: int, checkpoint: Path | None) -> str:
         """Return the command with its placeholders filled in; to resume if there is a checkpoint."""
@@ -61,17 +61,17 @@ class ScriptOptions:
         return _PLACEHOLDER.sub(lambda match: shlex.quote(str(values[match[1]])), template)
 
     @property
-    def sets_nproc(self) -> bool:
+    def has_nproc_placeholder(self) -> bool:
         """Return whether the command takes the number of ranks; else only the script knows it."""
         return "{nproc}" in self.command
 
     @property
-    def resumes_by_itself(self) -> bool:
+    def is_resuming_by_itself(self) -> bool:
         """Return whether the script finds the checkpoint in its run directory."""
         return "{checkpoint}" not in f"{self.command} {self.resume_with}"
 
     @property
-    def loss_file(self) -> tuple[str, str] | None:
+    def find_loss_file_and_key(self) -> tuple[str, str] | None:
         """Return the file in the run, and the key in its lines, that the losses are read from; None for a pattern."""
         if self.loss is None or "(" in self.loss:
             return None
@@ -79,7 +79,7 @@ class ScriptOptions:
         return file, key
 
 
-def check_template(template: str, option: str) -> None:
+def check_template_placeholders(template: str, option: str) -> None:
     """Raise `Usage` for a placeholder that is not known."""
     for match in _PLACEHOLDER.finditer(template):
         if match[1] not in _KNOWN:
@@ -87,7 +87,7 @@ def check_template(template: str, option: str) -> None:
             raise Usage(f"{option}: expected a placeholder of {known}, found {match[0]}")
 
 
-def check_loss(loss: str) -> None:
+def check_loss_pattern(loss: str) -> None:
     """Raise `Usage` for a pattern of losses that is neither a regular expression with one group nor FILE:KEY."""
     if "(" not in loss and all(loss.rpartition(":")[::2]):
         return

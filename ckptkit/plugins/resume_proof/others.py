@@ -15,12 +15,12 @@ from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert
 from ckptkit.conversion.reshard import reshard
 from ckptkit.errors import Unsupported
-from ckptkit.plugins.resume_proof.compare import GroupDifference, differences
-from ckptkit.plugins.resume_proof.execute import execute
-from ckptkit.plugins.resume_proof.find import checkpoints_of, files_of
+from ckptkit.plugins.resume_proof.compare import GroupDifference, group_differences
+from ckptkit.plugins.resume_proof.execute import execute_command
+from ckptkit.plugins.resume_proof.find import checkpoints_by_step, files_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, RANDOM, WEIGHTS
 from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, Runs
-from ckptkit.plugins.resume_proof.states import find_damage, read_state
+from ckptkit.plugins.resume_proof.states import list_damage, read_saved_state
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
@@ -37,39 +37,39 @@ _BROKEN = {  # remarks on what `latest` names, and what to do; it names nothing 
 _RENAME = "save to a directory with another name, and rename it at the end"
 
 
-def resumes_at_another_size(runs: Runs) -> str:
+def check_resume_at_other_size(runs: Runs) -> str:
     """Check that a resharded checkpoint resumes on another number of ranks, and ends near the uninterrupted run.
 
     That is only so if the global batch does not depend on the number of ranks, which a run from the beginning tells.
     """
     size = runs.script.resume_nproc
-    if size is None or size == runs.nproc or not runs.script.sets_nproc:
+    if size is None or size == runs.nproc or not runs.script.has_nproc_placeholder:
         raise CheckSkipped("no other number of ranks: pass --resume-nproc, and {nproc} in --command")
-    with runs.room_of("resharded"), runs.room_of("other-size"):
-        source = copy_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
-        resumed = runs.resume("resharded", source=source, nproc=size)
+    with runs.deleted_afterwards("resharded"), runs.deleted_afterwards("other-size"):
+        source = convert_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
+        resumed = runs.resume_run("resharded", source=source, nproc=size)
         shutil.rmtree(source, ignore_errors=True)
         if not resumed.execution.is_done:
             failure = resumed.execution.describe_failure()
-            names = (name for group in (RANDOM, DATA) for name in runs.middle.names_in(group))
-            hint = f"; hint: {_RANK_STATE}" if names_rank_state(failure, names) else ""
+            names = (name for group in (RANDOM, DATA) for name in runs.middle_state.names_in(group))
+            hint = f"; hint: {_RANK_STATE}" if is_about_rank_state(failure, names) else ""
             raise CheckFailed(f"the script does not resume on {count(size, 'rank')}: {failure}{hint}")
         if resumed.state is None:
             raise CheckFailed(f"on {count(size, 'rank')} the resumed run saved no checkpoint")
         if runs.has_other_weights:
             why = f"on {count(runs.nproc, 'rank')} the resumed run differs, too"
             raise CheckSkipped(f"resumes on {count(size, 'rank')}; the result was not compared, because {why}")
-        control = runs.start("other-size", nproc=size)
+        control = runs.start_run("other-size", nproc=size)
         runs.require_done(control, f"the script does not run on {count(size, 'rank')}")
         groups = (WEIGHTS, MOMENTS)
-        expected = furthest(differences(runs.last, runs.state_at_end(control), groups=groups))
-        found = furthest(differences(runs.last, resumed.state, groups=groups))
+        expected = largest_distance(group_differences(runs.last_state, runs.state_at_end(control), groups=groups))
+        found = largest_distance(group_differences(runs.last_state, resumed.state, groups=groups))
         if expected > _SUMS:
             raise CheckSkipped(
                 f"resumes on {count(size, 'rank')}; the result depends on the number of ranks "
                 f"(from the beginning, too: {expected:.2g} relative), so it was not compared"
             )
-        allowed = max(4 * expected, 4 * runs.tolerance.largest)
+        allowed = max(4 * expected, 4 * runs.control_tolerance.largest)
         if found > allowed:
             raise CheckFailed(
                 f"on {count(size, 'rank')} weights and moments differ by {found:.2g}, and by {expected:.2g} from the "
@@ -79,7 +79,7 @@ def resumes_at_another_size(runs: Runs) -> str:
     return f"{runs.nproc} to {count(size, 'rank')}: {apart}"
 
 
-def names_rank_state(failure: str, names: Iterable[str]) -> bool:
+def is_about_rank_state(failure: str, names: Iterable[str]) -> bool:
     """Return whether an error names one of the entries with another number: `rng_3` where `rng_0` is one of the names.
 
     Each rank saves such a state under its own number, so a new rank finds none.
@@ -89,13 +89,13 @@ def names_rank_state(failure: str, names: Iterable[str]) -> bool:
     return any(re.search(rf"(?<!\w){word}(?!\w)", failure) for word in words)
 
 
-def furthest(found: list[GroupDifference]) -> float:
-    return max((gap.distance for gap in found), default=0.0)
+def largest_distance(differences: list[GroupDifference]) -> float:
+    return max((gap.distance for gap in differences), default=0.0)
 
 
-def goes_to_one_file_and_back(runs: Runs) -> str:
+def check_one_file_and_back(runs: Runs) -> str:
     """Check that the checkpoint, converted to one file and back, resumes as the original does."""
-    formats = runs.middle.formats
+    formats = runs.middle_state.formats
     if formats != ("dcp",) or not (runs.middle_path / ".metadata").exists():
         raise CheckSkipped(f"made for a directory in DCP's format, found {' and '.join(formats)}")
 
@@ -105,26 +105,29 @@ def goes_to_one_file_and_back(runs: Runs) -> str:
         convert(single, target, to="dcp", world_size=runs.nproc)
         shutil.rmtree(single)
 
-    with runs.room_of("one-file"):
-        source = copy_with_files(runs, "one-file-source", there_and_back)
-        resumed = runs.resume("one-file", source=source)
+    with runs.deleted_afterwards("one-file"):
+        source = convert_with_files(runs, "one-file-source", there_and_back)
+        resumed = runs.resume_run("one-file", source=source)
         shutil.rmtree(source, ignore_errors=True)
         runs.require_done(resumed.execution, "the script does not resume from the converted checkpoint")
-        gaps = differences(runs.resumed_state, resumed.state, runs.tolerance) if resumed.state else None
+        gaps = group_differences(runs.resumed_state, resumed.state, runs.control_tolerance) if resumed.state else None
         if gaps is None or gaps:
             raise CheckFailed(
-                f"after the conversion differ {gaps[0].describe() if gaps else 'all states'}: report this to ckptkit"
+                f"after the conversion differ {gaps[0].describe_difference() if gaps else 'all states'}: "
+                "report this to ckptkit"
             )
     return "dcp to pt to dcp: the resumed run ends with the same state"
 
 
-def copy_with_files(runs: Runs, label: str, write: Callable[[Path], object]) -> Path:
+def convert_with_files(runs: Runs, label: str, write: Callable[[Path], object]) -> Path:
     """Return a converted middle checkpoint: what `write` writes, and the files beside it that no conversion copies."""
     target = runs.room / COPIES / label / runs.middle_path.name
     target.parent.mkdir(parents=True, exist_ok=True)
     write(target)
-    layouts = {tensor.layout.root / name for tensor in runs.middle.tensors.values() for name in tensor.layout.files}
-    for file in files_of(runs.middle_path) if runs.middle_path.is_dir() else []:
+    layouts = {
+        tensor.layout.root / name for tensor in runs.middle_state.tensors.values() for name in tensor.layout.files
+    }
+    for file in files_of_checkpoint(runs.middle_path) if runs.middle_path.is_dir() else []:
         there = target / file.relative_to(runs.middle_path)
         if file not in layouts and not there.exists() and not file.name.startswith("."):
             there.parent.mkdir(parents=True, exist_ok=True)
@@ -134,37 +137,39 @@ def copy_with_files(runs: Runs, label: str, write: Callable[[Path], object]) -> 
 
 def kill_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
     """Return a check for each moment at which the script is killed: numbers of files of the last checkpoint."""
-    total = len(files_of(runs.paths[runs.script.steps]))
+    total = len(files_of_checkpoint(runs.checkpoint_paths[runs.script.steps]))
     moments = sorted({max(1, round(total * share)) for share in _MOMENTS_OF_SAVING})
-    return {f"killed while saving {i}": partial(survives_a_kill, wanted=at) for i, at in enumerate(moments, 1)}
+    return {f"killed while saving {i}": partial(check_survives_kill, wanted=at) for i, at in enumerate(moments, 1)}
 
 
-def survives_a_kill(runs: Runs, wanted: int) -> str:
+def check_survives_kill(runs: Runs, wanted: int) -> str:
     """Kill the script when the last checkpoint has the wanted number of files, and resume from the latest complete one.
 
     It must end as the resumed run, which may itself differ from the uninterrupted one.
     """
-    last = runs.paths[runs.script.steps]
+    last = runs.checkpoint_paths[runs.script.steps]
     if runs.is_overwritten:
         raise CheckSkipped(f"each save replaces {last.name}, so a kill can leave no complete one: {_RENAME}")
-    total = len(files_of(last))
+    total = len(files_of_checkpoint(last))
     label = f"killed-at-{wanted}"
-    folder = runs.room / RUNS / label / last.relative_to(runs.whole.run).parent
+    folder = runs.room / RUNS / label / last.relative_to(runs.uninterrupted.run).parent
     names = re.compile(rf"(?<!\d){runs.script.steps}(?!\d)")
-    earlier = {path.name for path in runs.paths.values()} - {last.name}
+    earlier = {path.name for path in runs.checkpoint_paths.values()} - {last.name}
     finished = {entry.name for entry in last.parent.iterdir()}
     seen = 0
 
     def is_saving() -> bool:
         """Return whether enough files are there: under a name with the step, or under one that a rename replaces."""
         nonlocal seen
-        there = {entry.name: entry for entry in entries_of(folder)}
+        there = {entry.name: entry for entry in list_entries_while_written(folder)}
         hidden = there.keys() - finished - earlier if there.keys() >= earlier else set()
-        seen = sum(len(files_of(entry)) for name, entry in there.items() if names.search(name) or name in hidden)
+        seen = sum(
+            len(files_of_checkpoint(entry)) for name, entry in there.items() if names.search(name) or name in hidden
+        )
         return seen >= wanted
 
-    with runs.room_of(label):
-        killed = runs.start(label, watch=is_saving)
+    with runs.deleted_afterwards(label):
+        killed = runs.start_run(label, watch=is_saving)
         if killed.exit_code is not None:
             raise CheckSkipped(f"the save of {last.name} was over before the kill")
         when = f"at {seen} of {count(total, 'file')}"
@@ -174,38 +179,44 @@ def survives_a_kill(runs: Runs, wanted: int) -> str:
             remark, hint = broken[0]
             raise CheckFailed(f"killed {when} of {last.name}: {remark.partition('; using')[0]}: {hint}")
         if found.checkpoint is None:
-            hint = "save to a new directory" if runs.keeps_first else "delete older checkpoints only after a new save"
+            hint = (
+                "save to a new directory" if runs.has_kept_first else "delete older checkpoints only after a new save"
+            )
             raise CheckFailed(f"killed {when}: no complete checkpoint is left: {hint}")
         step, path = found.checkpoint.step, found.checkpoint.path
-        damage = find_damage(path)
+        damage = list_damage(path)
         if damage:
             raise CheckFailed(f"killed {when}: {path.name} looks complete: {damage[0]}: {_RENAME}")
-        again = execute(runs.script, killed.run, runs.log(f"{label}-resumed"), runs.nproc, checkpoint=path)
+        again = execute_command(runs.script, killed.run, runs.log_path(f"{label}-resumed"), runs.nproc, checkpoint=path)
         if not again.is_done:
             what = f"{path.name} looks complete, and the script does not resume from it"
             raise CheckFailed(f"killed {when}: {what}: {_RENAME}; seen: {again.describe_failure()}")
-        final = checkpoints_of(killed.run).get(runs.script.steps)
+        final = checkpoints_by_step(killed.run).get(runs.script.steps)
         if final is None:
             raise CheckFailed(f"killed {when}, and resumed from {path.name}: no checkpoint at the last step")
         # a resumed run that differs shows only how a resume from the same step ends
-        is_comparable = not runs.gaps or step == runs.script.save_every
-        gaps = differences(runs.resumed_state, read_state(final.path), runs.tolerance) if is_comparable else []
+        is_comparable = not runs.group_differences or step == runs.script.save_every
+        gaps = (
+            group_differences(runs.resumed_state, read_saved_state(final.path), runs.control_tolerance)
+            if is_comparable
+            else []
+        )
         if gaps:
-            raise CheckFailed(f"killed {when}, and resumed from {path.name}: {gaps[0].describe()}")
+            raise CheckFailed(f"killed {when}, and resumed from {path.name}: {gaps[0].describe_difference()}")
     return f"{when} of {last.name}: {path.name} is complete and resumes (step {step})"
 
 
-def entries_of(folder: Path) -> list[Path]:
+def list_entries_while_written(directory: Path) -> list[Path]:
     """Return the entries of a directory that another process writes to."""
     try:
-        return list(folder.iterdir())
+        return list(directory.iterdir())
     except OSError:
         return []
 
 
-def exports(runs: Runs) -> str:
+def check_exports(runs: Runs) -> str:
     """Check that the last checkpoint consolidates, and that transformers computes the same if it has a config.json."""
-    last = runs.paths[runs.script.steps]
+    last = runs.checkpoint_paths[runs.script.steps]
     if not any((folder / _CONFIG).exists() for folder in (last, *last.parents[:2])):
         made = consolidate(last, runs.out, overwrite=True, names="keep")
         problems = [problem.line for part in verify(runs.out, against=last) for problem in part.problems]
@@ -225,8 +236,8 @@ def exports(runs: Runs) -> str:
 def last_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
     """Return the checks that follow the verdict on the resumed run, in their order."""
     return {
-        "another world size": resumes_at_another_size,
-        "one file and back": goes_to_one_file_and_back,
+        "another world size": check_resume_at_other_size,
+        "one file and back": check_one_file_and_back,
         **kill_checks(runs),
-        "export": exports,
+        "export": check_exports,
     }

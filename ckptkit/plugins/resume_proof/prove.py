@@ -17,19 +17,19 @@ from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Runs
 from ckptkit.training.smoke.run_check import Check, CheckSkipped, run_check
 
 
-def prove(
+def prove_script(
     script: ScriptOptions, run: Path, out: Path, nproc: int, report: Callable[[Check], None] = lambda _: None
 ) -> list[Check]:
     """Return the checks of a script, each reported when it is done.
 
     `run` gets the logs and the card `resume.md`, `out` the export.
     """
-    remove(run, RUNS, COPIES, LOGS)  # what an earlier proof has kept would be taken for new checkpoints
+    remove_directories(run, RUNS, COPIES, LOGS)  # what an earlier proof has kept would be taken for new checkpoints
     runs = Runs(script, run, out, nproc)
     checks: list[Check] = []
 
     def make(name: str, look: Callable[[Runs], str]) -> bool:
-        checks.append(run_check(name, partial(look if name in NEEDED else excusing(look), runs)))
+        checks.append(run_check(name, partial(look if name in NEEDED else skipping_unsupported(look), runs)))
         report(checks[-1])
         return checks[-1].ok is not False or name not in NEEDED
 
@@ -39,23 +39,23 @@ def prove(
                 make(name, look)
     finally:
         if not script.keep:
-            remove(run, RUNS, COPIES)
+            remove_directories(run, RUNS, COPIES)
     write_card(run / "resume.md", runs, checks)
     return checks
 
 
-def excusing(look: Callable[[Runs], str]) -> Callable[[Runs], str]:
+def skipping_unsupported(check: Callable[[Runs], str]) -> Callable[[Runs], str]:
     """Return a check that is skipped where ckptkit does not support what the script saves: that is no fault of it."""
 
     def excused(runs: Runs) -> str:
         try:
-            return look(runs)
+            return check(runs)
         except Unsupported as error:
             raise CheckSkipped(f"ckptkit cannot check it: {error.line}") from None
 
     return excused
 
 
-def remove(room: Path, *names: str) -> None:
+def remove_directories(root: Path, *names: str) -> None:
     for name in names:
-        shutil.rmtree(room / name, ignore_errors=True)
+        shutil.rmtree(root / name, ignore_errors=True)

@@ -10,10 +10,10 @@ from itertools import chain
 import numpy as np
 
 from ckptkit.errors import and_more
-from ckptkit.plugins.resume_proof.change import CHANGES, freeze, freeze_optimizer
+from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer, frozen_option
 from ckptkit.plugins.resume_proof.checks import first_losses, has_other_steps, is_same_loss
-from ckptkit.plugins.resume_proof.compare import differences, measure_tensors
-from ckptkit.plugins.resume_proof.find import checkpoints_of
+from ckptkit.plugins.resume_proof.compare import group_differences, measure_tensors
+from ckptkit.plugins.resume_proof.find import checkpoints_by_step
 from ckptkit.plugins.resume_proof.groups import (
     DATA,
     EMA,
@@ -42,14 +42,14 @@ Look = Callable[[Runs], str]
 
 def restored_checks(runs: Runs) -> dict[str, Look]:
     """Return a check for each group of state that the checkpoint contains, and the verdict on the resumed run."""
-    groups = [group for group in runs.middle.groups if group in CHANGES]
-    checks: dict[str, Look] = {f"restored: {group}": partial(is_restored, group=group) for group in groups}
-    return {**checks, "loaded into its place": is_loaded_in_place, "resume continues the run": continues}
+    groups = [group for group in runs.middle_state.groups if group in CHANGES]
+    checks: dict[str, Look] = {f"restored: {group}": partial(check_group_restored, group=group) for group in groups}
+    return {**checks, "loaded into its place": check_loaded_in_place, "resume continues the run": check_continues}
 
 
-def is_restored(runs: Runs, group: str) -> str:
+def check_group_restored(runs: Runs, group: str) -> str:
     """Check that a change of one group in the checkpoint reaches the resumed training."""
-    number, execution, found = runs.changed(group)
+    number, execution, found = runs.resume_with_changed_group(group)
     change = CHANGES[group].format(entries=count(number, "entry"), rates=count(number, "learning rate"))
     what = f"{change} in {runs.middle_path.name}"
     if found is None:
@@ -59,7 +59,7 @@ def is_restored(runs: Runs, group: str) -> str:
         return f"{what}; that changed {', '.join(one.group for one in found)} at step {runs.script.steps}"
     if not runs.is_finite:
         raise CheckSkipped(f"{what}; the resumed run ends with NaN or infinite weights, which hide the change")
-    if not may_accuse(runs, group):
+    if not may_cause_difference(runs, group):
         runs.unread.append(group)
         raise CheckSkipped(f"{what}; the script computes {group} anew, and ends with the right value")
     runs.lost.append(group)
@@ -69,81 +69,82 @@ def is_restored(runs: Runs, group: str) -> str:
     )
 
 
-def may_accuse(runs: Runs, group: str) -> bool:
+def may_cause_difference(runs: Runs, group: str) -> bool:
     """Return whether a group that is not read also differs at the end of the resumed run.
 
     A script may compute a state anew, such as a learning rate from the step: it is then the same at the end.
     """
-    differing = {gap.group for gap in runs.gaps}
+    differing = {gap.group for gap in runs.group_differences}
     if group == STEP:
         return bool(differing & {STEP, OPTIMIZER_STEP}) or has_other_steps(runs)
     return group in differing
 
 
-def is_loaded_in_place(runs: Runs) -> str:
+def check_loaded_in_place(runs: Runs) -> str:
     """Resume with a learning rate of 0 and betas of 1: the weights and moments at the end are those that were loaded.
 
     Skipped where the script takes its learning rate or betas from elsewhere: the steps then change all tensors.
     """
-    if OPTIONS not in runs.middle.groups or {OPTIONS, SCHEDULER}.intersection(runs.lost + runs.unread):
+    if OPTIONS not in runs.middle_state.groups or {OPTIONS, SCHEDULER}.intersection(runs.lost + runs.unread):
         raise CheckSkipped("the script does not take its learning rate from the checkpoint")
-    with runs.room_of("frozen"):
-        resumed = runs.resume("frozen", change=freeze_optimizer)
+    with runs.deleted_afterwards("frozen"):
+        resumed = runs.resume_run("frozen", change=freeze_optimizer)
         if resumed.state is None:
             raise CheckSkipped(f"with a learning rate of 0: {resumed.execution.describe_failure()}")
-        if not stayed_frozen(runs.middle, resumed.state):
+        if not is_still_frozen(runs.middle_state, resumed.state):
             raise CheckSkipped("the script does not take its learning rate and betas from the checkpoint")
-        found = list(misplaced(runs, resumed.state))
+        found = list(find_misplaced_entries(runs, resumed.state))
     if found and not runs.has_other_weights:
         raise CheckSkipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
     if found:
         runs.misloaded += found
         raise CheckFailed(f"{found[0].why}{and_more(len(found) - 1)}: {IMPERATIVES[found[0].group]}")
     runs.is_in_place = True
-    weights, moments = (len(runs.middle.names_in(group)) for group in (WEIGHTS, MOMENTS))
+    weights, moments = (len(runs.middle_state.names_in(group)) for group in (WEIGHTS, MOMENTS))
     what = f"{count(weights, 'weight')} and {count(moments, 'moment')}"
     return f"after steps with a learning rate of 0, {what} equal those in {runs.middle_path.name}"
 
 
-def stayed_frozen(middle: SavedState, frozen: SavedState) -> bool:
+def is_still_frozen(middle: SavedState, frozen: SavedState) -> bool:
     """Return whether the last checkpoint of a run has the learning rate and the betas that its first one was given."""
-    given = {name: freeze(name, middle.values[name].value) for name in middle.names_in(OPTIONS)}
+    given = {name: frozen_option(name, middle.values[name].value) for name in middle.names_in(OPTIONS)}
     return all(name in frozen.values and frozen.values[name].value == value for name, value in given.items())
 
 
-def misplaced(runs: Runs, frozen: SavedState) -> Iterator[Cause]:
+def find_misplaced_entries(runs: Runs, frozen: SavedState) -> Iterator[Cause]:
     """Return each weight and moment that steps should not have changed, and that is not as in the checkpoint."""
-    distances = measure_tensors(runs.middle, frozen)
-    for name in runs.middle.names_in(WEIGHTS):
+    distances = measure_tensors(runs.middle_state, frozen)
+    for name in runs.middle_state.names_in(WEIGHTS):
         if name in distances and not _COUNTED.search(name):
             yield Cause(WEIGHTS, f"the weight `{name}` is not the one in the checkpoint")
-    moments = [name for name in runs.middle.names_in(MOMENTS) if name.rpartition(".")[2] in _MOMENTS]
+    moments = [name for name in runs.middle_state.names_in(MOMENTS) if name.rpartition(".")[2] in _MOMENTS]
     changed = [name for name in moments if name in distances and not distances[name].rel_l2 <= _SAME]
-    saved = {name: runs.middle.read(name) for name in moments} if changed else {}
+    saved = {name: runs.middle_state.read_tensor(name) for name in moments} if changed else {}
     for name in changed:
-        origin = next((one for one in moments if is_near(saved[one], frozen.read(name))), None)
+        origin = next((one for one in moments if are_close_arrays(saved[one], frozen.read_tensor(name))), None)
         where = f"`{origin}` of the checkpoint" if origin else "not the one in the checkpoint"
         yield Cause(MOMENTS, f"the optimizer's `{name}` is {where}")
 
 
-def is_near(one: np.ndarray, two: np.ndarray) -> bool:
+def are_close_arrays(one: np.ndarray, two: np.ndarray) -> bool:
     return one.shape == two.shape and bool(np.allclose(one, two, rtol=_SAME, atol=0))
 
 
-def continues(runs: Runs) -> str:
+def check_continues(runs: Runs) -> str:
     """Check that the resumed run ends as the uninterrupted one, or say what differs and why."""
     outputs = differing_outputs(runs)
-    if not runs.gaps and not outputs and not runs.lost:
-        close = "bit for bit" if runs.tolerance.is_exact else f"within {4 * runs.tolerance.largest:.2g}"
-        tensors, entries = len(runs.last.tensors), len(runs.last.values)
+    if not runs.group_differences and not outputs and not runs.lost:
+        close = "bit for bit" if runs.control_tolerance.is_exact else f"within {4 * runs.control_tolerance.largest:.2g}"
+        tensors, entries = len(runs.last_state.tensors), len(runs.last_state.values)
         return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
     if runs.differs_only_in_idle_random_state and not outputs:
         return (
-            f"step {runs.script.steps}: only the random state differs (`{runs.gaps[0].first}`); changing it in "
+            f"step {runs.script.steps}: only the random state differs (`{runs.group_differences[0].first}`); "
+            f"changing it in "
             f"{runs.middle_path.name} changed no other state, so these steps do not use it"
         )
-    seen = "; ".join(gap.describe() for gap in runs.gaps[:3]) or ", ".join(outputs[:3])
-    group, why, hint = find_cause(runs, outputs)
+    seen = "; ".join(gap.describe_difference() for gap in runs.group_differences[:3]) or ", ".join(outputs[:3])
+    group, why, hint = find_cause_of_difference(runs, outputs)
     raise CheckFailed(
         f"different at step {runs.script.steps}: {seen}; cause: {why}; hint: {hint or IMPERATIVES[group]}"
     )
@@ -151,15 +152,15 @@ def continues(runs: Runs) -> str:
 
 def differing_outputs(runs: Runs) -> list[str]:
     """Return the first tensors that differ in files which both runs wrote beside their checkpoints."""
-    whole, resumed = (execution.run for execution in (runs.whole, runs.resumed.execution))
-    ours = read_outputs(whole, runs.paths.values())
-    theirs = read_outputs(resumed, (path.path for path in checkpoints_of(resumed).values()))
-    return [gap.first for gap in differences(ours, theirs, runs.tolerance)]
+    whole, resumed = (execution.run for execution in (runs.uninterrupted, runs.resumed_run.execution))
+    ours = read_outputs(whole, runs.checkpoint_paths.values())
+    theirs = read_outputs(resumed, (path.path for path in checkpoints_by_step(resumed).values()))
+    return [gap.first for gap in group_differences(ours, theirs, runs.control_tolerance)]
 
 
-def find_cause(runs: Runs, outputs: list[str]) -> Cause:
+def find_cause_of_difference(runs: Runs, outputs: list[str]) -> Cause:
     """Return the group of state that causes the difference, and the evidence."""
-    return next(chain(causes_proved(runs), causes_in_entries(runs), causes_left(runs, outputs)))
+    return next(chain(causes_proved(runs), causes_in_entries(runs), causes_by_elimination(runs, outputs)))
 
 
 def causes_proved(runs: Runs) -> Iterator[Cause]:
@@ -173,16 +174,16 @@ def causes_proved(runs: Runs) -> Iterator[Cause]:
 
 def causes_in_entries(runs: Runs) -> Iterator[Cause]:
     """Yield causes found in entries that depend on one group of state only, such as step counters."""
-    groups, gaps = runs.middle.groups, {gap.group: gap for gap in runs.gaps}
+    groups, gaps = runs.middle_state.groups, {gap.group: gap for gap in runs.group_differences}
     if OPTIMIZER_STEP in gaps:
         yield cause_of_other_count(runs, gaps[OPTIMIZER_STEP].first)
     for group in (SCHEDULER, SCALER, DATA, RANDOM):
         if group in gaps:
             yield Cause(group, f"{group}: the script does not continue with the one in {runs.middle_path.name}")
     if OPTIONS in gaps and SCHEDULER not in groups:
-        yield Cause(SCHEDULER, f"{gaps[OPTIONS].describe()}; the checkpoint contains no scheduler")
+        yield Cause(SCHEDULER, f"{gaps[OPTIONS].describe_difference()}; the checkpoint contains no scheduler")
     if OPTIONS in gaps:
-        yield Cause(OPTIONS, gaps[OPTIONS].describe())
+        yield Cause(OPTIONS, gaps[OPTIONS].describe_difference())
 
 
 def cause_of_other_count(runs: Runs, name: str) -> Cause:
@@ -190,27 +191,29 @@ def cause_of_other_count(runs: Runs, name: str) -> Cause:
 
     If the uninterrupted run skipped optimizer steps, its script uses a gradient scaler.
     """
-    before, expected, found = (count_in(state, name) for state in (runs.middle, runs.last, runs.resumed_state))
-    if expected - before < runs.script.steps - runs.script.save_every and SCALER not in runs.middle.groups:
+    before, expected, found = (
+        step_count_in(state, name) for state in (runs.middle_state, runs.last_state, runs.resumed_state)
+    )
+    if expected - before < runs.script.steps - runs.script.save_every and SCALER not in runs.middle_state.groups:
         return Cause(SCALER, "the script skips optimizer steps, but the checkpoint contains no gradient scaler")
-    group = OPTIMIZER_STEP if runs.losses else STEP
+    group = OPTIMIZER_STEP if runs.find_losses_by_step else STEP
     return Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
 
 
-def count_in(state: SavedState, name: str) -> float:
-    return float(state.values[name].value) if name in state.values else float(state.read(name))
+def step_count_in(state: SavedState, name: str) -> float:
+    return float(state.values[name].value) if name in state.values else float(state.read_tensor(name))
 
 
-def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
+def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
     """Yield the causes that remain after `causes_proved` and `causes_in_entries`; the last one always applies."""
-    groups, gaps = runs.middle.groups, {gap.group for gap in runs.gaps}
+    groups, gaps = runs.middle_state.groups, {gap.group for gap in runs.group_differences}
     if has_other_first_loss(runs) and RANDOM in groups:
         yield Cause(DATA, "data position: all states were restored, but the first loss differs, so the batch does")
     if has_other_first_loss(runs):
         yield Cause(
             RANDOM, "random state or data position: the first loss differs; the checkpoint contains no random state"
         )
-    if OPTIONS in runs.unread and gaps and runs.losses is not None:
+    if OPTIONS in runs.unread and gaps and runs.find_losses_by_step is not None:
         yield Cause(OPTIONS, f"{OPTIONS}: the script does not load them; only the first learning rate differs")
     if outputs and gaps <= {EMA}:
         yield Cause(
@@ -218,7 +221,7 @@ def causes_left(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
         )
     if gaps == {EMA}:
         yield Cause(EMA, "EMA: only the averaged weights differ")
-    if runs.losses is None:
+    if runs.find_losses_by_step is None:
         lacking = "" if RANDOM in groups else "; the checkpoint contains no random state"
         hint = "pass --loss with a pattern that matches one loss at each step"
         yield Cause(OTHER, f"unknown without the loss of each step{lacking}", hint)

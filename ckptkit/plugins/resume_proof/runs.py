@@ -16,12 +16,17 @@ import numpy as np
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError
 from ckptkit.plugins.resume_proof.change import change_group
-from ckptkit.plugins.resume_proof.compare import ControlTolerance, GroupDifference, control_tolerance, differences
-from ckptkit.plugins.resume_proof.execute import Execution, execute
-from ckptkit.plugins.resume_proof.find import checkpoints_of, copy_checkpoint, copy_run_files, files_of
+from ckptkit.plugins.resume_proof.compare import (
+    ControlTolerance,
+    GroupDifference,
+    group_differences,
+    measure_control_tolerance,
+)
+from ckptkit.plugins.resume_proof.execute import Execution, execute_command
+from ckptkit.plugins.resume_proof.find import checkpoints_by_step, copy_checkpoint, copy_run_files, files_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import MOMENTS, RANDOM, WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
-from ckptkit.plugins.resume_proof.states import SavedState, read_state
+from ckptkit.plugins.resume_proof.states import SavedState, read_saved_state
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 
 RUNS, COPIES, LOGS = "runs", "copies", "logs"  # directories below --run
@@ -62,46 +67,46 @@ class Runs:
     # the uninterrupted run
 
     @cached_property
-    def whole(self) -> Execution:
+    def uninterrupted(self) -> Execution:
         """Return the uninterrupted run, from 0 to the last step."""
-        return self.start("whole")
+        return self.start_run("whole")
 
     @cached_property
-    def paths(self) -> dict[int, Path]:
+    def checkpoint_paths(self) -> dict[int, Path]:
         """Return the checkpoints of the uninterrupted run by step.
 
         If the script has replaced or deleted the first one, it comes from a run that is ended after the first save.
         """
-        found = dict(self.kept)
-        if self.script.steps in found and not self.keeps_first:
-            self.start(STOPPED, watch=lambda: self.first_saved() is not None)
-            first = self.first_saved()
+        found = dict(self.kept_checkpoints)
+        if self.script.steps in found and not self.has_kept_first:
+            self.start_run(STOPPED, watch=lambda: self.find_first_saved() is not None)
+            first = self.find_first_saved()
             found |= {self.script.save_every: first} if first else {}
         return {step: checkpoint.path for step, checkpoint in found.items()}
 
     @cached_property
-    def kept(self) -> dict[int, Checkpoint]:
+    def kept_checkpoints(self) -> dict[int, Checkpoint]:
         """Return the checkpoints that the uninterrupted run has left, by step."""
-        return checkpoints_of(self.whole.run)
+        return checkpoints_by_step(self.uninterrupted.run)
 
     @property
-    def keeps_first(self) -> bool:
-        return self.script.save_every in self.kept
+    def has_kept_first(self) -> bool:
+        return self.script.save_every in self.kept_checkpoints
 
     @property
     def is_overwritten(self) -> bool:
         """Return whether the script writes each checkpoint over the one before."""
-        return any(checkpoint.own_step is None for checkpoint in self.kept.values())
+        return any(checkpoint.step_in_name is None for checkpoint in self.kept_checkpoints.values())
 
-    def first_saved(self) -> Checkpoint | None:
+    def find_first_saved(self) -> Checkpoint | None:
         """Return the first checkpoint of the stopped run, once it has all its files; None while it does not."""
-        expected = len(files_of(self.kept[self.script.steps].path))
+        expected = len(files_of_checkpoint(self.kept_checkpoints[self.script.steps].path))
         try:
-            first = checkpoints_of(self.room / RUNS / STOPPED).get(self.script.save_every)
+            first = checkpoints_by_step(self.room / RUNS / STOPPED).get(self.script.save_every)
             self.was_deleted |= first is not None
             if first is None or not first.is_complete:
                 return None
-            files = files_of(first.path)
+            files = files_of_checkpoint(first.path)
             age = time.time() - max(file.stat().st_mtime for file in files)
             return first if first.path.is_file() or (len(files) >= expected and age > _WRITTEN) else None
         except (OSError, CkptError):  # the script deletes it in this moment
@@ -109,37 +114,37 @@ class Runs:
 
     @property
     def middle_path(self) -> Path:
-        return self.paths[self.script.save_every]
+        return self.checkpoint_paths[self.script.save_every]
 
     @cached_property
-    def middle(self) -> SavedState:
+    def middle_state(self) -> SavedState:
         """Return the state that the resumed runs start from."""
-        return read_state(self.middle_path)
+        return read_saved_state(self.middle_path)
 
     @cached_property
-    def last(self) -> SavedState:
+    def last_state(self) -> SavedState:
         """Return the state at the last step of the uninterrupted run."""
-        return read_state(self.paths[self.script.steps])
+        return read_saved_state(self.checkpoint_paths[self.script.steps])
 
     @cached_property
-    def tolerance(self) -> ControlTolerance:
+    def control_tolerance(self) -> ControlTolerance:
         """Return by how much a second run of the same command differs."""
-        with self.room_of("control"):
-            again = self.start("control")
+        with self.deleted_afterwards("control"):
+            again = self.start_run("control")
             self.require_done(again, "the command was run a second time in another directory")
-            return control_tolerance(self.last, self.state_at_end(again))
+            return measure_control_tolerance(self.last_state, self.state_at_end(again))
 
     # resumed runs
 
     @cached_property
-    def resumed(self) -> Resumed:
+    def resumed_run(self) -> Resumed:
         """Return the run that was resumed in the middle, from an unchanged copy."""
-        return self.resume("resumed")
+        return self.resume_run("resumed")
 
     @cached_property
     def resumed_state(self) -> SavedState:
         """Return the state at the last step of the resumed run."""
-        state = self.resumed.state
+        state = self.resumed_run.state
         if state is None:
             raise CheckFailed(f"the resumed run saved no checkpoint at step {self.script.steps}")
         return state
@@ -148,24 +153,24 @@ class Runs:
     def is_finite(self) -> bool:
         """Return whether all weights at the last step of the resumed run are finite numbers."""
         names = self.resumed_state.names_in(WEIGHTS)
-        return all(bool(np.isfinite(self.resumed_state.read(name)).all()) for name in names)
+        return all(bool(np.isfinite(self.resumed_state.read_tensor(name)).all()) for name in names)
 
     @cached_property
-    def gaps(self) -> list[GroupDifference]:
+    def group_differences(self) -> list[GroupDifference]:
         """Return in which groups the resumed run differs from the uninterrupted one at the last step."""
-        return differences(self.last, self.resumed_state, self.tolerance)
+        return group_differences(self.last_state, self.resumed_state, self.control_tolerance)
 
     @property
     def has_other_weights(self) -> bool:
         """Return whether the resumed run has trained differently: to other weights or moments."""
-        return any(gap.group in (WEIGHTS, MOMENTS) for gap in self.gaps)
+        return any(gap.group in (WEIGHTS, MOMENTS) for gap in self.group_differences)
 
     @property
     def differs_only_in_idle_random_state(self) -> bool:
         """Return whether only the random state differs, and a change of it in the checkpoint changes no other group."""
-        return {gap.group for gap in self.gaps} == {RANDOM} == self.reached.get(RANDOM)
+        return {gap.group for gap in self.group_differences} == {RANDOM} == self.reached.get(RANDOM)
 
-    def changed(self, group: str) -> tuple[int, Execution, list[GroupDifference] | None]:
+    def resume_with_changed_group(self, group: str) -> tuple[int, Execution, list[GroupDifference] | None]:
         """Resume from a copy with one group of state changed.
 
         Return the number of changed entries, the execution, and what differs at its end from the unchanged resume; None
@@ -180,19 +185,27 @@ class Runs:
             if not count:
                 raise CheckSkipped("found nothing in it that can be changed")
 
-        with self.room_of(label):
-            resumed = self.resume(label, change=change)
+        with self.deleted_afterwards(label):
+            resumed = self.resume_run(label, change=change)
             if not resumed.execution.is_done or resumed.state is None:
                 return count, resumed.execution, None
-            return count, resumed.execution, differences(self.resumed_state, resumed.state, self.tolerance)
+            return (
+                count,
+                resumed.execution,
+                group_differences(self.resumed_state, resumed.state, self.control_tolerance),
+            )
 
     # what all of them do
 
-    def start(self, label: str, *, nproc: int | None = None, watch: Callable[[], bool] = lambda: False) -> Execution:
+    def start_run(
+        self, label: str, *, nproc: int | None = None, watch: Callable[[], bool] = lambda: False
+    ) -> Execution:
         """Run the command from the beginning in a fresh directory."""
-        return execute(self.script, self.room / RUNS / label, self.log(label), nproc or self.nproc, watch=watch)
+        return execute_command(
+            self.script, self.room / RUNS / label, self.log_path(label), nproc or self.nproc, watch=watch
+        )
 
-    def resume(
+    def resume_run(
         self,
         label: str,
         *,
@@ -202,36 +215,40 @@ class Runs:
     ) -> Resumed:
         """Resume from a copy of the middle checkpoint, or of `source` in its place, after a `change` of the copy."""
         run = self.room / RUNS / label
-        below = self.paths[self.script.steps].relative_to(self.whole.run).with_name(self.middle_path.name)
-        if self.script.resumes_by_itself:
+        below = (
+            self.checkpoint_paths[self.script.steps]
+            .relative_to(self.uninterrupted.run)
+            .with_name(self.middle_path.name)
+        )
+        if self.script.is_resuming_by_itself:
             copy = run / below
-            latest = (self.paths[self.script.steps].name, self.middle_path.name)
-            without = self.script.loss_file[0] if self.script.loss_file else None
-            copy_run_files(self.whole.run, run, latest=latest, without=without)
+            latest = (self.checkpoint_paths[self.script.steps].name, self.middle_path.name)
+            without = self.script.find_loss_file_and_key[0] if self.script.find_loss_file_and_key else None
+            copy_run_files(self.uninterrupted.run, run, latest=latest, without=without)
         else:
             copy = self.room / COPIES / label / below
         copy_checkpoint(source or self.middle_path, copy)
         change(copy)
-        execution = execute(self.script, run, self.log(label), nproc or self.nproc, checkpoint=copy)
+        execution = execute_command(self.script, run, self.log_path(label), nproc or self.nproc, checkpoint=copy)
         return Resumed(execution, self.state_at_end(execution) if execution.is_done else None)
 
     def state_at_end(self, execution: Execution) -> SavedState:
         """Return the state that a finished run saved at the last step."""
-        found = checkpoints_of(execution.run).get(self.script.steps)
+        found = checkpoints_by_step(execution.run).get(self.script.steps)
         if found is None:
             raise CheckFailed(f"no checkpoint at step {self.script.steps} after it; output: {execution.log}")
-        return read_state(found.path)
+        return read_saved_state(found.path)
 
     def require_done(self, execution: Execution, what: str) -> None:
         """Raise `CheckFailed` unless a run ended by itself and without an error."""
         if not execution.is_done:
             raise CheckFailed(f"{what}: {execution.describe_failure()}")
 
-    def log(self, label: str) -> Path:
+    def log_path(self, label: str) -> Path:
         return self.room / LOGS / f"{label}.txt"
 
     @contextmanager
-    def room_of(self, label: str) -> Iterator[None]:
+    def deleted_afterwards(self, label: str) -> Iterator[None]:
         """Delete the directories of a run at the end, unless they are to be kept: they need as much room as it."""
         try:
             yield
@@ -241,12 +258,12 @@ class Runs:
                     shutil.rmtree(self.room / place / label, ignore_errors=True)
 
     @cached_property
-    def losses(self) -> list[tuple[float, ...]] | None:
+    def find_losses_by_step(self) -> list[tuple[float, ...]] | None:
         """Return the losses of each step of the uninterrupted run; None if their number is not a multiple of the steps.
 
         There are several for each step if every rank prints its own.
         """
-        found, steps = self.whole.losses, self.script.steps
+        found, steps = self.uninterrupted.losses, self.script.steps
         each, rest = divmod(len(found), steps)
         if not each or rest:
             return None

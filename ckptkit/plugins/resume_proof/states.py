@@ -18,8 +18,8 @@ from ckptkit.formats import detect_format
 from ckptkit.layout import Layout
 from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import find_weights
-from ckptkit.plugins.resume_proof.containers import Container, container_of_file, containers_of
-from ckptkit.plugins.resume_proof.groups import GROUPS, group_of
+from ckptkit.plugins.resume_proof.containers import Container, containers_in_layout, find_container_in
+from ckptkit.plugins.resume_proof.groups import GROUPS, state_group_of
 from ckptkit.plugins.resume_proof.values import scalars_in
 
 _OUTPUTS = (".pt", ".pth", ".bin", ".safetensors")
@@ -67,20 +67,20 @@ class SavedState:
         entries: dict[str, SavedTensor | SavedValue] = {**self.tensors, **self.values}
         return [name for name, entry in entries.items() if entry.group == group]
 
-    def read(self, name: str) -> np.ndarray[Any, Any]:
+    def read_tensor(self, name: str) -> np.ndarray[Any, Any]:
         """Return the elements of a tensor."""
         tensor = self.tensors[name]
         return LazyCheckpoint(tensor.layout)[tensor.name].numpy()
 
 
-def read_state(path: Path) -> SavedState:
+def read_saved_state(path: Path) -> SavedState:
     """Return what the checkpoint at a path contains; runs no code from it.
 
     Raises `Unsupported` if no format of ckptkit claims it. Files that cannot be read are named in the result.
     """
     checkpoint = Checkpoint.at(path)
     if not checkpoint.components:
-        raise checkpoint.unreadable or Unsupported("ckptkit does not know this format", path=path)
+        raise checkpoint.unsupported_files_error or Unsupported("ckptkit does not know this format", path=path)
     tensors: dict[str, SavedTensor] = {}
     containers: list[Container] = []
     unread: list[str] = []
@@ -93,20 +93,25 @@ def read_state(path: Path) -> SavedState:
             unread.append(error.line)
             continue
         used |= {layout.root / name for name in layout.files}
-        weights = weights_in(layout) if component.is_model else set()
-        tensors.update(tensors_in(layout, prefix, weights))
-        containers += containers_of(layout, prefix)
-    for file in files_in(path):
-        prefix = prefix_of(file, path)
-        if file not in used and (loose := loose_layout(file)):
-            tensors.update(tensors_in(loose, prefix, weights_in(loose) if unread else set()))
-        containers += filter(None, [container_of_file(file, prefix)])
+        weights = find_weight_names(layout) if component.is_model else set()
+        tensors.update(saved_tensors_in(layout, prefix, weights))
+        containers += containers_in_layout(layout, prefix)
+    for file in state_files_in(path):
+        prefix = key_prefix_of_file(file, path)
+        if file not in used and (loose := find_layout_of_tensor_file(file)):
+            tensors.update(saved_tensors_in(loose, prefix, find_weight_names(loose) if unread else set()))
+        containers += filter(None, [find_container_in(file, prefix)])
     values: dict[str, SavedValue] = {}
     for container in containers:
-        values |= values_in(container, unread)
+        values |= saved_values_in(container, unread)
     formats = tuple(dict.fromkeys(component.reader.name for component in checkpoint.components))
     return SavedState(
-        path, checkpoint.named_trainer if unread else checkpoint.trainer, formats, tensors, values, tuple(unread)
+        path,
+        checkpoint.trainer_by_file_names if unread else checkpoint.trainer,
+        formats,
+        tensors,
+        values,
+        tuple(unread),
     )
 
 
@@ -114,13 +119,17 @@ def read_outputs(run: Path, checkpoints: Iterable[Path]) -> SavedState:
     """Return what lies in the files of tensors in a run beside its checkpoints, such as weights saved at its end."""
     tensors: dict[str, SavedTensor] = {}
     inside = set(checkpoints)
-    for file in files_in(run):
-        if file.suffix in _OUTPUTS and not inside.intersection((file, *file.parents)) and (loose := loose_layout(file)):
-            tensors |= dict(tensors_in(loose, prefix_of(file, run), set()))
+    for file in state_files_in(run):
+        if (
+            file.suffix in _OUTPUTS
+            and not inside.intersection((file, *file.parents))
+            and (loose := find_layout_of_tensor_file(file))
+        ):
+            tensors |= dict(saved_tensors_in(loose, key_prefix_of_file(file, run), set()))
     return SavedState(run, None, (), tensors, {}, ())
 
 
-def weights_in(layout: Layout) -> set[str]:
+def find_weight_names(layout: Layout) -> set[str]:
     """Return the names of the model's tensors in a layout."""
     try:
         found = find_weights(layout)
@@ -129,40 +138,40 @@ def weights_in(layout: Layout) -> set[str]:
     return set(found.origins_of(found.layout.tensors))
 
 
-def tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Iterator[tuple[str, SavedTensor]]:
+def saved_tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Iterator[tuple[str, SavedTensor]]:
     """Return the tensors of a layout by their names in the checkpoint."""
     for name in layout.tensors:
         key = (*prefix, *layout.key(name))
-        group = group_of(key, is_tensor=True, is_weight=name in weights)
+        group = state_group_of(key, is_tensor=True, is_weight=name in weights)
         yield ".".join(map(str, key)), SavedTensor(group, layout, name)
 
 
-def values_in(container: Container, unread: list[str]) -> dict[str, SavedValue]:
+def saved_values_in(container: Container, unread: list[str]) -> dict[str, SavedValue]:
     """Return the scalars in a container by name; what cannot be read is noted."""
     try:
-        found = list(scalars_in(container.load()))
+        found = list(scalars_in(container.load_value()))
     except (Corrupt, Unsupported) as error:
         unread.append(error.line)
         return {}
     made: dict[str, SavedValue] = {}
     for path, value in found:
         key = (*container.prefix, *path)
-        made[".".join(map(str, key))] = SavedValue(group_of(key, is_tensor=False), value, container, path)
+        made[".".join(map(str, key))] = SavedValue(state_group_of(key, is_tensor=False), value, container, path)
     return made
 
 
-def files_in(path: Path) -> list[Path]:
+def state_files_in(path: Path) -> list[Path]:
     """Return the files of a checkpoint that may contain states, in order; a model's config and tokenizer do not."""
     there = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return [file for file in there if file.name not in FILES and file.name != MANIFEST and ".index." not in file.name]
 
 
-def prefix_of(file: Path, root: Path) -> Prefix:
+def key_prefix_of_file(file: Path, root: Path) -> Prefix:
     """Return the way to the contents of a file: the directories below the checkpoint, and its name."""
     return tuple(file.relative_to(root).with_suffix("").parts) if file != root else ()
 
 
-def loose_layout(file: Path) -> Layout | None:
+def find_layout_of_tensor_file(file: Path) -> Layout | None:
     """Return where the tensors in a file beside the model lie, None if it has none that can be read."""
     reader = detect_format(file)
     try:
@@ -171,6 +180,6 @@ def loose_layout(file: Path) -> Layout | None:
         return None
 
 
-def find_damage(path: Path) -> list[str]:
+def list_damage(path: Path) -> list[str]:
     """Return what `ckptkit verify` finds wrong with a checkpoint, a line each."""
     return [problem.line for part in verify(path) for problem in part.problems]

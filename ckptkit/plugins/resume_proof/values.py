@@ -21,7 +21,7 @@ class Copying:
     visit: Visit
     copies: dict[int, Any] = field(default_factory=dict)
 
-    def copy(self, value: Any, path: Path) -> Any:
+    def copy_value(self, value: Any, path: Path) -> Any:
         """Return the copy of what is at a path. Tensors stay as they are."""
         if isinstance(value, Record) and value.of == _BYTES:
             value = value.args[0].encode(value.args[1])
@@ -35,30 +35,30 @@ class Copying:
 
     def copy_container(self, value: Any, path: Path) -> Any:
         if isinstance(value, dict):
-            return Dict({key: self.copy(child, (*path, named(key))) for key, child in value.items()})
+            return Dict({key: self.copy_value(child, (*path, as_key_component(key))) for key, child in value.items()})
         if isinstance(value, list | tuple):
-            return type(value)([self.copy(child, (*path, i)) for i, child in enumerate(value)])
+            return type(value)([self.copy_value(child, (*path, i)) for i, child in enumerate(value)])
         if isinstance(value, Record):
             return self.copy_record(value, path)
         return value
 
     def copy_record(self, value: Record, path: Path) -> Record:
-        made = Record(value.of, self.copy(value.args, path), is_new=value.is_new)
-        made.state = self.copy(value.state, path)
+        made = Record(value.of, self.copy_value(value.args, path), is_new=value.is_new)
+        made.state = self.copy_value(value.state, path)
         if value.items is not None:
-            made.items = [(key, self.copy(child, (*path, named(key)))) for key, child in value.items]
+            made.items = [(key, self.copy_value(child, (*path, as_key_component(key)))) for key, child in value.items]
         if value.members is not None:
-            made.members = self.copy(value.members, path)
+            made.members = self.copy_value(value.members, path)
         return made
 
 
-def named(key: object) -> str | int:
+def as_key_component(key: object) -> str | int:
     return key if isinstance(key, str | int) else str(key)
 
 
 def copy_with(value: Any, visit: Visit) -> Any:
     """Return a copy of a value whose scalars are what `visit` returns for them."""
-    return Copying(visit).copy(value, ())
+    return Copying(visit).copy_value(value, ())
 
 
 def scalars_in(value: Any) -> Iterator[tuple[Path, Any]]:

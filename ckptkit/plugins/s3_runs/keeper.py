@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, candidates_in
+from ckptkit.checkpoints.checkpoint import Checkpoint, candidate_paths_in_run
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.run import local_folder
+from ckptkit.checkpoints.run import local_directory_of_run
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -30,19 +30,19 @@ from ckptkit.errors import (
     Unsupported,
     translate_os_errors,
 )
-from ckptkit.io.claims import StoreClaim, read_claim
+from ckptkit.io.claims import StoreClaim, find_claim
 from ckptkit.io.destination import CLAIM
-from ckptkit.io.disk import make_directories, warn_of_loss
-from ckptkit.io.file import children, read_small
-from ckptkit.io.path import RemotePath, is_remote, refresh
+from ckptkit.io.disk import make_directories, warn_of_lost_guarantee
+from ckptkit.io.file import list_children, read_small
+from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import DENIED, TAKEN, find_code
-from ckptkit.io.stores.s3_objects import list_objects, read_object
+from ckptkit.io.stores.s3_errors import DENIED, TAKEN, error_code_of
+from ckptkit.io.stores.s3_objects import find_object_content, list_objects
 from ckptkit.models.companions import CONFIG
-from ckptkit.plugins.s3_runs.objects import delete_objects, in_batches, read_clock
+from ckptkit.plugins.s3_runs.objects import delete_objects, in_batches, read_store_clock
 from ckptkit.runs import pins, watches
-from ckptkit.runs.keeper import WatchLease, require_complete
-from ckptkit.runs.local_keeper import marks_on
+from ckptkit.runs.keeper import WatchLease, require_complete_checkpoint
+from ckptkit.runs.local_keeper import reasons_to_keep
 from ckptkit.runs.pins import is_pinned
 
 _PATIENCE = 10.0  # seconds to wait for a concurrent deletion to end
@@ -56,52 +56,52 @@ class S3Keeper:
 
     def __init__(self, root: RemotePath) -> None:
         self.root = root
-        self.bucket = S3Bucket(root.top)
+        self.bucket = S3Bucket(root.store_root)
         self._half_deleted: set[Path] = set()
 
-    def refresh(self) -> None:
+    def drop_cached_listings(self) -> None:
         """Drop all cached listings of the store."""
-        refresh(self.root)
+        drop_cached_listing(self.root)
 
-    def is_there(self) -> bool:
+    def run_exists(self) -> bool:
         """Return True: a prefix needs no directory."""
         return True
 
     @contextmanager
     def pruning(self) -> Iterator[None]:
         """Allow deletions, also in several processes: each checkpoint is claimed separately."""
-        self.refresh()
+        self.drop_cached_listings()
         yield
 
-    def delete(self, checkpoint: Path) -> tuple[str, ...]:
+    def delete_checkpoint(self, checkpoint: Path) -> tuple[str, ...]:
         """Delete a checkpoint unless something protects it, such as an upload that has claimed it.
 
         Returns the reasons why it was kept; empty if it was deleted.
         """
-        claim = self._claim(checkpoint)
+        claim = self._claim_for_deletion(checkpoint)
         if claim is None:
-            is_reused = bool(list_objects(self.bucket, f"{key_of(checkpoint)}/"))
+            is_reused = bool(list_objects(self.bucket, f"{remote_key_of(checkpoint)}/"))
             return ("another process finished its deletion, and new files are there",) if is_reused else ()
         if not claim.is_deletion:
             return (f"an {claim.describe()}",)
-        self.refresh()
-        if reasons := self.holds(checkpoint):
+        self.drop_cached_listings()
+        if reasons := self.find_protections(checkpoint):
             self._drop_claim(checkpoint)
             return reasons
         keys = self._keys_before_claim(checkpoint)
         try:
-            self._delete(checkpoint, keys)
+            self._delete_objects(checkpoint, keys)
         except IOFailure:
             with suppress(IOFailure):  # the cause of the failure may also prevent this request
-                self.refresh()
+                self.drop_cached_listings()
                 if Checkpoint.at(checkpoint).is_complete:
                     self._drop_claim(checkpoint)
             raise
         finally:
-            self.refresh()
+            self.drop_cached_listings()
         return ()
 
-    def unfinished(self) -> dict[Path, str]:
+    def unfinished_deletions(self) -> dict[Path, str]:
         """Return the directories with an unfinished deletion that are no longer complete, with the reason."""
         interrupted: dict[Path, str] = {}
         for path in self._claimed_to_delete():
@@ -110,12 +110,12 @@ class S3Keeper:
         self._half_deleted |= interrupted.keys()
         return interrupted
 
-    def work_on(self, checkpoint: Path) -> str | None:
+    def find_work_on(self, checkpoint: Path) -> str | None:
         """Return a description of an upload that works on a directory; None if there is none.
 
         Files that were added after a deletion began also count as an upload.
         """
-        claim = read_claim(checkpoint)
+        claim = find_claim(checkpoint)
         if claim is None:
             return None
         if not claim.is_deletion:
@@ -123,39 +123,39 @@ class S3Keeper:
         is_reused = not Checkpoint.at(checkpoint).is_complete and self._has_new_files(checkpoint)
         return f"files were added after its deletion began, {claim.started}" if is_reused else None
 
-    def holds(self, checkpoint: Path) -> tuple[str, ...]:
+    def find_protections(self, checkpoint: Path) -> tuple[str, ...]:
         """Return the pins and watches that protect a checkpoint, as of the last refresh."""
-        return (*marks_on(checkpoint), *self._watches_on(checkpoint))
+        return (*reasons_to_keep(checkpoint), *self._watches_on(checkpoint))
 
     def pin(self, checkpoint: Path) -> None:
         """Write the pin object, then check that no deletion started before it."""
-        self.refresh()
-        require_complete(checkpoint)
+        self.drop_cached_listings()
+        require_complete_checkpoint(checkpoint)
         was_pinned = is_pinned(checkpoint)
-        self.bucket.call("put_object", self._pin_key(checkpoint), Body=b"")
+        self.bucket.call_operation("put_object", self._pin_key(checkpoint), Body=b"")
         try:
             self._wait_for_deletion(checkpoint)
-            require_complete(checkpoint)
+            require_complete_checkpoint(checkpoint)
         except CkptError:
             if not was_pinned:
                 self.unpin(checkpoint)
             raise
         finally:
-            self.refresh()
+            self.drop_cached_listings()
 
     def unpin(self, checkpoint: Path) -> None:
         """Delete the pin object."""
-        self.bucket.call("delete_object", self._pin_key(checkpoint))
-        self.refresh()
+        self.bucket.call_operation("delete_object", self._pin_key(checkpoint))
+        self.drop_cached_listings()
 
     @contextmanager
     def watching(self, key: str, longest: float) -> Iterator[WatchLease]:
         """Lock the file of a watch on this machine, where its journal also is."""
-        read_clock(self.bucket)  # fail now if the bucket does not exist, instead of retrying later
-        folder = local_folder(self.root)
+        read_store_clock(self.bucket)  # fail now if the bucket does not exist, instead of retrying later
+        folder = local_directory_of_run(self.root)
         with translate_os_errors(folder):
             make_directories(folder, sync=False)
-        with watches.claiming(folder, key) as lock:
+        with watches.locked_watch(folder, key) as lock:
             post = S3Post(self, folder, key, lock, longest)
             post.unprotect()
             try:
@@ -177,9 +177,9 @@ class S3Keeper:
                 hint = f"wait for it to end; if it was killed, delete {checkpoint / CLAIM} to keep the checkpoint"
                 raise Occupied("another process is deleting this checkpoint", path=checkpoint, hint=hint)
             time.sleep(_PAUSE)
-        self.refresh()
+        self.drop_cached_listings()
 
-    def _claim(self, checkpoint: Path) -> StoreClaim | None:
+    def _claim_for_deletion(self, checkpoint: Path) -> StoreClaim | None:
         """Claim a checkpoint for its deletion. Return the claim that exists then: ours, or another.
 
         Returns None if only an interrupted deletion was to be finished, and it has been finished in the meantime.
@@ -194,61 +194,61 @@ class S3Keeper:
         ours = StoreClaim.for_deletion()
         try:
             condition = {} if existing else {"IfNoneMatch": "*"}
-            self.bucket.call("put_object", self._claim_key(checkpoint), Body=ours.to_bytes(), **condition)
+            self.bucket.call_operation("put_object", self._claim_key(checkpoint), Body=ours.to_bytes(), **condition)
         except IOFailure as error:
-            if find_code(error) not in TAKEN:
+            if error_code_of(error) not in TAKEN:
                 raise
         # read again: some stores ignore the condition, so another claim may exist
         return self._read_claim(checkpoint) or ours
 
     def _read_claim(self, checkpoint: Path) -> StoreClaim | None:
         """Return the claim on a checkpoint, from the store and not from a cache."""
-        content = read_object(self.bucket, self._claim_key(checkpoint))
+        content = find_object_content(self.bucket, self._claim_key(checkpoint))
         return None if content is None else StoreClaim.parse(content)
 
     def _drop_claim(self, checkpoint: Path) -> None:
         """Delete the claim of a deletion."""
         if self.is_being_deleted(checkpoint):
-            self.bucket.call("delete_object", self._claim_key(checkpoint))
+            self.bucket.call_operation("delete_object", self._claim_key(checkpoint))
 
     def _keys_before_claim(self, checkpoint: Path) -> list[str]:
         """Return the keys below a checkpoint that are not newer than its claim, without the claim itself."""
         claim_key = self._claim_key(checkpoint)
-        objects = list_objects(self.bucket, f"{key_of(checkpoint)}/")
+        objects = list_objects(self.bucket, f"{remote_key_of(checkpoint)}/")
         if claim_key not in objects:
             return []
         return [
             key for key, stored in objects.items() if key != claim_key and stored.changed <= objects[claim_key].changed
         ]
 
-    def _delete(self, checkpoint: Path, keys: Sequence[str]) -> None:
+    def _delete_objects(self, checkpoint: Path, keys: Sequence[str]) -> None:
         """Delete objects: first those that make a checkpoint visible, and the claim last."""
-        first = keys_to_see(checkpoint).intersection(keys)
+        first = visible_keys_of(checkpoint).intersection(keys)
         rest = [key for key in keys if key not in first]
         for batch in (*in_batches(sorted(first)), *in_batches(rest)):
             # another process may have finished this deletion, and new files may be there
             if not self.is_being_deleted(checkpoint):
-                self._require_gone(checkpoint)
+                self._require_deleted_by_other(checkpoint)
                 return
             delete_objects(self.bucket, batch)
         self._drop_claim(checkpoint)
 
-    def _require_gone(self, checkpoint: Path) -> None:
+    def _require_deleted_by_other(self, checkpoint: Path) -> None:
         """Raise `Occupied` unless another process has deleted the complete checkpoint."""
-        if list_objects(self.bucket, f"{key_of(checkpoint)}/"):
+        if list_objects(self.bucket, f"{remote_key_of(checkpoint)}/"):
             hint = f"`ckptkit ls {self.root}` shows what is there now"
             raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
 
     def _claimed_to_delete(self) -> Iterator[Path]:
         """Yield the directories that a deletion has claimed, as of the last refresh."""
-        for path in candidates_in(self.root):
-            claim = read_claim(path)
+        for path in candidate_paths_in_run(self.root):
+            claim = find_claim(path)
             if claim is not None and claim.is_deletion:
                 yield path
 
     def _has_new_files(self, checkpoint: Path) -> bool:
         """Return whether files were added after a deletion began."""
-        base = f"{key_of(checkpoint)}/"
+        base = f"{remote_key_of(checkpoint)}/"
         return len(list_objects(self.bucket, base)) > len(self._keys_before_claim(checkpoint)) + 1
 
     def _watches_on(self, checkpoint: Path) -> Iterator[str]:
@@ -256,7 +256,7 @@ class S3Keeper:
         folder = self.root / watches.FOLDER
         if not folder.is_dir():
             return
-        for path in children(folder):
+        for path in list_children(folder):
             if path.suffix != _HOLD:  # files of a local watch that were copied with the run
                 continue
             try:
@@ -265,14 +265,14 @@ class S3Keeper:
             except (TypeError, ValueError, KeyError) as error:
                 message = "expected the record of a watch, found other data"
                 raise Corrupt(message, path=path, hint="delete this object") from error
-            if name == checkpoint.name and read_clock(self.bucket) < until:
+            if name == checkpoint.name and read_store_clock(self.bucket) < until:
                 yield f"a watch on {host} is handling it"
 
     def _claim_key(self, checkpoint: Path) -> str:
-        return f"{key_of(checkpoint)}/{CLAIM}"
+        return f"{remote_key_of(checkpoint)}/{CLAIM}"
 
     def _pin_key(self, checkpoint: Path) -> str:
-        return f"{key_of(self.root / pins.FOLDER)}/{checkpoint.name}"
+        return f"{remote_key_of(self.root / pins.FOLDER)}/{checkpoint.name}"
 
 
 @dataclass(slots=True)
@@ -293,27 +293,27 @@ class S3Post:
 
     def protect(self, checkpoint: Path) -> None:
         """Write the object, then wait for a deletion that started before it."""
-        until = read_clock(self.keeper.bucket) + self.longest
+        until = read_store_clock(self.keeper.bucket) + self.longest
         content = {"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}
         if self._try_write(
-            partial(self.keeper.bucket.call, "put_object", self._object, Body=json.dumps(content).encode())
+            partial(self.keeper.bucket.call_operation, "put_object", self._object, Body=json.dumps(content).encode())
         ):
             last = time.monotonic() + _PATIENCE
             while self.keeper.is_being_deleted(checkpoint) and time.monotonic() < last:
                 time.sleep(_PAUSE)
-        self.keeper.refresh()
+        self.keeper.drop_cached_listings()
 
     def unprotect(self) -> None:
         """Delete the object."""
-        self._try_write(partial(self.keeper.bucket.call, "delete_object", self._object))
+        self._try_write(partial(self.keeper.bucket.call_operation, "delete_object", self._object))
 
-    def clock_ns(self) -> int:
+    def now_ns(self) -> int:
         """Return the time of the store."""
-        return int(read_clock(self.keeper.bucket) * 1e9)
+        return int(read_store_clock(self.keeper.bucket) * 1e9)
 
-    def require_place(self) -> None:
+    def require_unmoved_run(self) -> None:
         """Raise `NotACheckpoint` if the journal was moved or removed."""
-        watches.require_place(self.lock, self.home, self.key)
+        watches.require_unmoved_run(self.lock, self.home, self.key)
 
     def _try_write(self, write: Callable[[], object]) -> bool:
         """Write to the run, and return whether the credentials allow it. Warns once if they do not."""
@@ -322,10 +322,10 @@ class S3Post:
         try:
             write()
         except IOFailure as error:
-            if find_code(error) not in DENIED:
+            if error_code_of(error) not in DENIED:
                 raise
             self.can_hold = False
-            warn_of_loss(
+            warn_of_lost_guarantee(
                 self.keeper.root, "the store refuses writes: prune cannot see which checkpoint this watch is handling"
             )
         return self.can_hold
@@ -333,10 +333,10 @@ class S3Post:
     @property
     def _object(self) -> str:
         name = f"{self.key}-{socket.gethostname()}{_HOLD}"
-        return f"{key_of(self.keeper.root / watches.FOLDER)}/{name}"
+        return f"{remote_key_of(self.keeper.root / watches.FOLDER)}/{name}"
 
 
-def keys_to_see(checkpoint: Path) -> set[str]:
+def visible_keys_of(checkpoint: Path) -> set[str]:
     """Return the keys of the files that make a checkpoint visible: when all of them are gone, no reader finds it.
 
     They are manifests, config.json, and for each component its metadata files, or all files if it has no metadata.
@@ -348,9 +348,9 @@ def keys_to_see(checkpoint: Path) -> set[str]:
         with suppress(Corrupt, Mismatch, NotACheckpoint, Unsupported):
             layout = component.layout
             paths |= {layout.root / name for name in (layout.descriptions or layout.paths)}
-    return {key_of(path) for path in paths}
+    return {remote_key_of(path) for path in paths}
 
 
-def key_of(path: Path) -> str:
+def remote_key_of(path: Path) -> str:
     assert is_remote(path)
     return path.key

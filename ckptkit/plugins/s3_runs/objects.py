@@ -15,7 +15,7 @@ from itertools import islice
 
 from ckptkit.errors import IOFailure
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import ABSENT, find_code, refusal
+from ckptkit.io.stores.s3_errors import ABSENT, error_code_of, to_s3_error
 from ckptkit.io.stores.s3_objects import MultipartUpload, list_parts
 
 _BATCH = 1000  # S3's maximum of objects per deletion request
@@ -43,7 +43,7 @@ class SentParts:
     changed: float
 
 
-def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
+def find_sent_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
     """Return the size and time of an upload's parts; None if the upload no longer exists."""
     nbytes, changed = 0, 0.0
     try:
@@ -51,7 +51,7 @@ def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None
             nbytes += int(part["Size"])
             changed = max(changed, part["LastModified"].timestamp())
     except IOFailure as error:
-        if find_code(error) not in ABSENT:
+        if error_code_of(error) not in ABSENT:
             raise
         return None
     return SentParts(nbytes, changed)
@@ -65,25 +65,25 @@ def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
     waiting = list(keys)
     for pause in (*_PAUSES, None):
         try:
-            refused = ask_to_delete(bucket, waiting)
+            refused = delete_batch(bucket, waiting)
         except IOFailure as error:
-            if find_code(error) not in _NO_BATCHES:
+            if error_code_of(error) not in _NO_BATCHES:
                 raise
             with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(partial(bucket.call, "delete_object"), waiting))
+                list(pool.map(partial(bucket.call_operation, "delete_object"), waiting))
             return
         waiting = [key for key in waiting if key in refused]
         if not waiting:
             return
         lasting = next((key for key in waiting if pause is None or refused[key].code not in _BUSY), None)
         if lasting is not None:
-            raise refusal(refused[lasting], bucket.root / lasting) from refused[lasting]
+            raise to_s3_error(refused[lasting], bucket.root / lasting) from refused[lasting]
         time.sleep(pause or 0)
 
 
-def ask_to_delete(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefused]:
+def delete_batch(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefused]:
     """Send one deletion request; return the objects that the store did not delete, each with its reason."""
-    answer = bucket.call("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
+    answer = bucket.call_operation("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
     return {
         str(error["Key"]): StoreRefused(str(error.get("Code", "")), str(error.get("Message", "")))
         for error in answer.get("Errors", ())
@@ -97,8 +97,8 @@ def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def read_clock(bucket: S3Bucket) -> float:
+def read_store_clock(bucket: S3Bucket) -> float:
     """Return the time by the store's clock, in seconds since 1970."""
-    answer = bucket.call("list_objects_v2", MaxKeys=1)
+    answer = bucket.call_operation("list_objects_v2", MaxKeys=1)
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return parsedate_to_datetime(date).timestamp() if date else time.time()

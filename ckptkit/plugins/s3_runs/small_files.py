@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.path import RemotePath, refresh
+from ckptkit.io.path import RemotePath, drop_cached_listing
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import TAKEN, find_code
+from ckptkit.io.stores.s3_errors import TAKEN, error_code_of
 
 _ABSENT = ("404", "NoSuchKey")
 
@@ -14,14 +14,14 @@ class S3SmallFiles:
     """Implements `SmallFiles` for the bucket of `root`."""
 
     def __init__(self, root: RemotePath) -> None:
-        self._bucket = S3Bucket(root.top)
+        self._bucket = S3Bucket(root.store_root)
 
-    def tag(self, path: RemotePath) -> str:
+    def find_content_tag(self, path: RemotePath) -> str:
         """Return the ETag of an object; "" if there is no object."""
         try:
-            return str(self._bucket.call("head_object", path.key)["ETag"])
+            return str(self._bucket.call_operation("head_object", path.key)["ETag"])
         except IOFailure as error:
-            if find_code(error) not in _ABSENT:
+            if error_code_of(error) not in _ABSENT:
                 raise
             return ""
 
@@ -29,21 +29,21 @@ class S3SmallFiles:
         """Write an object atomically and return its ETag; see `SmallFiles`."""
         condition = {} if replaces is None else {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
         try:
-            response = self._bucket.call("put_object", path.key, Body=content, **condition)
+            response = self._bucket.call_operation("put_object", path.key, Body=content, **condition)
         except IOFailure as error:
-            if find_code(error) not in (*TAKEN, *_ABSENT):
+            if error_code_of(error) not in (*TAKEN, *_ABSENT):
                 raise
-            tag = self.tag(path)
+            tag = self.find_content_tag(path)
             # same content: our own object, if the response was lost and the library retried
-            if not tag or self._bucket.read(path.key) != content:
+            if not tag or self._bucket.read_object(path.key) != content:
                 hint = "stop the other process, then run the same command again"
                 raise Occupied("another process has written or deleted this object", path=path, hint=hint) from error
             return tag
         finally:
-            refresh(path)
+            drop_cached_listing(path)
         return str(response["ETag"])
 
     def delete(self, path: RemotePath) -> None:
         """Delete an object."""
-        self._bucket.call("delete_object", path.key)
-        refresh(path)
+        self._bucket.call_operation("delete_object", path.key)
+        drop_cached_listing(path)

@@ -9,17 +9,17 @@ from pathlib import PurePosixPath
 
 from ckptkit.io.claims import StoreClaim, UploadTarget, prefix_below
 from ckptkit.io.destination import CLAIM, NOTES
-from ckptkit.io.path import RemotePath, at_once, refresh
+from ckptkit.io.path import RemotePath, drop_cached_listing, map_in_parallel
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_objects import (
     MultipartUpload,
     StoredObject,
     abort_upload,
+    find_object_content,
     list_objects,
     list_uploads,
-    read_object,
 )
-from ckptkit.plugins.s3_runs.objects import SentParts, delete_objects, in_batches, measure_parts, read_clock
+from ckptkit.plugins.s3_runs.objects import SentParts, delete_objects, find_sent_parts, in_batches, read_store_clock
 from ckptkit.runs.uploads import OpenUpload
 
 Measured = dict[MultipartUpload, SentParts]
@@ -32,12 +32,12 @@ class ClaimedPlace:
     place: UploadTarget
     claim: StoreClaim
 
-    def split(self, objects: Mapping[str, StoredObject]) -> tuple[list[StoredObject], list[StoredObject]]:
+    def split_off_claim(self, objects: Mapping[str, StoredObject]) -> tuple[list[StoredObject], list[StoredObject]]:
         """Return the claim with its notes, and the other objects of the destination."""
         own, others = [], []
-        base = self.place.key("")
+        base = self.place.object_key("")
         for key, stored in objects.items():
-            if self.place.is_own(key):
+            if self.place.is_claim_or_note(key):
                 own.append(stored)
             elif key == base if self.place.is_file else key.startswith(base):
                 others.append(stored)
@@ -46,99 +46,101 @@ class ClaimedPlace:
 
 def find_uploads(root: RemotePath) -> list[OpenUpload]:
     """Return the unfinished uploads at or below a prefix; the most recently active come last."""
-    bucket = S3Bucket(root.top)
-    objects = {key: stored for key, stored in list_objects(bucket, root.key).items() if is_in(key, root.key)}
-    uploads = [upload for upload in list_uploads(bucket, root.key) if is_in(upload.key, root.key)]
-    parts_by_upload = zip(uploads, at_once(lambda upload: measure_parts(bucket, upload), uploads), strict=True)
+    bucket = S3Bucket(root.store_root)
+    objects = {key: stored for key, stored in list_objects(bucket, root.key).items() if is_in_upload_of(key, root.key)}
+    uploads = [upload for upload in list_uploads(bucket, root.key) if is_in_upload_of(upload.key, root.key)]
+    parts_by_upload = zip(
+        uploads, map_in_parallel(lambda upload: find_sent_parts(bucket, upload), uploads), strict=True
+    )
     measured = {upload: sent for upload, sent in parts_by_upload if sent is not None}
-    places = list(claimed_places(bucket, objects))
-    now = read_clock(bucket)
+    places = list(claimed_destinations(bucket, objects))
+    now = read_store_clock(bucket)
     named = {upload for place in places for upload in (place.claim.uploads or {}).values()}
     unclaimed = [upload for upload in measured if upload.upload not in named]
     every = [
-        *(claimed_upload(place, objects, measured, now) for place in places),
-        *(unclaimed_upload(bucket, upload, measured[upload], now) for upload in unclaimed),
+        *(describe_upload(place, objects, measured, now) for place in places),
+        *(describe_unclaimed_upload(bucket, upload, measured[upload], now) for upload in unclaimed),
     ]
     return sorted(every, key=lambda upload: (-upload.idle_seconds, str(upload.path)))
 
 
-def claimed_places(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPlace]:
+def claimed_destinations(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPlace]:
     """Yield the destinations that uploads have claimed; claims of deletions are skipped."""
     for key in keys:
         if not key.endswith(CLAIM):
             continue
-        claim = read_claim_at(bucket, key)
+        claim = find_claim_at(bucket, key)
         if claim is not None and not claim.is_deletion:
             is_file = PurePosixPath(key).name != CLAIM
             path = RemotePath(*bucket.root.parts, key.removesuffix(CLAIM).removesuffix("" if is_file else "/"))
             yield ClaimedPlace(UploadTarget(path, is_file), claim)
 
 
-def claimed_upload(
-    place: ClaimedPlace, objects: Mapping[str, StoredObject], measured: Measured, now: float
+def describe_upload(
+    destination: ClaimedPlace, objects: Mapping[str, StoredObject], measured: Measured, now: float
 ) -> OpenUpload:
     """Return the upload of a claimed destination."""
-    claim_objects, data_objects = place.split(objects)
-    ids = set((place.claim.uploads or {}).values())
+    claim_objects, data_objects = destination.split_off_claim(objects)
+    ids = set((destination.claim.uploads or {}).values())
     files = tuple(stored for stored in measured if stored.upload in ids)
     write_times = [
         *(stored.changed for stored in (*claim_objects, *data_objects)),
-        *(last_write(stored, measured[stored]) for stored in files),
+        *(last_write_time(stored, measured[stored]) for stored in files),
     ]
     return OpenUpload(
-        place.place.path,
-        place.claim.started,
-        place.claim.host,
+        destination.place.path,
+        destination.claim.started,
+        destination.claim.host,
         max(0.0, now - max(write_times)),
         files,
         sum(measured[stored].nbytes for stored in files),
         sum(stored.nbytes for stored in data_objects),
-        place.claim,
+        destination.claim,
     )
 
 
-def unclaimed_upload(bucket: S3Bucket, upload: MultipartUpload, sent: SentParts, now: float) -> OpenUpload:
+def describe_unclaimed_upload(bucket: S3Bucket, upload: MultipartUpload, sent: SentParts, now: float) -> OpenUpload:
     """Return the multipart upload of an object without a claim: from another tool, or its claim was lost."""
     started = datetime.fromtimestamp(upload.began, UTC).isoformat(timespec="seconds")
-    idle = max(0.0, now - last_write(upload, sent))
+    idle = max(0.0, now - last_write_time(upload, sent))
     return OpenUpload(RemotePath(*bucket.root.parts, upload.key), started, None, idle, (upload,), sent.nbytes)
 
 
-def last_write(upload: MultipartUpload, sent: SentParts) -> float:
+def last_write_time(upload: MultipartUpload, sent: SentParts) -> float:
     return max(upload.began, sent.changed)
 
 
-def abort(upload: OpenUpload) -> bool:
+def abort_open_upload(upload: OpenUpload) -> bool:
     """Abort an upload: discard its parts, then delete its notes and its claim. Complete objects stay.
 
     Returns False, and changes nothing, if another upload has taken over the destination.
     """
-    bucket = S3Bucket(upload.path.top)
+    bucket = S3Bucket(upload.path.store_root)
     either = (UploadTarget(upload.path, is_file) for is_file in (False, True))
     own = next((place for place in either if is_claim(bucket, place.claim_key, upload)), None)
     if upload.claim is not None and own is None:
         return False
-    at_once(lambda one: abort_upload(bucket, one.key, one.upload), upload.files)
+    map_in_parallel(lambda one: abort_upload(bucket, one.key, one.upload), upload.files)
     if own is not None:
         notes = list(list_objects(bucket, own.notes_prefix))
         for batch in in_batches(notes):
             delete_objects(bucket, batch)
-        bucket.call("delete_object", own.claim_key)  # last: until then an interrupted abort can be repeated
-    refresh(upload.path)
+        bucket.call_operation("delete_object", own.claim_key)  # last: until then an interrupted abort can be repeated
+    drop_cached_listing(upload.path)
     return True
 
 
 def is_claim(bucket: S3Bucket, key: str, upload: OpenUpload) -> bool:
     """Return whether an object is the unchanged claim of this upload."""
-    return upload.claim is not None and read_claim_at(bucket, key) == upload.claim
+    return upload.claim is not None and find_claim_at(bucket, key) == upload.claim
 
 
-def read_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
+def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
     """Return the claim at a key; None if it does not exist."""
-    content = read_object(bucket, key)
+    content = find_object_content(bucket, key)
     return None if content is None else StoreClaim.parse(content)
 
 
-def is_in(key: str, root: str) -> bool:
+def is_in_upload_of(key: str, root: str) -> bool:
     """Return whether a key is `root`, below it, or part of its upload; keys that only share a prefix are excluded."""
     return key in (root, f"{root}{CLAIM}") or key.startswith((prefix_below(root), f"{root}{NOTES}/"))

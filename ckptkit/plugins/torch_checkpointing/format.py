@@ -12,19 +12,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import extents_of, is_torch_save
+from ckptkit.formats.archives.state_files import archive_extents_of, is_torch_save
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.tensor_calls import TensorRecord
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.formats.ranks.write_files import seal_files
-from ckptkit.formats.safetensors_headers import read_header
+from ckptkit.formats.ranks.write_files import patch_rank_files
+from ckptkit.formats.safetensors_headers import read_header_chunks
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, lost_file, read_rank_file
-from ckptkit.io.file import is_there, names_in, read_small
+from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, lost_rank_file, read_rank_file
+from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.layout import (
     Blob,
     Chunk,
@@ -36,10 +36,10 @@ from ckptkit.layout import (
     Patch,
     Spec,
     WriterOptions,
-    check_cover,
+    check_chunks_tile,
 )
-from ckptkit.layout.axes import part_of
-from ckptkit.layout.box import Box, row_major
+from ckptkit.layout.axes import cut_chunk_to_box
+from ckptkit.layout.box import Box, row_major_strides
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.plugins.torch_checkpointing.read_metadata import (
     JSON,
@@ -48,7 +48,7 @@ from ckptkit.plugins.torch_checkpointing.read_metadata import (
     TORCH,
     CheckpointItem,
     TensorSharding,
-    read_items,
+    read_item_metadata,
 )
 from ckptkit.plugins.torch_checkpointing.write_files import arrange_items
 
@@ -60,26 +60,28 @@ def read_item_files(root: Path, name: str, item: CheckpointItem, report: Report)
     rank_files = []
     for rank, (file, kind) in sorted(item.files.items()):
         try:
-            rank_files.append(read_file(root, name, rank, file, kind, item))
+            rank_files.append(read_rank_item(root, name, rank, file, kind, item))
         except CkptError as error:
             report(error)
     return rank_files
 
 
-def missing_rank_file(path: Path) -> Incomplete:
+def missing_rank_file_error(path: Path) -> Incomplete:
     """Return the error for a missing file of a rank."""
     return Incomplete("the file is missing", path=path, hint=ELSEWHERE)
 
 
-def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: CheckpointItem) -> RankFile:
+def read_rank_item(root: Path, name: str, rank: int, file: str, kind: str, item: CheckpointItem) -> RankFile:
     """Return the content of an item on one rank. Every error names the file."""
-    if not is_there(root / file):
-        raise missing_rank_file(root / file)
+    if not is_existing_path(root / file):
+        raise missing_rank_file_error(root / file)
     try:
         if kind == TORCH:
-            return with_shards_placed(read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread)
+            return with_tensors_as_shards(
+                read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread
+            )
         if kind == SAFETENSORS:
-            return with_shards_placed(read_safetensors(root, file, rank, name, item.spread), item.spread)
+            return with_tensors_as_shards(read_safetensors(root, file, rank, name, item.spread), item.spread)
         data = read_small(root / file, _LIMIT)
         value = parse_json(data, root / file) if kind == JSON else data
         flat = FlatState({}, {name: Blob(file, 0, 0, dump(value))}, {name: (name,)})
@@ -92,7 +94,7 @@ def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mappin
     """Return the tensors in a safetensors file, whose names are key paths joined by dots."""
     paths = {".".join(map(str, path)): path for path in spread}
     flat = FlatState()
-    for name, chunk in read_header(root / file).items():
+    for name, chunk in read_header_chunks(root / file).items():
         key = (item, *paths.get(name, (name,)))
         full_name = ".".join(map(str, key))
         flat.keys[full_name] = key
@@ -100,30 +102,32 @@ def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mappin
     return RankFile(rank, file, flat, None)
 
 
-def with_shards_placed(found: RankFile, spread: Mapping[KeyPath, Mapping[int, TensorSharding]]) -> RankFile:
+def with_tensors_as_shards(file: RankFile, spread: Mapping[KeyPath, Mapping[int, TensorSharding]]) -> RankFile:
     """Return the file of a rank, with plain tensors placed as shards where the metadata describes them so."""
-    tensors = dict(found.flat.tensors)
-    for name, plain in found.tensors.items():
-        placement = spread.get(found.flat.keys[name][1:], {}).get(found.rank)
+    tensors = dict(file.flat.tensors)
+    for name, plain in file.tensors.items():
+        placement = spread.get(file.flat.keys[name][1:], {}).get(file.rank)
         if placement is not None and plain.spread is None:
             try:
-                tensors[name] = as_shard(plain, placement, found.rank)
+                tensors[name] = as_shard(plain, placement, file.rank)
             except CkptError as error:
                 raise error.blame(tensor=name) from None
-    return replace(found, flat=replace(found.flat, tensors=tensors))
+    return replace(file, flat=replace(file.flat, tensors=tensors))
 
 
 def as_shard(plain: RankTensor, placement: TensorSharding, rank: int) -> RankTensor:
     """Return a plain tensor as the shard of a larger tensor on this rank."""
     (chunk,) = plain.chunks
-    shape, strides = plain.spec.shape, chunk.strides or row_major(plain.spec.shape)
+    shape, strides = plain.spec.shape, chunk.strides or row_major_strides(plain.spec.shape)
     record = TensorRecord("", chunk.dtype, 0, shape, strides)
-    placed = Placed(Spec(chunk.dtype, placement.shape), placement.seen_by(rank), placement.placements, None, record)
-    return RankTensor(placed.spec, tuple(cut_chunk(chunk, placed)), spread=placed)
+    placed = Placed(
+        Spec(chunk.dtype, placement.shape), placement.mesh_seen_by(rank), placement.placements, None, record
+    )
+    return RankTensor(placed.spec, tuple(cut_chunk_into_boxes(chunk, placed)), spread=placed)
 
 
-def cut_chunk(chunk: Chunk, placed: Placed) -> list[Chunk]:
-    return [part_of(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.pieces]
+def cut_chunk_into_boxes(chunk: Chunk, placed: Placed) -> list[Chunk]:
+    return [cut_chunk_to_box(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.placed_boxes]
 
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")
@@ -138,7 +142,7 @@ class TorchCheckpointing(FormatWriter):
     is_sharded = True
     repeats = True
 
-    def owns(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Return True for the metadata, and for the file of a rank."""
         return name == NAME or bool(_OF_RANK.fullmatch(name))
 
@@ -156,33 +160,36 @@ class TorchCheckpointing(FormatWriter):
             return any(match["rank"] == "0" for match in map(_OF_RANK.fullmatch, names) if match)
         return any(has_dtensors(path, name) for name in sorted(names) if is_of_rank_0(name))
 
-    def check_names(self, path: Path, report: Report) -> None:
+    def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each file in the metadata that is missing."""
-        items, _ = find_items(path)
+        items, _ = read_or_infer_items(path)
         for file in files_of_items(items.values()):
-            if not is_there(path / file):
-                report(missing_rank_file(path / file))
+            if not is_existing_path(path / file):
+                report(missing_rank_file_error(path / file))
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:
+    def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the checkpoint in directory `path`; each item is a top-level key."""
-        items, world = find_items(path)
+        items, world = read_or_infer_items(path)
         joined = FlatState()
         with collector_paused():
             for name, item in items.items():
                 try:
-                    joined.update(join_item(path, name, item, report))
+                    joined.update(join_item_of_ranks(path, name, item, report))
                 except CkptError as error:
                     raise error.blame(path=path) from None
-            descriptions = (*named_in(path), *sorted(f for f in files_of_items(items.values()) if is_there(path / f)))
+            descriptions = (
+                *metadata_names_in(path),
+                *sorted(f for f in files_of_items(items.values()) if is_existing_path(path / f)),
+            )
             layout = Layout(path, self.name, joined.tensors, joined.blobs, joined.keys, world, descriptions)
             layout = replace(layout, spares=joined.spares)
-            check_cover(layout, report)
+            check_chunks_tile(layout, report)
         return layout
 
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+    def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Return every zip entry of torch.save files, and the tensors of other files, which have no checksums."""
         yielded: set[FileOffset] = set()
-        for extent in extents_of(layout, saved_by_torch(layout.root, report), report):
+        for extent in archive_extents_of(layout, torch_save_files_among(layout.root, report), report):
             yielded.add((extent.path, extent.offset))
             yield extent
         for name, tensor in layout.tensors.items():
@@ -190,22 +197,22 @@ class TorchCheckpointing(FormatWriter):
                 if (chunk.path, chunk.offset) not in yielded:
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
-    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
+    def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, and the metadata."""
         return tuple(arrange_items(wanted, options.world_size))
 
-    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
+    def patches_after_data(self, written: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the replicas that several ranks store, and the CRC-32 of each storage."""
-        items, _ = find_items(made.root)
-        files = [read_item_files(made.root, name, item, refuse) for name, item in items.items()]
-        return seal_files(made.root, files, checksums)
+        items, _ = read_or_infer_items(written.root)
+        files = [read_item_files(written.root, name, item, raise_problem) for name, item in items.items()]
+        return patch_rank_files(written.root, files, checksums)
 
 
-def join_item(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
+def join_item_of_ranks(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
     """Return an item joined from all ranks; report unreadable files, and tensors that only those files contain."""
     files = read_item_files(path, name, item, report)
     absent = {rank for ranks in item.spread.values() for rank in ranks} - {file.rank for file in files}
-    lost = [lost_file(files[0], rank, item.files[rank][0]) for rank in absent & item.files.keys()] if files else []
+    lost = [lost_rank_file(files[0], rank, item.files[rank][0]) for rank in absent & item.files.keys()] if files else []
     flat = join_files(sorted([*files, *lost], key=lambda file: file.rank), report)
     if absent:
         for tensor in (".".join(map(str, (name, *key))) for key in item.spread):
@@ -230,13 +237,13 @@ def has_dtensors(path: Path, name: str) -> bool:
     return any(isinstance(tensor.spread, Placed) for tensor in tensors)
 
 
-def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
+def read_or_infer_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
     """Return the items in the metadata and further per-rank items, and the world size.
 
     Raises `Corrupt` if the metadata is missing and a file's format does not record how tensors are sharded.
     """
-    has_metadata = bool(named_in(path))
-    items, world = read_items(path) if has_metadata else ({}, 0)
+    has_metadata = bool(metadata_names_in(path))
+    items, world = read_item_metadata(path) if has_metadata else ({}, 0)
     listed = set(files_of_items(items.values()))
     matches = [match for name in sorted(set(names_in(path)) - listed) if (match := _OF_RANK.fullmatch(name))]
     if not has_metadata:
@@ -250,14 +257,14 @@ def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
     return items, world
 
 
-def named_in(path: Path) -> tuple[str, ...]:
+def metadata_names_in(path: Path) -> tuple[str, ...]:
     """Return the name of the metadata file if it exists."""
-    return (NAME,) if is_there(path / NAME) else ()
+    return (NAME,) if is_existing_path(path / NAME) else ()
 
 
-def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
+def torch_save_files_among(path: Path, report: Report) -> Iterator[str]:
     """Yield the name of every torch.save file. Reports each that cannot be opened."""
-    for file in files_of_items(find_items(path)[0].values()):
+    for file in files_of_items(read_or_infer_items(path)[0].values()):
         try:
             if is_torch_save(path / file):
                 yield file

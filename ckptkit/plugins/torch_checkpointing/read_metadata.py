@@ -17,7 +17,7 @@ from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.tensor_calls import as_shape
 from ckptkit.formats.shards.dtensors import Mesh, unravel
-from ckptkit.io.file import check_name, read_small
+from ckptkit.io.file import read_small, require_plain_file_name
 from ckptkit.layout import KeyPath
 from ckptkit.layout.box import Shape
 from ckptkit.layout.placements import Placement, Shard
@@ -42,7 +42,7 @@ class TensorSharding:
     ranks: tuple[int, ...]
     placements: tuple[Placement, ...]
 
-    def seen_by(self, rank: int) -> Mesh:
+    def mesh_seen_by(self, rank: int) -> Mesh:
         """Return the mesh from the view of one of its ranks."""
         if rank not in self.ranks:
             raise Corrupt(f"expected a rank of the mesh ({', '.join(map(str, self.ranks[:8]))}), found rank {rank}")
@@ -57,7 +57,7 @@ class CheckpointItem:
     spread: Mapping[KeyPath, Mapping[int, TensorSharding]]
 
 
-def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
+def read_item_metadata(root: Path) -> tuple[dict[str, CheckpointItem], int]:
     """Return the items in the metadata of directory `root`, and the world size."""
     path = root / NAME
     try:
@@ -69,7 +69,7 @@ def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
         if type(world) is not int or not 0 < world <= _MOST_RANKS:
             raise Corrupt(f"expected metadata of 1 to {_MOST_RANKS} ranks, found {world!a}")
         items = group_by_item(value) if version == "1.0" else value["metadata"]
-        return {name: read_item(root, name, item, world) for name, item in items.items()}, world
+        return {name: parse_item(root, name, item, world) for name, item in items.items()}, world
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt("the metadata is malformed", path=path) from error
     except CkptError as error:
@@ -90,22 +90,22 @@ def group_by_item(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return items
 
 
-def read_item(root: Path, name: str, item: Mapping[str, Any], world: int) -> CheckpointItem:
+def parse_item(root: Path, name: str, metadata: Mapping[str, Any], world_size: int) -> CheckpointItem:
     """Return one item."""
-    file_infos = {int(rank): file for rank, file in item["rank_to_layout_info"].items()}
-    files = {rank: file_of(root, name, rank, file_infos.get(rank)) for rank in range(world)}
+    file_infos = {int(rank): file for rank, file in metadata["rank_to_layout_info"].items()}
+    files = {rank: parse_file_info(root, name, rank, file_infos.get(rank)) for rank in range(world_size)}
     spread: dict[KeyPath, dict[int, TensorSharding]] = {}
-    for path, groups in item["nested_path_to_metadata"].items():
+    for path, groups in metadata["nested_path_to_metadata"].items():
         steps = path if isinstance(path, tuple) else tuple(parse_json(path.encode(), root / NAME))
         if not all(type(step) in (str, int) for step in steps):
             raise ValueError("path")
         for group in groups:
-            sharding = read_spread(group["sharding_metadata"])
+            sharding = parse_sharding(group["sharding_metadata"])
             spread.setdefault(steps, {}).update(dict.fromkeys(group["ranks"], sharding))
     return CheckpointItem(files, spread)
 
 
-def file_of(root: Path, name: str, rank: int, file_info: Mapping[str, Any] | None) -> tuple[str, str]:
+def parse_file_info(root: Path, name: str, rank: int, file_info: Mapping[str, Any] | None) -> tuple[str, str]:
     """Return file name and format of a rank's file. Raises `Unsafe` for path traversal."""
     file, kind = (
         (f"{name}_{rank}.pt", TORCH)
@@ -115,13 +115,13 @@ def file_of(root: Path, name: str, rank: int, file_info: Mapping[str, Any] | Non
     if not isinstance(file, str) or Path(file).is_absolute():
         raise Unsafe(f"the metadata refers to `{file!a}`", path=root)
     for part in file.split("/"):
-        check_name(part, root)
+        require_plain_file_name(part, root)
     if kind not in (TORCH, SAFETENSORS, JSON, RAW):
         raise Unsupported(f"a file in the format `{kind!a}`")
     return file, kind
 
 
-def read_spread(metadata: Mapping[str, Any]) -> TensorSharding:
+def parse_sharding(metadata: Mapping[str, Any]) -> TensorSharding:
     """Return how a tensor is sharded. Raises `Unsupported` for anything but a DTensor."""
     if metadata["type"] != "DTensorShardingMetadata":
         raise Unsupported(f"sharding of the kind `{metadata['type']!a}`")
@@ -129,19 +129,19 @@ def read_spread(metadata: Mapping[str, Any]) -> TensorSharding:
     mesh = as_shape(tuple(data["mesh_spec"]["mesh_shape"]))
     ranks = as_shape(tuple(data["mesh_spec"]["mesh_data"]))
     shape = as_shape(tuple(data["global_shape"]))
-    placements = tuple(read_placement(placement, len(shape), prod(mesh)) for placement in data["placements"])
+    placements = tuple(parse_placement(placement, len(shape), prod(mesh)) for placement in data["placements"])
     if len(ranks) != prod(mesh) or len(set(ranks)) != len(ranks) or len(placements) != len(mesh):
         raise ValueError("mesh")
     return TensorSharding(shape, mesh, ranks, placements)
 
 
-def read_placement(one: Mapping[str, Any], ndim: int, most: int) -> Placement:
+def parse_placement(metadata: Mapping[str, Any], ndim: int, world_size: int) -> Placement:
     """Return the placement along one axis of the mesh."""
-    if one["type"] == "Replicate":
+    if metadata["type"] == "Replicate":
         return None
-    if one["type"] not in ("Shard", "StridedShard"):
-        raise Unsupported(f"a placement of the kind `{one['type']!a}`")
-    dim, stride = one["dim"], one.get("split_factor", 1)
-    if type(dim) is not int or type(stride) is not int or not 0 <= dim < ndim or not 0 < stride <= most:
+    if metadata["type"] not in ("Shard", "StridedShard"):
+        raise Unsupported(f"a placement of the kind `{metadata['type']!a}`")
+    dim, stride = metadata["dim"], metadata.get("split_factor", 1)
+    if type(dim) is not int or type(stride) is not int or not 0 <= dim < ndim or not 0 < stride <= world_size:
         raise ValueError("placement")
     return Shard(dim, stride)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import Unsupported
-from ckptkit.formats.archives.write_archive import make_envelope
+from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.ranks.example import Example
 from ckptkit.formats.ranks.names import MODEL
 from ckptkit.formats.ranks.write_files import RankStorages, Writing
 from ckptkit.formats.shards.write_dtensors import RankMesh
 from ckptkit.layout import OWN, KeyPath, Layout, NewFile
-from ckptkit.layout.box import row_major
+from ckptkit.layout.box import row_major_strides
 from ckptkit.layout.placements import Placement, Shard
 from ckptkit.plugins.torch_checkpointing.read_metadata import NAME
 
@@ -29,12 +29,12 @@ _AXES = ("fsdp",)
 def arrange_items(wanted: Layout, world: int) -> Iterator[NewFile]:
     """Yield the files of `world` ranks for each item, and the metadata. Raises `Unsupported` for an unsafe item."""
     writing = ItemWriting(wanted, Example(), RankMesh((world,), _AXES, "cpu"))
-    items = writing.kinds()
+    items = writing.names_by_kind()
     for item, names in items.items():
         if "/" in item or "rank_" in item:
             raise Unsupported(f"the item `{item}` has no file name in this format", hint="rename it with --rename")
         for rank in range(world):
-            yield writing.file(f"{item}_{rank}.pt", names, rank)
+            yield writing.make_rank_file(f"{item}_{rank}.pt", names, rank)
     metadata = pickle.dumps(
         {
             "version": "2.0",
@@ -58,7 +58,7 @@ class ItemWriting(Writing):
         """Return {}: the optimizer has names."""
         return {}
 
-    def kinds(self) -> dict[str, list[str]]:
+    def names_by_kind(self) -> dict[str, list[str]]:
         """Return the names of entries by item."""
         kinds: dict[str, list[str]] = {}
         for name in self.wanted.names:
@@ -67,20 +67,20 @@ class ItemWriting(Writing):
                 kinds.setdefault(str(key[0]), []).append(name)
         return kinds
 
-    def file(self, name: str, names: list[str], rank: int) -> NewFile:
+    def make_rank_file(self, name: str, names: list[str], rank: int) -> NewFile:
         """Return the file of a rank; an item that is one value has this value alone in its file."""
         if len(self.wanted.key(names[0])) > 1:
-            return super().file(name, names, rank)
+            return super().make_rank_file(name, names, rank)
         storages = RankStorages(self, rank)
-        envelope = make_envelope(dump(storages.value(names[0])), storages.contents)
+        envelope = make_zip_template(dump(storages.pickled_value_of(names[0])), storages.contents)
         return NewFile(name, envelope.nbytes, envelope.parts)
 
-    def key(self, name: str) -> KeyPath:
+    def key_in_rank_file(self, name: str) -> KeyPath:
         """Return the key path of an entry in its file; the model is a flat state dict."""
         item, *steps = self.wanted.key(name)
         return (".".join(map(str, steps)),) if item == MODEL else tuple(steps)
 
-    def placements(self, name: str) -> tuple[Placement, ...] | None:
+    def find_placements(self, name: str) -> tuple[Placement, ...] | None:
         """Return the placements of a tensor on the mesh, None if it is replicated."""
         return (Shard(0),) if self.wanted.tensors[name].spec.shape else None
 
@@ -89,7 +89,7 @@ def describe_item(writing: Writing, tensors: list[str], world: int) -> dict[str,
     """Return the metadata of an item: how each of its tensors is sharded."""
     return {
         "nested_path_to_metadata": {
-            json.dumps(writing.key(name), separators=(",", ":")): [describe_sharding(writing, name, world)]
+            json.dumps(writing.key_in_rank_file(name), separators=(",", ":")): [describe_sharding(writing, name, world)]
             for name in tensors
         },
         "rank_to_layout_info": dict.fromkeys(range(world)),
@@ -101,21 +101,21 @@ def describe_sharding(writing: Writing, name: str, world: int) -> dict[str, Any]
 
     Source: torch_checkpointing/dtensor_metadata.py, `DTensorShardingMetadata.to_dict`.
     """
-    spec, placements = writing.wanted.tensors[name].spec, writing.placements(name)
+    spec, placements = writing.wanted.tensors[name].spec, writing.find_placements(name)
     data = {
         "global_shape": list(spec.shape),
         "dtype": f"torch.{spec.dtype.name}",
-        "stride": list(row_major(spec.shape)),
+        "stride": list(row_major_strides(spec.shape)),
         "mesh_spec": {
             "device_type": "cpu",
             "mesh_shape": (world,),
             "mesh_data": tuple(range(world)),
             "mesh_dim_names": _AXES if placements else None,
         },
-        "placements": [describe_placement(placement) for placement in placements or (None,)],
+        "placements": [placement_record(placement) for placement in placements or (None,)],
     }
     return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": tuple(range(world))}
 
 
-def describe_placement(placement: Placement) -> dict[str, Any]:
+def placement_record(placement: Placement) -> dict[str, Any]:
     return {"type": "Shard", "dim": placement.dim} if placement else {"type": "Replicate"}

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.open import HubModel, LazyCheckpoint, LazyTensor
 from ckptkit.errors import Caution, CkptError, Unsupported
-from ckptkit.integrations.loaded_weights import remember
+from ckptkit.integrations.loaded_weights import record_loaded_weights
 from ckptkit.io.path import to_model_path
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ AHEAD_BYTES = 1 << 30  # memory for tensors that were read ahead; a single large
 _THREADS = 4  # parallel reads: each small tensor in a store costs a round trip
 
 
-def keep_all(_name: str) -> bool:
+def skip_none(_name: str) -> bool:
     return False
 
 
-def read_ahead(tensors: LazyCheckpoint, skip: Callable[[str], bool] = keep_all) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors_ahead(
+    tensors: LazyCheckpoint, skip: Callable[[str], bool] = skip_none
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors in file order, without the tensors that `skip` excludes.
 
     Each tensor is read in full, and its checksum is verified. Raises a `CkptError` for the first that cannot be read.
@@ -42,25 +44,25 @@ def read_ahead(tensors: LazyCheckpoint, skip: Callable[[str], bool] = keep_all) 
     pending_bytes = 0
     with ThreadPoolExecutor(_THREADS, "ckptkit-read-ahead") as pool:
         try:
-            for tensor in in_file_order(tensors, skip):
+            for tensor in tensors_in_file_order(tensors, skip):
                 while pending and pending_bytes + tensor.nbytes > AHEAD_BYTES:
                     pending_bytes -= pending[0][0].nbytes
-                    yield take_first(pending)
+                    yield pop_first_pending(pending)
                 pending_bytes += tensor.nbytes
                 pending.append((tensor, pool.submit(tensor.torch)))
             while pending:
-                yield take_first(pending)
+                yield pop_first_pending(pending)
         finally:  # the consumer may have stopped early
             pool.shutdown(cancel_futures=True)
 
 
-def take_first(pending: deque[tuple[LazyTensor, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
+def pop_first_pending(pending: deque[tuple[LazyTensor, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
     """Wait for the first pending tensor, remove it from the queue and return it."""
     tensor, read = pending.popleft()
     return tensor.name, read.result()
 
 
-def in_file_order(tensors: LazyCheckpoint, skip: Callable[[str], bool]) -> list[LazyTensor]:
+def tensors_in_file_order(tensors: LazyCheckpoint, skip: Callable[[str], bool]) -> list[LazyTensor]:
     """Return the needed tensors, ordered by file and byte offset."""
 
     def place(name: str) -> tuple[str, int]:
@@ -115,20 +117,20 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
                 raise Unsupported(
                     f"`{type(model).__name__}` reads weights from a second model; ckptkit does not support that"
                 )
-            opened = self.open(model_config)
+            opened = self.open_model(model_config)
             for remark in opened.remarks:
                 if isinstance(remark, Caution):
                     _logger.warning("%s", remark)
-            if not takes_deltas(known_as=self.load_config.load_format):
-                yield from read_ahead(opened.tensors, skip)
+            if not is_receiving_deltas(known_as=self.load_config.load_format):
+                yield from read_tensors_ahead(opened.tensors, skip)
                 return
-            every = remember(model, opened.tensors.layout, read_ahead(opened.tensors))
+            every = record_loaded_weights(model, opened.tensors.layout, read_tensors_ahead(opened.tensors))
             yield from (one for one in every if not skip(one[0]))
         except CkptError as error:
             _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line; vLLM logs the traceback
             raise
 
-    def open(self, model_config: Any) -> HubModel:
+    def open_model(self, model_config: Any) -> HubModel:
         """Open the checkpoint with the weights of a vLLM model.
 
         The model that vLLM was started with uses `path`, until another model is loaded in its place. A draft model has
@@ -147,7 +149,7 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         return HubModel.open(checkpoint, base=self.extra.get(BASE) or config_from)
 
 
-def takes_deltas(known_as: str) -> bool:
+def is_receiving_deltas(known_as: str) -> bool:
     """Return whether the engine receives deltas: then the loader must read and record all weights.
 
     The loader and the weight transfer backend are registered under the same name.

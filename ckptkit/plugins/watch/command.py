@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, reserve_stdout, say
+from ckptkit.cli.output import Json, Quiet, pick, print_json, print_note, print_text_line, reserve_stdout
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_live_path
 
@@ -106,9 +106,9 @@ def print_outcome(event: Event) -> None:
     """Print an outcome as a line on stdout, and progress as a note."""
     line = f"{event.checkpoint.name}: {event.message}"
     if event.outcome is None:
-        note(line)
+        print_note(line)
     else:
-        say(line)
+        print_text_line(line)
 
 
 def report(done: Watched, *, json: bool) -> None:
@@ -120,4 +120,4 @@ def report(done: Watched, *, json: bool) -> None:
         )
         return
     for line in done.summary():
-        say(line)
+        print_text_line(line)

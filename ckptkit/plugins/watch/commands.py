@@ -52,11 +52,11 @@ class WatchCommand:
         if not words:
             raise Usage("expected a command, found nothing")
         command = cls(words, is_ours)
-        unknown = sorted(command.places - set(PLACES))
+        unknown = sorted(command.placeholders - set(PLACES))
         if unknown:
             hint = f"there are {', '.join(f'{{{placeholder}}}' for placeholder in PLACES)}"
             raise Usage(f"`{{{unknown[0]}}}` in `{command}` is not a known placeholder", hint=hint)
-        if is_ours and not command.places - {"prev"}:
+        if is_ours and not command.placeholders - {"prev"}:
             hint = "write the command with {ckpt}, as in 'consolidate {ckpt} {out}'"
             raise Usage(f"`{command}` does not name the checkpoint", hint=hint)
         if not is_ours and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:
@@ -65,14 +65,14 @@ class WatchCommand:
         return command
 
     @property
-    def places(self) -> frozenset[str]:
+    def placeholders(self) -> frozenset[str]:
         """Return the names of the placeholders."""
         return frozenset(placeholder for word in self.words for placeholder in _PLACE.findall(word))
 
     def __str__(self) -> str:
         return " ".join(self.words)
 
-    def run(self, values: Mapping[str, str], lock: int, timeout: float) -> str | None:
+    def run_command(self, values: Mapping[str, str], lock: int, timeout: float) -> str | None:
         """Run the command with these values. Return a description of its failure, None if it succeeded.
 
         The command does not get torchrun's variables, so it is not a rank of the job that this process belongs to. It
@@ -97,29 +97,29 @@ class WatchCommand:
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            terminate(process)
+            terminate_group(process)
             return f"ran longer than {timeout:g} s, the timeout, and was ended with its children"
         except BaseException:
-            terminate(process)
+            terminate_group(process)
             raise
         if code == _NOT_FOUND or (self.is_ours and code in _FINAL):
             return Final(describe_exit(code))
         return describe_exit(code) if code else None
 
 
-def terminate(process: subprocess.Popen[bytes]) -> None:
+def terminate_group(process: subprocess.Popen[bytes]) -> None:
     """Terminate a process and its children: SIGTERM to all, then SIGKILL after a grace period."""
     with suppress(ProcessLookupError):  # all processes have ended
         os.killpg(process.pid, signal.SIGTERM)
         last = time.monotonic() + _GRACE
-        while (process.poll() is None or is_running(process.pid)) and time.monotonic() < last:
+        while (process.poll() is None or is_group_running(process.pid)) and time.monotonic() < last:
             time.sleep(_LOOK)
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # a process that waits for a dead file server cannot be killed
         process.wait(_GRACE)
 
 
-def is_running(group: int) -> bool:
+def is_group_running(group: int) -> bool:
     """Return whether any process of a group is running. Zombies do not count."""
     try:
         os.killpg(group, 0)

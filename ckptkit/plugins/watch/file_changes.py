@@ -18,7 +18,7 @@ class FileSnapshot:
     files: tuple[tuple[str, int, int], ...]
 
     @classmethod
-    def at(cls, path: Path) -> FileSnapshot | None:
+    def try_take(cls, path: Path) -> FileSnapshot | None:
         """Return a snapshot of a checkpoint directory or file; None if a file disappears in the meantime."""
         with translate_os_errors(path):
             try:
@@ -55,19 +55,19 @@ class StabilityWait:
     pause: float
     _last: dict[str, tuple[FileSnapshot, float]] = field(default_factory=dict)
 
-    def is_at_rest(self, name: str, look: FileSnapshot | None, now_ns: int) -> bool:
+    def has_been_stable(self, name: str, snapshot: FileSnapshot | None, now_ns: int) -> bool:
         """Return whether a checkpoint has been unchanged for `pause` seconds.
 
         This follows from the modification times, or from an equal snapshot `pause` seconds ago. `now_ns` is the current
         time of the clock that sets modification times: the clock of the file server, not of this host.
         """
-        if look is None:
+        if snapshot is None:
             self._last.pop(name, None)
             return False
-        if self.pause * 1e9 <= now_ns - look.changed_ns:
+        if self.pause * 1e9 <= now_ns - snapshot.changed_ns:
             return True
         previous, since = self._last.get(name, (None, 0.0))
-        if previous != look:
+        if previous != snapshot:
             since = time.monotonic()
-            self._last[name] = (look, since)
+            self._last[name] = (snapshot, since)
         return time.monotonic() - since >= self.pause

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt
 from ckptkit.io.file import read_small
-from ckptkit.io.staging import publish
+from ckptkit.io.staging import publish_file
 
 _LIMIT = 1 << 26  # bytes: about 400,000 checkpoints
 _STATES = ("begun", "done", "failed", "missed")
@@ -72,9 +72,9 @@ class WatchJournal:
         """Return the file of the journal."""
         return self.folder / f"{self.key}.json"
 
-    def note(self, name: str, entry: HandledRecord) -> None:
+    def write_record(self, name: str, entry: HandledRecord) -> None:
         """Write the record of a checkpoint to disk."""
         self.entries[name] = entry
         checkpoints = {name: asdict(entry) for name, entry in self.entries.items()}
         content = json.dumps({**self.about, "checkpoints": checkpoints}, indent=1).encode()
-        publish(self.path, content, overwrite=True)
+        publish_file(self.path, content, overwrite=True)

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, oldest_first
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidate_paths_in_run, oldest_first
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
-from ckptkit.io.allocation import make_folder
-from ckptkit.io.claims import find_claim
+from ckptkit.io.allocation import make_directory
+from ckptkit.io.claims import find_claim_object
 from ckptkit.io.destination import to_destination
-from ckptkit.io.path import is_remote, refresh
+from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.journal import HandledRecord, WatchJournal
-from ckptkit.runs.keeper import RunBackend, WatchLease, keeper_of, refuse_checkpoint, run_of
+from ckptkit.runs.keeper import RunBackend, WatchLease, live_path_of, open_run_backend, require_run
 from ckptkit.summary import Summarized
-from ckptkit.trainers import stem_of, step_of
+from ckptkit.trainers import find_step_of_path, name_without_suffixes
 from ckptkit.words import count
 
 DAY = 86400.0  # seconds
@@ -107,19 +107,19 @@ def watch(
     `NotACheckpoint` if the directory is missing, `Usage` for invalid commands, `Occupied` if a watch with the same
     commands is running.
     """
-    commands = [*(WatchCommand.parse(one, is_ours=True) for one in several(do))]
-    commands += [WatchCommand.parse(one, is_ours=False) for one in several(exec)]
+    commands = [*(WatchCommand.parse(one, is_ours=True) for one in as_command_list(do))]
+    commands += [WatchCommand.parse(one, is_ours=False) for one in as_command_list(exec)]
     if not commands:
         raise Usage("no command to run was passed", hint="pass --do 'consolidate {ckpt} {out}', or --exec")
     if not (every > 0 and timeout > 0) or tries < 1:
         raise Usage("expected --every and --timeout of more than 0 seconds, and --tries of 1 or more")
-    root = run_of(run).absolute()
-    keeper = keeper_of(root)
-    keeper.refresh()
+    root = live_path_of(run).absolute()
+    keeper = open_run_backend(root)
+    keeper.drop_cached_listings()
     with translate_os_errors(root):
-        if not keeper.is_there():
+        if not keeper.run_exists():
             raise NotACheckpoint("no such directory", path=root, hint="make the directory first if the run is new")
-        refuse_checkpoint(root)
+        require_run(root)
     output_directory = root / _OUT if out is None else to_destination(out).resolve()
     description = {
         "commands": [list(one.words) for one in commands],
@@ -130,7 +130,7 @@ def watch(
         terms = WatchTerms(tuple(commands), output_directory, every, tries, timeout)
         journal = WatchJournal.of(post.folder, key, description)
         watcher = Watcher(keeper, post, journal, terms, tell or (lambda _event: None))
-        return watcher.work_once() if once else watcher.work_on()
+        return watcher.run_once() if once else watcher.run_forever()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ class WatchTerms:
     timeout: float
 
 
-def several(given: Words | Sequence[Words]) -> list[Words]:
-    return [given] if isinstance(given, str) else list(given)
+def as_command_list(commands: Words | Sequence[Words]) -> list[Words]:
+    return [commands] if isinstance(commands, str) else list(commands)
 
 
 class Watcher:
@@ -166,18 +166,18 @@ class Watcher:
         self._due: dict[str, float] = {}  # when failed checkpoints are retried, by the monotonic clock
         self._waiting: set[str] = set()  # complete but not handled yet
 
-    def work_on(self) -> NoReturn:
+    def run_forever(self) -> NoReturn:
         """Handle existing and new checkpoints, until a signal ends it."""
         while True:
             try:
                 self.poll_once()
             except IOFailure as error:  # retry at the next check: a file server may come back
                 self._tell(Event(error.path or self.root, None, f"{error.message}; the watch goes on"))
-            time.sleep(self.pause())
+            time.sleep(self.seconds_until_next_check())
 
-    def work_once(self) -> Watched:
+    def run_once(self) -> Watched:
         """Handle the existing checkpoints. Checks complete ones twice, because they may still be written."""
-        existing = {path.name for path in candidates_in(self.root)}
+        existing = {path.name for path in candidate_paths_in_run(self.root)}
         before = {name for name in existing if (entry := self.journal.entries.get(name)) and entry.state == "done"}
         polls = 0
         while True:
@@ -185,7 +185,7 @@ class Watcher:
             polls += 1
             if not self._due and (polls > 1 or not is_restless):
                 break
-            time.sleep(self.pause())
+            time.sleep(self.seconds_until_next_check())
         for name in sorted(self._waiting):
             self._tell(Event(self.root / name, None, "still being written: left for the next time"))
         failed = self.checkpoints_with("failed")
@@ -202,7 +202,7 @@ class Watcher:
         """Return the checkpoints with this outcome, in the order of their outcomes."""
         return tuple(event.checkpoint for event in self._outcomes.values() if event.outcome == outcome)
 
-    def pause(self) -> float:
+    def seconds_until_next_check(self) -> float:
         """Return the seconds until the next check of the run."""
         soonest = min(self._due.values(), default=math.inf) - time.monotonic()
         return min(self.terms.every, max(soonest, 0.01))
@@ -212,22 +212,22 @@ class Watcher:
 
         Raises `IOFailure` if a checkpoint cannot be inspected, after the others are done.
         """
-        self._post.require_place()
-        self._keeper.refresh()
-        now_ns = self._post.clock_ns()
-        candidates = [path for path in candidates_in(self.root) if among is None or path.name in among]
+        self._post.require_unmoved_run()
+        self._keeper.drop_cached_listings()
+        now_ns = self._post.now_ns()
+        candidates = [path for path in candidate_paths_in_run(self.root) if among is None or path.name in among]
         for name in sorted(self._waiting - {path.name for path in candidates}):
-            self.miss(name)
+            self.record_missed(name)
         is_restless = False
         ready: dict[Checkpoint, FileSnapshot] = {}
         failures: list[IOFailure] = []
         for path in candidates:
             try:
-                checkpoint, snapshot = Checkpoint.at(path), FileSnapshot.at(path)
+                checkpoint, snapshot = Checkpoint.at(path), FileSnapshot.try_take(path)
                 if (
                     snapshot is None
-                    or checkpoint.own_step is None
-                    or self.is_done_with(checkpoint, snapshot)
+                    or checkpoint.step_in_name is None
+                    or self.has_no_work_left(checkpoint, snapshot)
                     or not checkpoint.is_complete
                 ):
                     continue
@@ -235,120 +235,124 @@ class Watcher:
                 failures.append(error)
                 continue
             self._waiting.add(checkpoint.name)
-            if not self._stability.is_at_rest(checkpoint.name, snapshot, now_ns):
+            if not self._stability.has_been_stable(checkpoint.name, snapshot, now_ns):
                 is_restless = True
             elif self._due.get(checkpoint.name, 0) <= time.monotonic():
                 ready[checkpoint] = snapshot
         for checkpoint in oldest_first(ready):
-            is_restless |= not self.handle(checkpoint, ready[checkpoint])
+            is_restless |= not self.handle_checkpoint(checkpoint, ready[checkpoint])
         if failures:
             raise failures[0]
         return is_restless
 
-    def is_done_with(self, one: Checkpoint, look: FileSnapshot) -> bool:
+    def has_no_work_left(self, checkpoint: Checkpoint, snapshot: FileSnapshot) -> bool:
         """Return whether no work is left on a checkpoint since it was last saved."""
-        if self._failures.get(one.name, []).count(look.saved_ns) >= self.terms.tries:
+        if self._failures.get(checkpoint.name, []).count(snapshot.saved_ns) >= self.terms.tries:
             return True
-        entry = self.journal.entries.get(one.name)
+        entry = self.journal.entries.get(checkpoint.name)
         if entry is None or entry.state != "done":
             return False
         # prune may keep only the weights of a handled checkpoint, whose save time then differs
-        return look.saved_ns == entry.saved_ns or one.is_weights_only
+        return snapshot.saved_ns == entry.saved_ns or checkpoint.is_weights_only
 
-    def handle(self, one: Checkpoint, look: FileSnapshot) -> bool:
+    def handle_checkpoint(self, checkpoint: Checkpoint, snapshot: FileSnapshot) -> bool:
         """Handle a checkpoint, protect it meanwhile, and record the outcome. Returns False if it has changed."""
-        self._due.pop(one.name, None)
+        self._due.pop(checkpoint.name, None)
         try:
-            self._post.protect(one.path)
+            self._post.protect(checkpoint.path)
         except Occupied as error:
-            self._due[one.name] = time.monotonic() + self.terms.every
-            self._tell(Event(one.path, None, f"{error.message}: will try again later"))
+            self._due[checkpoint.name] = time.monotonic() + self.terms.every
+            self._tell(Event(checkpoint.path, None, f"{error.message}: will try again later"))
             return True
         try:
-            is_there = one.path.exists()
-            if is_there and FileSnapshot.at(one.path) != look:
+            is_there = checkpoint.path.exists()
+            if is_there and FileSnapshot.try_take(checkpoint.path) != snapshot:
                 return False
-            failure = self.run_commands(one, look.saved_ns) if is_there else None
+            failure = self.run_commands(checkpoint, snapshot.saved_ns) if is_there else None
         finally:
             self._post.unprotect()
-        if not is_there or (failure and not one.path.exists()):
-            self.miss(one.name)
+        if not is_there or (failure and not checkpoint.path.exists()):
+            self.record_missed(checkpoint.name)
         elif failure:
-            self.fail(one.name, look.saved_ns, failure)
+            self.record_failure(checkpoint.name, snapshot.saved_ns, failure)
         else:
-            self.record(one.name, "handled", "handled")
+            self.record_outcome(checkpoint.name, "handled", "handled")
         return True
 
-    def run_commands(self, one: Checkpoint, saved_ns: int) -> str | None:
+    def run_commands(self, checkpoint: Checkpoint, saved_ns: int) -> str | None:
         """Run the remaining commands for a checkpoint. Returns the failure, None if there was none."""
-        name = one.path.stem if one.path.is_file() else one.name
+        name = checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.name
         out = self.terms.place / name
-        prev = self.previous(one)
-        values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
+        prev = self.find_previous_handled(checkpoint)
+        values = {"ckpt": str(checkpoint.path), "name": name, "step": str(checkpoint.step_in_name), "out": str(out)}
         values["prev"] = "" if prev is None else str(prev)
-        entry = self.journal.entries.get(one.name)
+        entry = self.journal.entries.get(checkpoint.name)
         if entry is None or saved_ns != entry.saved_ns:
             entry = HandledRecord("waiting", saved_ns)
         for number, command in enumerate(self.terms.commands):
             if number < entry.commands_done:
                 continue
-            if "prev" in command.places and prev is None:
-                self._tell(Event(one.path, None, f"skipped, no checkpoint was handled before: {command}"))
-            elif not self.was_made(command, entry, out):
-                # recorded before the command runs: after a kill, `was_made` compares `{out}` with it
-                entry = HandledRecord("begun", saved_ns, number, identity(out))
-                self.note(one.name, entry)
-                if "out" in command.places:
-                    make_folder(out.parent)
-                self._tell(Event(one.path, None, str(command)))
-                failure = command.run(values, self._post.lock, self.terms.timeout)
+            if "prev" in command.placeholders and prev is None:
+                self._tell(Event(checkpoint.path, None, f"skipped, no checkpoint was handled before: {command}"))
+            elif not self.is_output_made(command, entry, out):
+                # recorded before the command runs: after a kill, `is_output_made` compares `{out}` with it
+                entry = HandledRecord("begun", saved_ns, number, find_file_identity(out))
+                self.write_record(checkpoint.name, entry)
+                if "out" in command.placeholders:
+                    make_directory(out.parent)
+                self._tell(Event(checkpoint.path, None, str(command)))
+                failure = command.run_command(values, self._post.lock, self.terms.timeout)
                 if failure:
-                    self.note(one.name, HandledRecord("failed", saved_ns, number))
+                    self.write_record(checkpoint.name, HandledRecord("failed", saved_ns, number))
                     return type(failure)(f"{command}: {failure}")
             is_last = number + 1 == len(self.terms.commands)
             entry = HandledRecord("done" if is_last else "waiting", saved_ns, number + 1)
-            self.note(one.name, entry)
+            self.write_record(checkpoint.name, entry)
         return None
 
-    def previous(self, one: Checkpoint) -> Path | None:
+    def find_previous_handled(self, checkpoint: Checkpoint) -> Path | None:
         """Return the last handled checkpoint before this one, even if it was deleted since; None if there is none."""
         handled = (self.root / name for name, entry in self.journal.entries.items() if entry.state == "done")
-        steps = {path: step for path in handled if (step := step_in(path)) is not None}
-        before = [path for path, step in steps.items() if one.own_step is not None and step < one.own_step]
+        steps = {path: step for path in handled if (step := find_step_in_name(path)) is not None}
+        before = [
+            path
+            for path, step in steps.items()
+            if checkpoint.step_in_name is not None and step < checkpoint.step_in_name
+        ]
         return max(before, key=lambda path: steps[path], default=None)
 
-    def note(self, name: str, entry: HandledRecord) -> None:
+    def write_record(self, name: str, entry: HandledRecord) -> None:
         """Write to the journal, unless the run was moved: the old path must not be created again."""
-        self._post.require_place()
-        self.journal.note(name, entry)
+        self._post.require_unmoved_run()
+        self.journal.write_record(name, entry)
 
-    def was_made(self, command: WatchCommand, entry: HandledRecord, out: Path) -> bool:
+    def is_output_made(self, command: WatchCommand, entry: HandledRecord, out: Path) -> bool:
         """Return whether a command made its output although the watch was killed while it ran.
 
         A command of ckptkit writes its output atomically, so a new `{out}` is a complete output.
         """
-        is_whole = command.is_ours and "out" in command.places
-        return entry.state == "begun" and is_whole and identity(out) not in (None, entry.out_before)
+        is_whole = command.is_ours and "out" in command.placeholders
+        return entry.state == "begun" and is_whole and find_file_identity(out) not in (None, entry.out_before)
 
-    def fail(self, name: str, saved_ns: int, failure: str) -> None:
+    def record_failure(self, name: str, saved_ns: int, failure: str) -> None:
         """Record a failed attempt, and schedule a retry or give up."""
         failures = self._failures.setdefault(name, [])
         failures.append(saved_ns)
         count = failures.count(saved_ns)
         if count >= self.terms.tries or isinstance(failure, Final):
-            self.record(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
+            self.record_outcome(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
             return
         pause = self.terms.every * 2 ** (count - 1)
         self._due[name] = time.monotonic() + pause
         self._tell(Event(self.root / name, None, f"{failure}; the next try is in {pause:g} s"))
 
-    def miss(self, name: str) -> None:
+    def record_missed(self, name: str) -> None:
         """Record that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
-        self.note(name, HandledRecord("missed", entry.saved_ns if entry else 0))
-        self.record(name, "missed", "deleted before it was handled")
+        self.write_record(name, HandledRecord("missed", entry.saved_ns if entry else 0))
+        self.record_outcome(name, "missed", "deleted before it was handled")
 
-    def record(self, name: str, outcome: Outcome, message: str) -> None:
+    def record_outcome(self, name: str, outcome: Outcome, message: str) -> None:
         """Record and report the outcome of a checkpoint."""
         self._due.pop(name, None)
         self._waiting.discard(name)
@@ -356,18 +360,18 @@ class Watcher:
         self._tell(self._outcomes[name])
 
 
-def step_in(path: Path) -> int | None:
+def find_step_in_name(path: Path) -> int | None:
     """Return the step in the name of a checkpoint, which need not exist."""
-    return int(path.name) if path.name.isdecimal() else step_of(Path(stem_of(path.name)))
+    return int(path.name) if path.name.isdecimal() else find_step_of_path(Path(name_without_suffixes(path.name)))
 
 
-def identity(path: Path) -> tuple[int, int] | None:
+def find_file_identity(path: Path) -> tuple[int, int] | None:
     """Return inode and modification time of a file or directory; None if it does not exist.
 
     A replacement has a different pair. In a store, an unfinished upload counts as missing.
     """
     if is_remote(path):
-        return snapshot_identity(path)
+        return find_snapshot_identity(path)
     with translate_os_errors(path):
         try:
             state = path.lstat()
@@ -376,10 +380,10 @@ def identity(path: Path) -> tuple[int, int] | None:
         return state.st_ino, state.st_mtime_ns
 
 
-def snapshot_identity(path: Path) -> tuple[int, int] | None:
+def find_snapshot_identity(path: Path) -> tuple[int, int] | None:
     """Return a hash of the files at a path, and the newest modification time; None without output."""
-    refresh(path)
-    snapshot = FileSnapshot.at(path) if path.exists() and not find_claim(path) else None
+    drop_cached_listing(path)
+    snapshot = FileSnapshot.try_take(path) if path.exists() and not find_claim_object(path) else None
     if snapshot is None:
         return None
     digest = hashlib.blake2b(repr(snapshot.files).encode(), digest_size=6).digest()

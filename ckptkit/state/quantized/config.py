@@ -57,13 +57,13 @@ class QuantizationConfig:
     modules: Mapping[str, Integers] = field(default_factory=dict)
 
     @property
-    def is_known(self) -> bool:
+    def is_supported(self) -> bool:
         """Return whether ckptkit can undo the method."""
         kinds = _KINDS.get(str(self.method))
         return self.method in _PLAIN and (kinds is None or self.kind is None or self.kind in kinds)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"{self.method} {self.kind}" if self.kind else str(self.method)
 
 
@@ -73,13 +73,13 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
     if section is None:
         return QuantizationConfig()
     if "quant_method" not in section and "bits" in section:
-        return read_mlx(section)
+        return parse_mlx_config(section)
     method, kind = str(section.get("quant_method", _COMPRESSED)), section.get("format")
     if method.startswith(_MODELOPT):
         method, kind = _MODELOPT, section.get("quant_algo")
-    blocks = tuple(dict.fromkeys(blocks_in(section)))
-    of_integers = (one for one in weights_in(section) if str(one.get("type", "int")).lower() == "int")
-    integers = tuple(dict.fromkeys(map(read_integer_encoding, of_integers)))
+    blocks = tuple(dict.fromkeys(block_sizes_in(section)))
+    of_integers = (one for one in weight_groups_in(section) if str(one.get("type", "int")).lower() == "int")
+    integers = tuple(dict.fromkeys(map(parse_integer_encoding, of_integers)))
     kind = str(kind) if method in _KINDS and kind else None
     return QuantizationConfig(method, blocks or (_DEFAULT_BLOCK,), kind, integers)
 
@@ -95,15 +95,17 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def read_mlx(section: Mapping[str, Any]) -> QuantizationConfig:
+def parse_mlx_config(section: Mapping[str, Any]) -> QuantizationConfig:
     """Return the quantization in an MLX config: the default, and modules with their own values."""
-    by_module = {name: read_affine({**section, **value}) for name, value in section.items() if isinstance(value, dict)}
+    by_module = {
+        name: parse_affine_encoding({**section, **value}) for name, value in section.items() if isinstance(value, dict)
+    }
     modes = {str(value.get("mode", "affine")) for value in (section, *section.values()) if isinstance(value, dict)}
     kind = next(iter(sorted(modes - {"affine"})), "affine")
-    return QuantizationConfig(OF_MLX, kind=kind, integers=(read_affine(section),), modules=by_module)
+    return QuantizationConfig(OF_MLX, kind=kind, integers=(parse_affine_encoding(section),), modules=by_module)
 
 
-def read_affine(value: Mapping[str, Any]) -> Integers:
+def parse_affine_encoding(value: Mapping[str, Any]) -> Integers:
     """Return the bits and group size of MLX's weights. Raises `Corrupt` for values that MLX does not have."""
     match value.get("bits"), value.get("group_size"):
         case [2 | 3 | 4 | 5 | 6 | 8 as bits, int(group)] if group > 0 and group % 32 == 0 and group <= _MAX_BLOCK:
@@ -113,45 +115,45 @@ def read_affine(value: Mapping[str, Any]) -> Integers:
             raise Corrupt(f"{message}; found {bits} bits in groups of {group}")
 
 
-def weights_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def weight_groups_in(section: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the description of the weights for each group of modules."""
-    groups = stated.get("config_groups")
+    groups = section.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict):
             yield weights
 
 
-def blocks_in(stated: Mapping[str, Any]) -> Iterator[Block]:
+def block_sizes_in(section: Mapping[str, Any]) -> Iterator[Block]:
     """Yield the block sizes: of the whole model, or of groups of modules."""
-    if stated.get("weight_block_size") is not None:
-        yield read_block(stated["weight_block_size"])
-    for weights in weights_in(stated):
+    if section.get("weight_block_size") is not None:
+        yield parse_block(section["weight_block_size"])
+    for weights in weight_groups_in(section):
         if weights.get("block_structure") is not None:
-            yield read_block(weights["block_structure"])
-        elif is_grouped(weights):
-            yield read_block([1, weights.get("group_size")])
+            yield parse_block(weights["block_structure"])
+        elif has_group_scales(weights):
+            yield parse_block([1, weights.get("group_size")])
 
 
-def is_grouped(weights: Mapping[str, Any]) -> bool:
+def has_group_scales(weights: Mapping[str, Any]) -> bool:
     """Return whether groups of neighbors in a row have their own scales."""
     strategy, size = weights.get("strategy"), weights.get("group_size")
     return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
 
 
-def read_integer_encoding(weights: Mapping[str, Any]) -> Integers:
+def parse_integer_encoding(weights: Mapping[str, Any]) -> Integers:
     """Return the encoding of integer weights. Raises `Corrupt` for values that compressed-tensors refuses too."""
     bits, is_symmetric = weights.get("num_bits", 8), weights.get("symmetric", True)
     if not (isinstance(bits, int) and 1 <= bits <= 16):
         raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits!r}")
     if not isinstance(is_symmetric, bool):
         raise Corrupt(f"config.json: `symmetric`: expected true or false, found {is_symmetric}")
-    group = read_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None
+    group = parse_block([1, weights.get("group_size")])[1] if has_group_scales(weights) else None
     order = weights.get("actorder")
     return Integers(bits, group, is_symmetric, order is True or str(order).lower() in ("group", "dynamic"))
 
 
-def read_block(value: object) -> Block:
+def parse_block(value: object) -> Block:
     """Return rows and columns of a block. Raises `Corrupt` for anything else."""
     match value:
         case [int(rows), int(columns)] if 0 < rows <= _MAX_BLOCK and 0 < columns <= _MAX_BLOCK:

@@ -11,11 +11,11 @@ from math import prod
 from typing import Any
 
 from ckptkit.checkpoints.component import Component
-from ckptkit.entry_points import load
+from ckptkit.entry_points import import_object
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Shape
-from ckptkit.models.companions import find_config
+from ckptkit.models.companions import find_model_config
 from ckptkit.state.quantized.config import (
     OF_MLX,
     QuantizationConfig,
@@ -23,10 +23,10 @@ from ckptkit.state.quantized.config import (
     read_quantization_config,
 )
 from ckptkit.state.quantized.packed import BLOCKS, Finder, Packed
-from ckptkit.state.quantized.signs import OF_WEIGHTS, is_declared_quantized, may_be_packed, may_be_quantized
+from ckptkit.state.quantized.signs import OF_WEIGHTS, is_declared_quantized, may_be_packed, may_be_quantized_model
 from ckptkit.state.quantized.stored import SCHEMES
 from ckptkit.state.quantized.stored.affine import SCALES
-from ckptkit.state.quantized.stored.floats8 import is_eight_bits
+from ckptkit.state.quantized.stored.floats8 import is_float8_weight
 from ckptkit.state.quantized.stored.integers import PACKED
 
 
@@ -49,7 +49,7 @@ class InspectedQuantized:
 def inspect_quantized(component: Component) -> InspectedQuantized | None:
     """Return a summary of the quantized weights in the model's component; None without any."""
     try:
-        quantized = find_quantized(component.layout, find_config(component.path))
+        quantized = find_quantized(component.layout, find_model_config(component.path))
     except (Corrupt, Mismatch, Unsupported) as error:
         where = f"`{error.tensor}`: " if error.tensor else ""
         return InspectedQuantized("unknown", 0, 0, 0, (), f"{where}{error.message}")
@@ -84,20 +84,20 @@ _BY_SUFFIX = {
 _ZEROS, _OF_FLOATS = ".weight_zero_point", "compressed-tensors with zero points of floats"
 
 
-def find_foreign(specs: Mapping[str, Spec]) -> tuple[str, frozenset[str]] | None:
+def find_unsupported_quantized(specs: Mapping[str, Spec]) -> tuple[str, frozenset[str]] | None:
     """Return the method of weights that ckptkit cannot dequantize, and the tensors of these modules except biases."""
     marked: dict[str, str] = {}
     for name in specs:
-        method = method_of(name, specs)
+        method = find_method_in_name(name, specs)
         if method is not None:
-            marked[module_of(name)] = method
+            marked[module_of_tensor(name)] = method
     if not marked:
         return None
-    members = frozenset(name for name in specs if module_of(name) in marked and not name.endswith(".bias"))
+    members = frozenset(name for name in specs if module_of_tensor(name) in marked and not name.endswith(".bias"))
     return next(iter(marked.values())), members
 
 
-def method_of(name: str, specs: Mapping[str, Spec]) -> str | None:
+def find_method_in_name(name: str, specs: Mapping[str, Spec]) -> str | None:
     """Return the method that a tensor's name reveals; None for any other name."""
     by_infix = next((method for infix, method in _BY_INFIX.items() if infix in name), None)
     by_suffix = next((method for suffix, method in _BY_SUFFIX.items() if name.endswith(suffix)), None)
@@ -109,7 +109,7 @@ def method_of(name: str, specs: Mapping[str, Spec]) -> str | None:
     return _OF_FLOATS if is_of_floats else None
 
 
-def module_of(name: str) -> str:
+def module_of_tensor(name: str) -> str:
     before, separator, _ = name.partition(".weight.")
     return before if separator else name.rpartition(".")[0].partition("._weight")[0]
 
@@ -135,7 +135,7 @@ class Quantized:
     members: frozenset[str] = frozenset()
     refusal: str | None = None
 
-    def require_known(self) -> None:
+    def require_supported(self) -> None:
         """Raise `Unsupported` for weights that ckptkit cannot compute."""
         if self.refusal is not None:
             hint = "drop --dtype to copy them unchanged, or dequantize them with the library that quantized them"
@@ -148,22 +148,24 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     Raises `Mismatch` for scales that are missing or do not fit, `Corrupt` for an invalid config.
     """
     specs = layout.specs
-    if not (may_be_quantized(specs) or is_declared_quantized(config or {})):
+    if not (may_be_quantized_model(specs) or is_declared_quantized(config or {})):
         return None
     added = {scheme.method for scheme in SCHEMES.values()} - {""}
     is_added = (quantization_section(config or {}) or {}).get("quant_method") in added
     # first, because the tensors of unsupported methods can look like supported ones
-    if not is_added and (foreign := find_foreign(specs)):
+    if not is_added and (foreign := find_unsupported_quantized(specs)):
         method, members = foreign
         return Quantized(layout, method, members=members, refusal=f"the weights are quantized by {method}")
     stated = read_quantization_config(config)
-    if not (stated.is_known or is_added):
-        if is_plain(specs):
+    if not (stated.is_supported or is_added):
+        if has_no_quantized_tensor(specs):
             return None
-        refusal = f"config.json says that the weights are quantized by `{stated.words}`, which ckptkit does not know"
-        return Quantized(layout, stated.words, members=frozenset(specs), refusal=refusal)  # any tensor may be one
+        refusal = (
+            f"config.json says that the weights are quantized by `{stated.description}`, which ckptkit does not know"
+        )
+        return Quantized(layout, stated.description, members=frozenset(specs), refusal=refusal)  # any tensor may be one
     try:
-        finders: list[Finder] = [load(scheme.find) for scheme in SCHEMES.values()]
+        finders: list[Finder] = [import_object(scheme.find) for scheme in SCHEMES.values()]
         weights = {name: packed for find in finders for name, packed in find(specs, stated)}
     except CkptError as error:
         raise error.blame(path=layout.path) from None
@@ -179,18 +181,18 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     return Quantized(layout, method, weights, frozenset(weights.keys() | beside))
 
 
-def is_plain(specs: Mapping[str, Spec]) -> bool:
+def has_no_quantized_tensor(specs: Mapping[str, Spec]) -> bool:
     """Return whether no tensor is quantized, regardless of the config: there are neither packed numbers nor scales."""
     has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
-    return not (has_packed or find_foreign(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
+    return not (has_packed or find_unsupported_quantized(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
 
 
 def are_numbers(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
     """Return whether a tensor contains numbers that need scales; in a quantized model, each integer matrix does."""
     is_block = name.endswith(BLOCKS) and spec.dtype.name == "uint8"
     is_matrix = name.endswith(".weight") and len(spec.shape) > 1 and may_be_packed(spec)
-    is_packed = stated.method is not None and is_matrix and not is_eight_bits(spec)
-    of_eight = is_eight_bits(spec) and not are_scales(name, spec, stated)
+    is_packed = stated.method is not None and is_matrix and not is_float8_weight(spec)
+    of_eight = is_float8_weight(spec) and not are_scales(name, spec, stated)
     return of_eight or is_block or is_packed or name.endswith(PACKED)
 
 

@@ -14,14 +14,21 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ckptkit.engine.recipes import FLOAT32, Array, as_stored
+from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
-from ckptkit.layout.box import Box, Shape, whole
-from ckptkit.layout.casting import cast, widener
+from ckptkit.layout.box import Box, Shape, full_box
+from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Operand, RecipeVerdict, same
-from ckptkit.models.fit import abridge
-from ckptkit.state.quantized.plain_blocks import FOUR_BITS, as_numbers, check_factors, check_zeros, pairs, table
+from ckptkit.layout.plan import Operand, RecipeVerdict, unchanged_box
+from ckptkit.models.fit import join_few_names
+from ckptkit.state.quantized.plain_blocks import (
+    FOUR_BITS,
+    check_scale_factors,
+    check_zeros,
+    four_bit_pairs,
+    scales_as_float32,
+    value_table_of,
+)
 from ckptkit.words import count
 
 
@@ -48,18 +55,18 @@ class Codes(NamedTuple):
     bits: int
     numbers: tuple[float, ...]
 
-    def unpack(self, raw: Array) -> Array:
+    def unpack_numbers(self, raw: Array) -> Array:
         """Return the numbers in rows of bytes, as float32."""
         if self.bits == 8:
-            return table(self.numbers).take(raw)
+            return value_table_of(self.numbers).take(raw)
         if self.bits == 4:
-            unpacked: Array = pairs(self.numbers).take(raw).view(np.float32)
+            unpacked: Array = four_bit_pairs(self.numbers).take(raw).view(np.float32)
             return unpacked
         runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # each has eight numbers in `bits` bytes
         streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
         shifts = np.arange(8, dtype=np.uint64) * np.uint64(self.bits)
         patterns = (np.asarray(streams)[..., None] >> shifts) & np.uint64((1 << self.bits) - 1)
-        numbers: Array = table(self.numbers).take(patterns.reshape(*raw.shape[:-1], -1).astype(np.intp))
+        numbers: Array = value_table_of(self.numbers).take(patterns.reshape(*raw.shape[:-1], -1).astype(np.intp))
         return numbers
 
 
@@ -85,40 +92,40 @@ class GroupedRecipe:
         self._bits = 8 * numbers.dtype.itemsize
         unit = lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits  # fewest numbers that fill stored elements
         self._step = unit if group == shape[-1] else lcm(unit, group)
-        of_parts = (self._of_groups(operand) for part in parts for operand in part.operands)
-        self.operands = (numbers._replace(region=self._stored), *of_parts)
+        of_parts = (self._with_group_region(operand) for part in parts for operand in part.operands)
+        self.operands = (numbers._replace(region=self._stored_box), *of_parts)
 
-    def _of_groups(self, operand: Operand) -> Operand:
-        return operand._replace(region=lambda box: operand.region(self._groups(box)))
+    def _with_group_region(self, operand: Operand) -> Operand:
+        return operand._replace(region=lambda box: operand.region(self._box_of_groups(box)))
 
-    def _columns(self, box: Box) -> tuple[int, int]:
+    def _column_range(self, box: Box) -> tuple[int, int]:
         """Return the range of columns to compute for a box: whole groups, in whole stored elements."""
         low = box.start[-1] // self._step * self._step
         high = -(-box.stop[-1] // self._step) * self._step
         return low, min(high, self._shape[-1])
 
-    def _stored(self, box: Box) -> Box:
+    def _stored_box(self, box: Box) -> Box:
         """Return the box of stored elements that contain the columns of a box."""
-        low, high = self._columns(box)
+        low, high = self._column_range(box)
         start, stop = low * self._codes.bits // self._bits, -(-high * self._codes.bits // self._bits)
         return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
 
-    def _groups(self, box: Box) -> Box:
+    def _box_of_groups(self, box: Box) -> Box:
         """Return the box of groups that contain the columns of a box."""
-        low, high = self._columns(box)
+        low, high = self._column_range(box)
         start, stop = low // self._group, -(-high // self._group)
         return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
         """Return the elements of a box as `dtype`, and whether a step has something to report."""
-        low, high = self._columns(box)
+        low, high = self._column_range(box)
         raw = np.frombuffer(blocks[0], np.uint8).reshape(*box.size[:-1], -1)
         bits = self._codes.bits
         if bits not in (4, 8) and (lacking := -raw.shape[-1] % bits):
-            # `Codes.unpack` needs a multiple of eight numbers
+            # `Codes.unpack_numbers` needs a multiple of eight numbers
             raw = np.pad(raw, [(0, 0)] * (raw.ndim - 1) + [(0, lacking)])
-        values = np.ascontiguousarray(self._codes.unpack(raw)[..., : high - low])
-        groups = self._groups(box)
+        values = np.ascontiguousarray(self._codes.unpack_numbers(raw)[..., : high - low])
+        groups = self._box_of_groups(box)
         cells = values.reshape(*groups.size, -1)
         has_remark = False
         at = 1
@@ -127,9 +134,9 @@ class GroupedRecipe:
             has_remark |= part(cells, blocks[at:stop], groups)
             at = stop
         if self._rounds_to not in (FLOAT32, dtype):
-            round_to(self._rounds_to, values)
+            round_in_place(self._rounds_to, values)
         first = box.start[-1] - low
-        return as_stored(values[..., first : first + box.size[-1]], FLOAT32, dtype), has_remark
+        return round_to_bytes(values[..., first : first + box.size[-1]], FLOAT32, dtype), has_remark
 
 
 class Factors:
@@ -146,7 +153,7 @@ class Factors:
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
         """Multiply. Raises `Corrupt` for invalid scales."""
         factors = self._factors(blocks)
-        check_factors(factors, self._name, self._largest)
+        check_scale_factors(factors, self._name, self._largest)
         spread = broadcast_over(factors, groups)
         if not self._may_vanish:
             check_zeros(values, spread, self._name)
@@ -154,7 +161,7 @@ class Factors:
         return False
 
     def _factors(self, blocks: Sequence[memoryview]) -> Array:
-        return as_numbers(self.operands[0], blocks[0])
+        return scales_as_float32(self.operands[0], blocks[0])
 
 
 class TwoLevels(Factors):
@@ -166,7 +173,7 @@ class TwoLevels(Factors):
         self._divides = divides
 
     def _factors(self, blocks: Sequence[memoryview]) -> Array:
-        scales, level = as_numbers(self.operands[0], blocks[0]), as_numbers(self.operands[1], blocks[1])
+        scales, level = scales_as_float32(self.operands[0], blocks[0]), scales_as_float32(self.operands[1], blocks[1])
         if not (np.isfinite(level).all() and (level > 0).all()):
             worst = f"expected a scale in `{self.operands[1].name}`, found {level[0]:g}"
             raise Corrupt(worst, hint="run `ckptkit verify`: these bytes may belong to another tensor")
@@ -208,7 +215,7 @@ class Affine:
     """Multiply the numbers of each group with its scale, round, and add its bias, as MLX does on a CPU."""
 
     def __init__(self, scales: Operand, biases: Operand, stored_as: DType) -> None:
-        self.operands = (scales._replace(region=same), biases._replace(region=same))
+        self.operands = (scales._replace(region=unchanged_box), biases._replace(region=unchanged_box))
         self._rounds_to = stored_as
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
@@ -221,7 +228,7 @@ class Affine:
                 raise Corrupt(f"expected finite values in `{operand.name}`, found {worst:g}", hint=hint)
         values *= broadcast_over(scales, groups)
         if self._rounds_to != FLOAT32:
-            round_to(self._rounds_to, values)
+            round_in_place(self._rounds_to, values)
         values += broadcast_over(biases, groups)
         return False
 
@@ -230,7 +237,7 @@ class DeclaredShape:
     """Compare the shape of a weight that a tensor declares with the shape that was found."""
 
     def __init__(self, declared: Operand, shape: Shape) -> None:
-        self.operands = (declared._replace(region=lambda _: whole((len(shape),))),)
+        self.operands = (declared._replace(region=lambda _: full_box((len(shape),))),)
         self._shape = shape
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
@@ -252,17 +259,17 @@ class Requantized:
     bits: int
 
     @property
-    def largest(self) -> int:
+    def largest_integer(self) -> int:
         return (1 << (self.bits - 1)) - 1
 
-    def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
+    def verdict_sentence(self, checked: Sequence[str], noted: Collection[str]) -> str:
         """Return a sentence on how many weights would be the same; those in `noted` would not."""
-        others = [name for name in judged if name in noted]
-        again = f"quantizing to int{self.bits} again, with scales of maximum / {self.largest}, restores"
+        others = [name for name in checked if name in noted]
+        again = f"quantizing to int{self.bits} again, with scales of maximum / {self.largest_integer}, restores"
         if not others:
-            return f"{again} the same integers in {count(len(judged), 'weight')}"
-        some = f"only {len(judged) - len(others)} of {count(len(judged), 'weight')}"
-        return f"{again} the same integers in {some}, not in {abridge(others)}"
+            return f"{again} the same integers in {count(len(checked), 'weight')}"
+        some = f"only {len(checked) - len(others)} of {count(len(checked), 'weight')}"
+        return f"{again} the same integers in {some}, not in {join_few_names(others)}"
 
 
 class Extremes:
@@ -279,7 +286,7 @@ class Extremes:
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
         """Return whether there is such a group."""
         peaks = group_maxima(values)
-        return bool(((peaks != self.verdict.largest) & (peaks != 0)).any())
+        return bool(((peaks != self.verdict.largest_integer) & (peaks != 0)).any())
 
 
 def group_maxima(values: Array) -> Array:
@@ -293,7 +300,7 @@ def group_maxima(values: Array) -> Array:
 
 def per_group_operand(operand: Operand, shape: Shape) -> Operand:
     """Return an operand with one element per group, or a single element for all groups."""
-    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else same)
+    return operand._replace(region=(lambda _: full_box(shape)) if prod(shape) == 1 else unchanged_box)
 
 
 def broadcast_over(values: Array, groups: Box) -> Array:
@@ -301,9 +308,9 @@ def broadcast_over(values: Array, groups: Box) -> Array:
     return values if values.size == 1 else values.reshape(*groups.size, 1)
 
 
-def round_to(dtype: DType, values: Array) -> None:
+def round_in_place(dtype: DType, values: Array) -> None:
     """Round float32 values to another dtype, in place."""
     flat = values.reshape(-1)
     rounded = np.empty(flat.size, f"u{dtype.itemsize}")
-    cast(flat, FLOAT32, dtype, rounded)
+    cast_into(flat, FLOAT32, dtype, rounded)
     flat[:] = widener(dtype)(rounded)

@@ -35,12 +35,12 @@ Finder = Callable[
 ]  # yields weights by the names of their numbers
 
 
-def plain_name(name: str) -> str:
+def dequantized_name(name: str) -> str:
     """Return the name of a weight after dequantization."""
     return name.removesuffix(BLOCKS).removesuffix(_PACKED)
 
 
-def renamed_alike(names: Sequence[str], news: Sequence[str | None]) -> bool:
+def is_renamed_alike(names: Sequence[str], news: Sequence[str | None]) -> bool:
     """Return whether the tensors of one weight get new names that still match each other, or none of them gets one."""
     if None in news:
         return all(new is None for new in news)

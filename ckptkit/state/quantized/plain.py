@@ -14,15 +14,15 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.layout import Spec, StoredTensor, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.models.companions import find_config
-from ckptkit.models.fit import abridge
+from ckptkit.models.companions import find_model_config
+from ckptkit.models.fit import join_few_names
 from ckptkit.models.names.weights import Weights
-from ckptkit.state.model import Model, always
+from ckptkit.state.model import Model, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import read_quantization_config, without_quantization
-from ckptkit.state.quantized.find import Quantized, find_quantized, is_plain
-from ckptkit.state.quantized.packed import plain_name, renamed_alike
-from ckptkit.state.selection import Edits, wanted_dtype
+from ckptkit.state.quantized.find import Quantized, find_quantized, has_no_quantized_tensor
+from ckptkit.state.quantized.packed import dequantized_name, is_renamed_alike
+from ckptkit.state.selection import Edits, find_wanted_dtype
 from ckptkit.words import count
 
 _BY_LIBRARY = "dequantize them first, with the library that made them"
@@ -35,7 +35,7 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
     """
     asked = options.edits
     is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
-    quantized = look_for_quantized(model.part, model.config) if is_concerned else None
+    quantized = find_quantized_in(model.part, model.config) if is_concerned else None
     if options.weights and quantized is not None:
         message = f"the weights are quantized ({quantized.method}): ckptkit cannot average them without their scales"
         hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
@@ -46,13 +46,13 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
     chosen = weights_to_dequantize(quantized, model.weights, asked)
     if quantized is None or not chosen:
         require_scales_with_weights(quantized, model, asked)
-        return without_false_declaration(model)
-    return make_plain(model, quantized, chosen)
+        return without_false_quantization(model)
+    return dequantize_chosen(model, quantized, chosen)
 
 
-def look_for_quantized(component: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
+def find_quantized_in(component: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
     """Return a component's quantized weights; None without any. The `base` config counts if none is beside them."""
-    return find_quantized(component.layout, find_config(component.path) or base)
+    return find_quantized(component.layout, find_model_config(component.path) or base)
 
 
 def require_quantizable(model: Model, quantized: Quantized | None) -> None:
@@ -67,30 +67,30 @@ def require_quantizable(model: Model, quantized: Quantized | None) -> None:
         raise Usage("no config.json found, which tells loaders how the weights are quantized", hint=hint)
 
 
-def without_false_declaration(model: Model) -> Model:
+def without_false_quantization(model: Model) -> Model:
     """Return a model whose config.json does not declare plain weights as quantized.
 
     After training from a quantized model, the weights are plain but config.json may be unchanged.
     """
     stated = read_quantization_config(model.companions.config).method
-    if stated is None or not is_plain(model.part.layout.specs):
+    if stated is None or not has_no_quantized_tensor(model.part.layout.specs):
         return model
     words = f"config.json said that the weights are quantized ({stated}), but they are plain"
-    return model.with_config(without_quantization(model.config)).say(f"{words}: removed that from config.json")
+    return model.with_config(without_quantization(model.config)).with_remarks(f"{words}: removed that from config.json")
 
 
-def weights_to_dequantize(quantized: Quantized | None, weights: Weights, asked: Edits) -> frozenset[str]:
+def weights_to_dequantize(quantized: Quantized | None, weights: Weights, edits: Edits) -> frozenset[str]:
     """Return the quantized weights for which the user requests a dtype, by their names in the checkpoint.
 
     Raises `Unsupported` if ckptkit cannot compute them, `Usage` if the request matches only some of them.
     """
-    if quantized is None or not asked.dtype:
+    if quantized is None or not edits.dtype:
         return frozenset()
-    if asked.dtype_of_weights is not None:
-        quantized.require_known()
-    names = {old: plain_name(new) for new, old in weights.came_from.items() if old in quantized.weights}
-    rules = asked.dtype_rules(weights.came_from.values())
-    chosen = {old for old, new in names.items() if wanted_dtype(rules, new, (old,)) is not None}
+    if edits.dtype_of_weights is not None:
+        quantized.require_supported()
+    names = {old: dequantized_name(new) for new, old in weights.came_from.items() if old in quantized.weights}
+    rules = edits.dtype_rules(weights.came_from.values())
+    chosen = {old for old, new in names.items() if find_wanted_dtype(rules, new, (old,)) is not None}
     if chosen and (missed := sorted(names[old] for old in names.keys() - chosen)):
         which = f"not {count(len(missed), 'weight')} such as `{missed[0]}`"
         hint = "pass one dtype for all weights, like --dtype bf16"
@@ -98,45 +98,49 @@ def weights_to_dequantize(quantized: Quantized | None, weights: Weights, asked: 
     return frozenset(chosen)
 
 
-def make_all_plain(model: Model) -> Model:
+def dequantize_all(model: Model) -> Model:
     """Return a model with plain weights in config.json's dtype. Raises `Unsupported` if ckptkit cannot compute them."""
-    quantized = look_for_quantized(model.part, model.config)
+    quantized = find_quantized_in(model.part, model.config)
     chosen = frozenset(old for old in model.weights.came_from.values() if quantized and old in quantized.weights)
     if quantized is None or not (chosen or quantized.refusal):
-        return without_false_declaration(model)
+        return without_false_quantization(model)
     if quantized.refusal is not None:
         root, tensor = quantized.layout.root, min(quantized.members)
         raise Unsupported(quantized.refusal, path=root, tensor=tensor, hint=_BY_LIBRARY)
-    dtype = dtype_of(model.config)
-    plain = make_plain(model, quantized, chosen, dtype)
-    return plain.say(f"dequantized weights become {dtype} unless you pass --dtype")
+    dtype = dtype_in_config(model.config)
+    plain = dequantize_chosen(model, quantized, chosen, dtype)
+    return plain.with_remarks(f"dequantized weights become {dtype} unless you pass --dtype")
 
 
-def dtype_of(config: Mapping[str, Any]) -> DType:
+def dtype_in_config(config: Mapping[str, Any]) -> DType:
     """Return the model's dtype from config.json; bfloat16 if it does not name a float dtype of 16 bits or more."""
     stated = DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
     return stated if stated is not None and stated.kind == "float" else DTYPES["bfloat16"]
 
 
-def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype: DType = DTYPES["float32"]) -> Model:
+def dequantize_chosen(
+    model: Model, quantized: Quantized, chosen: frozenset[str], dtype: DType = DTYPES["float32"]
+) -> Model:
     """Return a model with a recipe for each chosen weight. Its numbers and scales become a further source."""
     number = len(model.others) + 1
-    source = edits.select(quantized.layout, quantized.members.__contains__)
-    weights = unpack_weights(model.weights, quantized, chosen, dtype)
+    source = edits.select_entries(quantized.layout, quantized.members.__contains__)
+    weights = with_dequantized_specs(model.weights, quantized, chosen, dtype)
     dequantized = {new: old for new, old in weights.came_from.items() if old in chosen}
-    recipes = {new: always(recipe_of(quantized, old, number)) for new, old in dequantized.items()}
+    recipes = {
+        new: recipe_for_any_tensor(dequantizing_recipe_of(quantized, old, number)) for new, old in dequantized.items()
+    }
     stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in dequantized.items()}
     note = f"dequantized {count(len(chosen), 'weight')} ({quantized.method})"
     if (plain := without_quantization(model.config)) != model.config:
         model = model.with_config(plain)
         note += "; removed the quantization from config.json"
     others = (*model.others, replace(source, blobs={}, twins={}))
-    return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).say(note)
+    return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).with_remarks(note)
 
 
-def unpack_weights(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
+def with_dequantized_specs(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
     """Return the weights of a checkpoint with plain ones for the chosen weights; these have no bytes yet."""
-    names = {new: plain_name(new) if old in chosen else new for new, old in weights.came_from.items()}
+    names = {new: dequantized_name(new) if old in chosen else new for new, old in weights.came_from.items()}
     kept = [new for new, old in weights.came_from.items() if old in chosen or old not in quantized.members]
 
     def plain(new: str) -> StoredTensor:
@@ -163,7 +167,7 @@ def require_scales_with_weights(quantized: Quantized | None, model: Model, asked
     for name, packed in quantized.weights.items():
         olds = (name, *packed.beside)
         news = [names.get(old) for old in olds]
-        if not renamed_alike(olds, news):
+        if not is_renamed_alike(olds, news):
             new, *rest = (one or "nothing" for one in news)
             message = f"`{name}` would become `{new}`, but its scales `{packed.beside[0]}` would become `{rest[0]}`"
             hint = "select and rename both alike, or dequantize them with --dtype bf16"
@@ -177,31 +181,34 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     """
     if model.stored_as:  # the quantized weights were dequantized
         return model
-    refuse_separated(model.part, model.weights.origins_by_name(model.casts))
+    refuse_separate_rounding(model.part, model.weights.origins_by_name(model.casts))
     small = sorted(name for name, spec in model.layout.specs.items() if spec.dtype.kind == "small_float")
     if options.edits.dtype_of_weights is None or not small:
         return model
     weights = count(len(small), "weight")
-    return model.say(f"{weights} of 8 bits stayed as they are, because no scales are known: {abridge(small)}")
+    return model.with_remarks(
+        f"{weights} of 8 bits stayed as they are, because no scales are known: {join_few_names(small)}"
+    )
 
 
-def refuse_separated(component: Component, rounded: Mapping[str, frozenset[str]]) -> None:
+def refuse_separate_rounding(component: Component, rounded: Mapping[str, frozenset[str]]) -> None:
     """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own.
 
     `rounded` gives, for each tensor to round, the tensors of the component that it is made of.
     """
-    quantized = look_for_quantized(component) if rounded else None
+    quantized = find_quantized_in(component) if rounded else None
     if quantized is None:
         return
     separated = sorted(new for new, olds in rounded.items() if not quantized.members.isdisjoint(olds))
     if separated:
-        quantized.require_known()
-        message = f"{abridge(separated)} belong to quantized weights ({quantized.method})"
+        quantized.require_supported()
+        names = join_few_names(separated)
+        message = f"{names} belong to quantized weights ({quantized.method}): rounding would destroy them"
         hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or drop --dtype"
-        raise Usage(f"{message}: rounding would destroy them", hint=hint)
+        raise Usage(message, hint=hint)
 
 
-def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
+def dequantizing_recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
     """Return the recipe of a weight, by the name of its numbers in the checkpoint, which is number `source`."""
     packed, tensors = quantized.weights[name], quantized.layout.tensors
     return packed.make([Operand(source, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])

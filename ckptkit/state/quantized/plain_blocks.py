@@ -11,17 +11,17 @@ from math import isfinite, prod
 
 import numpy as np
 
-from ckptkit.engine.rearrange import view_of
-from ckptkit.engine.recipes import FLOAT32, Array, as_stored
+from ckptkit.engine.rearrange import view_of_region
+from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
-from ckptkit.layout.box import Box, Shape, cut_box, whole
-from ckptkit.layout.casting import cast
+from ckptkit.layout.box import Box, Shape, cut_box, full_box
+from ckptkit.layout.casting import cast_into
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Region
 from ckptkit.layout.small_floats import SMALL_FLOATS
 
-_EXPONENTS = SMALL_FLOATS["float8_e8m0fnu"].numbers
-FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].numbers
+_EXPONENTS = SMALL_FLOATS["float8_e8m0fnu"].value_by_bits
+FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].value_by_bits
 _BLOCK_ELEMENTS = 1 << 18  # elements at a time, as in `casting`: fits a CPU cache
 _GROUP = 32  # numbers of MXFP4 that share a scale, two per byte
 _MAX_EXPONENT = 252  # largest scale whose product with the largest 4-bit number fits float32
@@ -34,11 +34,11 @@ class Scaled:
     """
 
     def __init__(self, numbers: Operand, scales: Operand, shape_of_scales: Shape, steps: Shape) -> None:
-        region: Region = (lambda _: whole(shape_of_scales)) if prod(shape_of_scales) == 1 else self._boxes
+        region: Region = (lambda _: full_box(shape_of_scales)) if prod(shape_of_scales) == 1 else self._box_of_scales
         self.operands = (numbers, scales._replace(region=region))
         self._steps = steps
 
-    def _boxes(self, box: Box) -> Box:
+    def _box_of_scales(self, box: Box) -> Box:
         """Return the box of scales that apply to a box of elements."""
         start = tuple(a // step for a, step in zip(box.start, self._steps, strict=True))
         stop = (-(-b // step) for b, step in zip(box.stop, self._steps, strict=True))
@@ -48,9 +48,9 @@ class Scaled:
         """Return the elements of a box as `dtype`. Raises `Corrupt` for invalid scales."""
         numbers, scales = self.operands
         raw = np.frombuffer(blocks[0], np.uint8)
-        factors = as_numbers(scales, blocks[1])
-        check_factors(factors, scales.name, max(filter(isfinite, SMALL_FLOATS[numbers.dtype.name].numbers)))
-        scale_box = self._boxes(box)
+        factors = scales_as_float32(scales, blocks[1])
+        check_scale_factors(factors, scales.name, max(filter(isfinite, SMALL_FLOATS[numbers.dtype.name].value_by_bits)))
+        scale_box = self._box_of_scales(box)
         if len(factors) > 1:
             factors = factors.reshape(scale_box.size)
         converted = np.empty(box.numel, f"u{dtype.itemsize}")
@@ -59,14 +59,16 @@ class Scaled:
             start, stop = stop, stop + block.numel
             block_factors = factors
             if factors.ndim > 1:
-                block_factors = self._spread(view_of(factors, self._boxes(block), scale_box), block)
-            values = decode(raw[start:stop], numbers.dtype).reshape(block.size)
+                block_factors = self._factors_of_elements(
+                    view_of_region(factors, self._box_of_scales(block), scale_box), block
+                )
+            values = decode_bytes(raw[start:stop], numbers.dtype).reshape(block.size)
             check_zeros(values, block_factors, scales.name)
             values *= block_factors
-            cast(values.reshape(-1), FLOAT32, dtype, converted[start:stop])
+            cast_into(values.reshape(-1), FLOAT32, dtype, converted[start:stop])
         return converted.data.cast("B"), False
 
-    def _spread(self, factors: Array, box: Box) -> Array:
+    def _factors_of_elements(self, factors: Array, box: Box) -> Array:
         """Return the factors of a box's elements, of extent 1 on axes that share a scale, the last axes first."""
         for axis, step in reversed(list(enumerate(self._steps))):
             if step > 1 and factors.shape[axis] > 1:
@@ -85,13 +87,13 @@ class Transposed4:
     def __init__(self, numbers: Operand, scales: Operand, shape: Shape) -> None:
         _, columns, rows = shape
         self._rest: Shape = (rows, columns // _GROUP)
-        bytes_of: Region = lambda box: self._experts(box, (*self._rest, _GROUP // 2))  # noqa: E731
+        bytes_of: Region = lambda box: self._box_of_experts(box, (*self._rest, _GROUP // 2))  # noqa: E731
         self.operands = (
             numbers._replace(region=bytes_of),
-            scales._replace(region=lambda box: self._experts(box, self._rest)),
+            scales._replace(region=lambda box: self._box_of_experts(box, self._rest)),
         )
 
-    def _experts(self, box: Box, rest: Shape) -> Box:
+    def _box_of_experts(self, box: Box, rest: Shape) -> Box:
         return Box((box.start[0], *(0 for _ in rest)), (box.size[0], *rest))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
@@ -104,27 +106,27 @@ class Transposed4:
         if exponents.size and (worst := int(exponents.max())) > _MAX_EXPONENT:
             most = f"2**{_MAX_EXPONENT - 127}"
             raise Corrupt(f"expected scales of at most {most} in `{scales.name}`, found 2**{worst - 127}")
-        values = pairs(FOUR_BITS).take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
-        values *= table(_EXPONENTS)[exponents][..., None]
+        values = four_bit_pairs(FOUR_BITS).take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
+        values *= value_table_of(_EXPONENTS)[exponents][..., None]
         rows = values.reshape(*exponents.shape[:2], -1).transpose(0, 2, 1)
         first = box.start[1] - low * _GROUP
-        return as_stored(rows[:, first : first + box.size[1]], FLOAT32, dtype), False
+        return round_to_bytes(rows[:, first : first + box.size[1]], FLOAT32, dtype), False
 
 
-def as_numbers(operand: Operand, block: memoryview) -> Array:
+def scales_as_float32(operand: Operand, block: memoryview) -> Array:
     """Return scales as a flat float32 array. Bytes are exponents."""
     if operand.dtype.kind == "float":
         return np.frombuffer(block, np.float32)
-    numbers = _EXPONENTS if operand.dtype.name == "uint8" else SMALL_FLOATS[operand.dtype.name].numbers
-    return table(numbers)[np.frombuffer(block, np.uint8)]
+    numbers = _EXPONENTS if operand.dtype.name == "uint8" else SMALL_FLOATS[operand.dtype.name].value_by_bits
+    return value_table_of(numbers)[np.frombuffer(block, np.uint8)]
 
 
-def as_read(scales: Operand) -> Operand:
+def with_read_dtype(scales: Operand) -> Operand:
     """Return scales in the dtype to read them: floats of 16 bits and more as float32, others as they are stored."""
     return scales._replace(dtype=FLOAT32) if scales.dtype.kind == "float" else scales
 
 
-def check_factors(factors: Array, name: str, most: float) -> None:
+def check_scale_factors(factors: Array, name: str, most: float) -> None:
     """Raise `Corrupt` for scales that are negative, NaN, or so large that a product overflows float32."""
     limit = float(np.finfo(np.float32).max) / most
     # written with `not`: comparisons with NaN are false
@@ -141,27 +143,27 @@ def check_zeros(values: Array, factors: Array, name: str) -> None:
 
 
 @cache
-def table(numbers: tuple[float, ...]) -> Array:
+def value_table_of(numbers: tuple[float, ...]) -> Array:
     return np.array(numbers, np.float32)
 
 
-def decode(raw: Array, dtype: DType) -> Array:
+def decode_bytes(raw: Array, dtype: DType) -> Array:
     """Return the numbers that bytes encode. Looks up two at once, which takes half the time."""
     if len(raw) % 2:
-        return table(SMALL_FLOATS[dtype.name].numbers).take(raw)
-    return number_pairs(dtype).take(raw.view(np.uint16)).view(np.float32)
+        return value_table_of(SMALL_FLOATS[dtype.name].value_by_bits).take(raw)
+    return value_pairs_of(dtype).take(raw.view(np.uint16)).view(np.float32)
 
 
 @cache
-def number_pairs(dtype: DType) -> Array:
+def value_pairs_of(dtype: DType) -> Array:
     """Return a lookup table for pairs of bytes: their two numbers as one element of 8 bytes."""
     both = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
-    return table(SMALL_FLOATS[dtype.name].numbers)[both].view(np.uint64)
+    return value_table_of(SMALL_FLOATS[dtype.name].value_by_bits)[both].view(np.uint64)
 
 
 @cache
-def pairs(numbers: tuple[float, ...]) -> Array:
+def four_bit_pairs(numbers: tuple[float, ...]) -> Array:
     """Return a lookup table for bytes: the two 4-bit numbers of each, low half first, as one element of 8 bytes."""
     both = np.arange(256)
-    halves = np.stack([table(numbers)[both & 15], table(numbers)[both >> 4]], axis=1)
+    halves = np.stack([value_table_of(numbers)[both & 15], value_table_of(numbers)[both >> 4]], axis=1)
     return np.ascontiguousarray(halves).view(np.uint64).reshape(-1)

@@ -14,7 +14,7 @@ OF_WEIGHTS = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_
 _BYTES = ("int8", "uint8", "int32", "uint32")  # dtypes that packed numbers are stored in
 
 
-def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
+def may_be_quantized_model(specs: Mapping[str, Spec]) -> bool:
     """Return whether some of these tensors may be quantized weights or their scales."""
     return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
 

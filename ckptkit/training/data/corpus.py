@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ckptkit.training.data.tokens import TokenFile
-from ckptkit.training.seeds import derive
+from ckptkit.training.seeds import derive_seed
 
 IGNORED = -100  # a target without a loss: the default `ignore_index` of cross_entropy
 
@@ -33,17 +33,17 @@ class Batch:
     positions: Tensor | None = None
 
     @property
-    def tokens(self) -> int:
+    def loss_token_count(self) -> int:
         """Return the number of targets with a loss."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch on `device`; a copy to a GPU is asynchronous."""
-        positions = None if self.positions is None else move(self.positions, device)
-        return Batch(move(self.inputs, device), move(self.targets, device), positions)
+        positions = None if self.positions is None else to_device(self.positions, device)
+        return Batch(to_device(self.inputs, device), to_device(self.targets, device), positions)
 
 
-def move(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on `device`, copied to a GPU asynchronously through pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -63,10 +63,10 @@ class Corpus:
     checksum: int = 0
 
     @property
-    def sequences(self) -> int:
+    def sequences_per_epoch(self) -> int:
         return (len(self.ids) - 2) // self.length + 1
 
-    def batch(self, indices: range) -> Batch:
+    def batch_at(self, indices: range) -> Batch:
         """Return the sequences at these indices of the endless global order, which is the same on every rank.
 
         An empty range gives one sequence without targets: a rank without data must still run the forward pass, because
@@ -90,19 +90,19 @@ class Corpus:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), positions)
 
     def _window(self, index: int) -> NDArray[np.integer]:
-        epoch, index_in_epoch = divmod(index, self.sequences)
-        start = int(epoch_order(self.sequences, self.seed, epoch)[index_in_epoch]) * self.length
+        epoch, index_in_epoch = divmod(index, self.sequences_per_epoch)
+        start = int(epoch_order(self.sequences_per_epoch, self.seed, epoch)[index_in_epoch]) * self.length
         return self.ids[start : start + self.length + 1]
 
 
 @lru_cache(maxsize=2)
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the sequences in an epoch: a permutation, int64 [count]."""
-    generator = torch.Generator().manual_seed(derive("order", seed, epoch))
+    generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
     return torch.randperm(count, generator=generator)
 
 
-def share(indices: range, rank: int, world_size: int) -> range:
+def indices_of_rank(indices: range, rank: int, world_size: int) -> range:
     """Return the share of a rank. Shares are disjoint, cover all indices, and differ in size by at most one."""
     count = len(indices)
     return indices[count * rank // world_size : count * (rank + 1) // world_size]
@@ -110,4 +110,4 @@ def share(indices: range, rank: int, world_size: int) -> range:
 
 def open_corpus(tokens: TokenFile, *, length: int, seed: int) -> Corpus:
     """Return the corpus of a token file, cut into sequences of `length`."""
-    return Corpus(tokens.open(), tokens.end, length, seed, tokens.checksum)
+    return Corpus(tokens.mmap_ids(), tokens.end, length, seed, tokens.checksum)

@@ -53,7 +53,7 @@ class Ids:
     ends: bool = True
 
 
-def find_files(data: Path | None) -> list[Path]:
+def find_data_files(data: Path | None) -> list[Path]:
     """Return the files of `data` in order: the file itself, or the files in a directory; for None the default data.
 
     The default data are modules of Python's standard library. Raises `Usage` for a directory with token files.
@@ -86,12 +86,12 @@ def stdlib_modules() -> list[Path]:
     return files
 
 
-def read(path: Path) -> Iterator[Text | Ids]:
+def read_documents(path: Path) -> Iterator[Text | Ids]:
     """Yield the documents of a file in order. Keeps at most one line or two parts in memory."""
-    return read_lines(path) if path.suffix == ".jsonl" else read_text(path)
+    return read_jsonl_documents(path) if path.suffix == ".jsonl" else read_text_documents(path)
 
 
-def read_text(path: Path) -> Iterator[Text]:
+def read_text_documents(path: Path) -> Iterator[Text]:
     """Yield the documents of a text file, long documents in parts."""
     offset, rest, begins = 0, b"", True
     with translate_os_errors(path), path.open("rb") as file:
@@ -120,7 +120,7 @@ def find_cut(text: bytes) -> int:
     return next((cut for cut in last if text[cut] & 0xC0 != 0x80), len(text))  # skip UTF-8 continuation bytes
 
 
-def read_lines(path: Path) -> Iterator[Text | Ids]:
+def read_jsonl_documents(path: Path) -> Iterator[Text | Ids]:
     """Yield the documents of a JSONL file, one per line; skips empty lines."""
     with translate_os_errors(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):

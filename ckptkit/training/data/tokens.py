@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import Corrupt, Unsupported, Usage, translate_os_errors
-from ckptkit.io.staging import Stage, publish
-from ckptkit.training.data.documents import TOKEN_FILES, Ids, Text, find_files, read
+from ckptkit.io.staging import Stage, publish_file
+from ckptkit.training.data.documents import TOKEN_FILES, Ids, Text, find_data_files, read_documents
 from ckptkit.training.data.tokenizer import Tokenizer
 
 TOKENS, ABOUT = "tokens.bin", "tokens.json"
 BATCH_BYTES = 4 * 2**20  # bytes of text in one call of a tokenizer
-BLOCK_TOKENS = 2**20  # tokens that `check_ids` compares at once; bounds its memory
+BLOCK_TOKENS = 2**20  # tokens that `check_token_ids` compares at once; bounds its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TokenFile:
     vocab_size: int
     checksum: int = 0
 
-    def open(self) -> NDArray[np.integer]:
+    def mmap_ids(self) -> NDArray[np.integer]:
         """Return the ids, [count], as an mmap, so that the processes of a machine share the memory.
 
         Raises `Corrupt` if the file is too short.
@@ -63,24 +63,24 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
     Call it on one rank per shared disk. Raises `Usage` for ids outside the tokenizer's vocabulary and for data without
     a target, `Corrupt` for data that cannot be read, and `IOFailure`.
     """
-    files = find_files(data)
+    files = find_data_files(data)
     is_token_file = data in files and files[0].suffix in TOKEN_FILES  # a directory may have such a suffix
     path = files[0] if is_token_file else room / TOKENS
-    made_of = fingerprint(files, tokenizer)
-    if (known := read_token_file(room / ABOUT, made_of, path)) is not None:
+    made_of = hash_of_inputs(files, tokenizer)
+    if (known := find_token_file_record(room / ABOUT, made_of, path)) is not None:
         return known
     with translate_os_errors(room):
         (room / ABOUT).unlink(missing_ok=True)  # first, because it does not describe the file written next
-    tokens = describe_token_file(path, tokenizer) if is_token_file else write(files, tokenizer, path)
-    tokens = check_ids(tokens, data, tokenizer.name)
+    tokens = open_foreign_token_file(path, tokenizer) if is_token_file else write_tokens(files, tokenizer, path)
+    tokens = check_token_ids(tokens, data, tokenizer.name)
     fields = asdict(tokens)
     del fields["path"]  # the run may be moved
     about = json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n"
-    publish(room / ABOUT, about, overwrite=True)
+    publish_file(room / ABOUT, about, overwrite=True)
     return tokens
 
 
-def fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+def hash_of_inputs(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     """Return a hash of the inputs of the token ids: the tokenizer, and path, size and mtime of each file."""
     parts: list[object] = [tokenizer.vocab_size, tokenizer.start, tokenizer.end]
     parts += [(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(tokenizer.files().items())]
@@ -91,22 +91,22 @@ def fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def read_token_file(about: Path, made_of: str, path: Path) -> TokenFile | None:
-    """Return the description of the token file `path` in `about`.
+def find_token_file_record(record: Path, inputs_hash: str, path: Path) -> TokenFile | None:
+    """Return the description of the token file `path` in `record`.
 
-    Returns None if `about` is missing or invalid, has another hash of the sources, or `path` has another size.
+    Returns None if `record` is missing or invalid, has another hash of the sources, or `path` has another size.
     """
     try:
-        written = json.loads(about.read_text())
+        written = json.loads(record.read_text())
         tokens = TokenFile(path, **written["tokens"])
         size = tokens.offset + tokens.count * np.dtype(tokens.dtype).itemsize
-        same = written["made_of"] == made_of and path.stat().st_size == size
+        same = written["made_of"] == inputs_hash and path.stat().st_size == size
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return tokens if same else None
 
 
-def describe_token_file(path: Path, tokenizer: Tokenizer) -> TokenFile:
+def open_foreign_token_file(path: Path, tokenizer: Tokenizer) -> TokenFile:
     """Return the description of another tool's token file, from its name, header and size.
 
     Raises `Corrupt` for a damaged file, and `Unsupported` for an array that is not one-dimensional integers.
@@ -133,14 +133,14 @@ def describe_token_file(path: Path, tokenizer: Tokenizer) -> TokenFile:
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 
-def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
+def write_tokens(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
     """Write the token ids of all documents in `files` to `path`; atomic."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
     count = 0
     stage = Stage(path, overwrite=True, is_file=True)
     try:
         with translate_os_errors(path), (stage.open().path / path.name).open("wb") as file:
-            for ids in tokenize(files, tokenizer):
+            for ids in tokenize_documents(files, tokenizer):
                 file.write(ids.astype(dtype).data)
                 count += len(ids)
         stage.commit()
@@ -150,14 +150,14 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 
-def tokenize(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
+def tokenize_documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
     """Yield the ids of the documents in order, with exactly one `end` after each; skips empty documents."""
     end = np.array([tokenizer.end])
     last = tokenizer.end
-    for batch in batches(part for path in files for part in read(path)):
+    for batch in batch_texts(part for path in files for part in read_documents(path)):
         encoded = iter(tokenizer.encode([part for part in batch if isinstance(part, Text)]))
         for part in batch:
-            ids = next(encoded) if isinstance(part, Text) else given_ids(part, tokenizer)
+            ids = next(encoded) if isinstance(part, Text) else ids_of_document(part, tokenizer)
             if len(ids):
                 if isinstance(part, Text) and part.begins:
                     yield np.array(tokenizer.start, dtype=np.int64)
@@ -168,11 +168,11 @@ def tokenize(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np
                 last = tokenizer.end
 
 
-def batches(parts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
+def batch_texts(texts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
     """Yield lists of parts with about `BATCH_BYTES` each."""
     batch: list[Text | Ids] = []
     size = 0
-    for part in parts:
+    for part in texts:
         batch.append(part)
         size += 1 + len(part.content)
         if size >= BATCH_BYTES:
@@ -181,28 +181,28 @@ def batches(parts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
     yield batch
 
 
-def given_ids(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
+def ids_of_document(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
     """Return the ids of a document of token ids, int64. Raises `Usage` for an id outside the vocabulary."""
     for number, token in enumerate(document.content):
         if not 0 <= token < tokenizer.vocab_size:
             where = f"id {token} at place {number} of line {document.line}"
-            raise unknown_id(where, tokenizer.vocab_size, tokenizer.name, document.path)
+            raise unknown_id_error(where, tokenizer.vocab_size, tokenizer.name, document.path)
     return np.array(document.content, dtype=np.int64)
 
 
-def check_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
+def check_token_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
     """Return `tokens` with its checksum, after a check of every id.
 
     Raises `Usage` for an id outside the vocabulary, and if no document has two tokens.
     """
-    ids = tokens.open() if tokens.count else np.zeros(0, dtype=np.uint8)
+    ids = tokens.mmap_ids() if tokens.count else np.zeros(0, dtype=np.uint8)
     checksum, has_target = 0, False
     for start in range(0, tokens.count, BLOCK_TOKENS):
         block = ids[start : start + BLOCK_TOKENS]
         wrong = (block < 0) | (block >= tokens.vocab_size)
         if wrong.any():
             first = int(wrong.argmax())
-            raise unknown_id(f"id {block[first]} at place {start + first}", tokens.vocab_size, name, tokens.path)
+            raise unknown_id_error(f"id {block[first]} at place {start + first}", tokens.vocab_size, name, tokens.path)
         # a token other than `end` that is not the last of the file is followed by a target
         has_target = has_target or bool((block[: tokens.count - 1 - start] != tokens.end).any())
         checksum = zlib.crc32(block.data, checksum)
@@ -212,7 +212,7 @@ def check_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
     return replace(tokens, checksum=checksum)
 
 
-def unknown_id(where: str, vocab_size: int, name: str, path: Path) -> Usage:
+def unknown_id_error(where: str, vocab_size: int, name: str, path: Path) -> Usage:
     hint = "pass the tokenizer that made the ids with --tokenizer"
     return Usage(
         f"expected ids below {vocab_size}, the tokens of tokenizer `{name}`; found {where}", path=path, hint=hint

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, too_small, translate_os_errors
+from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, too_small_error, translate_os_errors
 from ckptkit.io.path import is_model_id
 
 
@@ -96,7 +96,7 @@ class ModelConfig:
             raise Usage(f"head_dim: expected an even number for RoPE, found {self.head_dim}")
 
     @classmethod
-    def sized(cls, size: str, *, tied: bool = True, vocab_size: int | None = None) -> ModelConfig:
+    def of_size(cls, size: str, *, tied: bool = True, vocab_size: int | None = None) -> ModelConfig:
         """Return the model of a size name; `vocab_size` is 256 by default, for bytes. Raises `Usage`.
 
         `1b` to `70b` have the shapes of Llama 3. The parameter counts in their names hold only with its vocabulary of
@@ -107,7 +107,7 @@ class ModelConfig:
         return cls(**SIZES[size], vocab_size=BYTES if vocab_size is None else vocab_size, tie_word_embeddings=tied)
 
     @classmethod
-    def read(cls, path: Path) -> ModelConfig:
+    def from_config_json(cls, path: Path) -> ModelConfig:
         """Return the model of a config.json. Raises `Unsupported` unless it is a plain Llama, and `NotACheckpoint`."""
         try:
             with translate_os_errors(path):
@@ -165,7 +165,7 @@ class ModelConfig:
 def require_at_least(least: int, name: str, value: float) -> None:
     """Raise `Usage` unless `value` is at least `least`; NaN raises too."""
     if not value >= least:
-        raise too_small(name, least, value)
+        raise too_small_error(name, least, value)
 
 
 BYTES = 256
@@ -203,7 +203,7 @@ PLAIN_LLAMA: dict[str, Any] = {
 }
 
 
-def require_known(model: str) -> None:
+def require_known_model(model: str) -> None:
     """Raise `Usage` unless `model` is a size, exists as a path, or looks like a Hub id."""
     if model not in SIZES and not Path(model).exists() and not is_model_id(model):
         hint = f"use one of {', '.join(SIZES)}, a config.json, a model's directory or a Hub id like `org/model`"

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ckptkit.training.models.config import ModelConfig, RopeScaling
 
 
-def own_document(positions: Tensor) -> Tensor:
+def same_document_mask(positions: Tensor) -> Tensor:
     """Return an attention mask, bool [batch, 1, query, key]: True for earlier keys of the query's document.
 
     `positions` int64 [batch, length] count from 0 in each document.
@@ -52,9 +52,9 @@ class Rope(nn.Module):
         super().__init__()
         self.config = config
         self.register_buffer("inv_freq", torch.empty(config.head_dim // 2), persistent=False)
-        self.reset()
+        self.recompute_frequencies()
 
-    def reset(self) -> None:
+    def recompute_frequencies(self) -> None:
         """Compute the frequencies again. Needed after `to_empty`, because checkpoints do not contain them."""
         # Always on the CPU, as Hugging Face does: `pow` of another device may differ in the last bit.
         channels = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device="cpu")
@@ -85,7 +85,7 @@ def scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(slow, inv_freq / scaling.factor, torch.where(fast, inv_freq, between))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the channel pairs (i, i + head_dim/2) of [..., length, head_dim] by the angles of their positions."""
     first, second = x.tensor_split(2, dim=-1)
     return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
@@ -107,7 +107,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Map [batch, length, hidden] to the same shape. Without a mask attention is causal."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         grouped = self.queries_per_key > 1
         if mask is not None and grouped:  # CUDA's fused kernels support a mask only without grouped heads
             k, v = (heads.repeat_interleave(self.queries_per_key, dim=1) for heads in (k, v))
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Map int64 [batch, length] to [batch, length, hidden]."""
         x = self.embed_tokens(tokens)
-        mask = None if positions is None else own_document(positions)
+        mask = None if positions is None else same_document_mask(positions)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = self.rotary_emb(positions, x.dtype)
@@ -186,9 +186,9 @@ class Llama(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.tie()
+        self.tie_head()
 
-    def tie(self) -> None:
+    def tie_head(self) -> None:
         """Tie `lm_head` to the embedding if the config says so. Needed again after `to_empty`."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -217,10 +217,10 @@ class LlamaBlueprint:
     def build(self) -> nn.Module:
         return Llama(self.config)
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+    def transformer_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(cast(Llama, model).model.layers)
 
-    def initialize(self, name: str, module: nn.Module) -> None:
+    def initialize_direct_tensors(self, name: str, module: nn.Module) -> None:
         """Initialize `module` without its children: normal matrices, norms of ones, RoPE frequencies."""
         match module:
             case nn.Linear() | nn.Embedding():
@@ -230,15 +230,15 @@ class LlamaBlueprint:
             case RMSNorm():
                 nn.init.ones_(module.weight)
             case Rope():
-                module.reset()
+                module.recompute_frequencies()
 
-    def tie(self, model: nn.Module) -> None:
-        cast(Llama, model).tie()
+    def tie_weights(self, model: nn.Module) -> None:
+        cast(Llama, model).tie_head()
 
-    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    def compute_logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
         logits: Tensor = model(tokens, positions)
         return logits
 
-    def files(self) -> Mapping[str, bytes]:
+    def model_files(self) -> Mapping[str, bytes]:
         """Return the config.json with which transformers loads the weights."""
         return {"config.json": self.config.to_json().encode()}

@@ -19,7 +19,7 @@ from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.training.models.blueprint import Blueprint
-from ckptkit.training.seeds import derive
+from ckptkit.training.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,30 +81,32 @@ class LoraBlueprint:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(self._dtype)
-        for name, linear in list(find_linear(model, self.targets)):
+        for name, linear in list(target_linear_modules(model, self.target_names)):
             model.set_submodule(name, LoraLinear(linear, self._lora))
         return model
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self._base.blocks(model)
+    def transformer_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self._base.transformer_blocks(model)
 
-    def initialize(self, name: str, module: nn.Module) -> None:
+    def initialize_direct_tensors(self, name: str, module: nn.Module) -> None:
         """Initialize `module` like the base model; in adapters A like `nn.Linear`, and B to 0."""
         if not isinstance(module, LoraMatrix):
-            self._base.initialize(name, module)
+            self._base.initialize_direct_tensors(name, module)
         elif name.endswith(f"lora_B.{DEFAULT}"):
             nn.init.zeros_(module.weight)
         else:
-            torch.manual_seed(derive(self._lora.seed, name))  # the caller has no seed if the base weights are loaded
+            torch.manual_seed(
+                derive_seed(self._lora.seed, name)
+            )  # the caller has no seed if the base weights are loaded
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
 
-    def tie(self, model: nn.Module) -> None:
-        self._base.tie(model)
+    def tie_weights(self, model: nn.Module) -> None:
+        self._base.tie_weights(model)
 
-    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        return self._base.logits(model, tokens, positions)
+    def compute_logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        return self._base.compute_logits(model, tokens, positions)
 
-    def files(self) -> Mapping[str, bytes]:
+    def model_files(self) -> Mapping[str, bytes]:
         """Return the model's files, and the adapter_config.json with which PEFT loads the adapter."""
         config = {
             "base_model_name_or_path": self._base_name,
@@ -116,24 +118,24 @@ class LoraBlueprint:
             "lora_dropout": 0.0,
             "peft_type": "LORA",
             "r": self._lora.rank,
-            "target_modules": list(self.targets),
+            "target_modules": list(self.target_names),
             "task_type": "CAUSAL_LM",
             "use_dora": False,
             "use_rslora": False,
         }
-        return {**self._base.files(), ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+        return {**self._base.model_files(), ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
     @cached_property
-    def targets(self) -> tuple[str, ...]:
+    def target_names(self) -> tuple[str, ...]:
         """Return the names of the target layers, or the last components of their names.
 
         Raises `Usage` for a target that matches no module, and `Unsupported` if the blocks have no linear layers.
         """
         with torch.device("meta"):
             model = self._base.build()
-        targets = self._lora.targets or linear_names(self._base.blocks(model))
+        targets = self._lora.targets or linear_names(self._base.transformer_blocks(model))
         for target in targets:
-            if not any(is_called(name, target) for name, _ in model.named_modules()):
+            if not any(is_name_or_suffix(name, target) for name, _ in model.named_modules()):
                 known = ", ".join(linear_names([model]))
                 message = f"--lora-targets: expected the name of a module, found `{target}`"
                 raise Usage(message, hint=f"use one of {known}" if known else None)
@@ -142,10 +144,10 @@ class LoraBlueprint:
         return targets
 
 
-def find_linear(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+def target_linear_modules(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the target modules with their names. Raises `Unsupported` for a target that is not a plain `nn.Linear`."""
     for name, module in model.named_modules():
-        if not any(is_called(name, target) for target in targets):
+        if not any(is_name_or_suffix(name, target) for target in targets):
             continue
         if type(module) is not nn.Linear:
             message = f"`{name}` is a `{type(module).__name__}`: only linear layers are given adapters here"
@@ -153,7 +155,7 @@ def find_linear(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str,
         yield name, module
 
 
-def is_called(name: str, target: str) -> bool:
+def is_name_or_suffix(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.models.companions import read_companions
-from ckptkit.training.models.llama import own_document
+from ckptkit.models.companions import find_companions_in
+from ckptkit.training.models.llama import same_document_mask
 
 
 class Pretrained:
@@ -28,12 +28,12 @@ class Pretrained:
     """
 
     def __init__(self, directory: Path, weights: Path | None = None) -> None:
-        companions = read_companions(directory, follow_links=True)  # the Hub's cache consists of symbolic links
+        companions = find_companions_in(directory, follow_links=True)  # the Hub's cache consists of symbolic links
         if companions is None:
             raise NotACheckpoint("no config.json of a model in the directory", path=directory)
         self.directory = directory
         self.weights = weights
-        with translating(directory):
+        with transformers_errors_translated(directory):
             self.config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             text = self.config.get_text_config()
             self.vocab_size = int(text.vocab_size)
@@ -48,20 +48,20 @@ class Pretrained:
 
     def build(self) -> nn.Module:
         """Build the model with transformers, in training mode, with the dropout of its config."""
-        with translating(self.directory):
+        with transformers_errors_translated(self.directory):
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         return model
 
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+    def transformer_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the transformer blocks (`_no_split_modules`) in the order of the forward pass."""
         kinds = set(getattr(model, "_no_split_modules", None) or ())
-        blocks = list(outermost(model, kinds))
+        blocks = list(outermost_modules_of(model, kinds))
         if not blocks:
             raise Unsupported(f"transformers names no blocks of a `{self.config.model_type}`", path=self.directory)
         return blocks
 
     @torch.no_grad()
-    def initialize(self, name: str, module: nn.Module) -> None:
+    def initialize_direct_tensors(self, name: str, module: nn.Module) -> None:
         """Initialize `module` with `_init_weights` of the models that contain it, and its buffers as in a new model.
 
         Raises `Unsupported` if no weights are loaded later and transformers leaves a parameter uninitialized.
@@ -85,11 +85,11 @@ class Pretrained:
                     hint="start from weights: put them beside its config.json",
                 )
 
-    def tie(self, model: nn.Module) -> None:
+    def tie_weights(self, model: nn.Module) -> None:
         model.tie_weights()  # type: ignore[operator]
 
-    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length]; see `Blueprint.logits`.
+    def compute_logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length]; see `Blueprint.compute_logits`.
 
         Raises `Unsupported` for a family in which documents of a packed sequence attend to each other.
         """
@@ -105,12 +105,12 @@ class Pretrained:
         masks = create_masks_for_generate(self._skeleton.config, shape, None, None, positions)
         # check once, with the first batch that has a sequence of several documents
         must_check = not self._is_checked and bool((positions[:, 1:] == 0).any())
-        with documents_checked(self.blocks(model), positions) if must_check else nullcontext():
+        with documents_checked(self.transformer_blocks(model), positions) if must_check else nullcontext():
             logits = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False).logits
         self._is_checked |= must_check
         return logits
 
-    def files(self) -> Mapping[str, bytes]:
+    def model_files(self) -> Mapping[str, bytes]:
         """Return the config.json of the directory, with its generation config and tokenizer if present."""
         return self._files
 
@@ -132,7 +132,7 @@ def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterato
     Checks the attention mask that each block gets, because not every family applies it, and that no block has a
     convolution.
     """
-    hidden = ~own_document(positions)
+    hidden = ~same_document_mask(positions)
 
     def check(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = signature(type(block).forward).bind(block, *args, **kwargs).arguments
@@ -157,7 +157,7 @@ def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterato
 
 
 @contextmanager
-def translating(directory: Path) -> Iterator[None]:
+def transformers_errors_translated(directory: Path) -> Iterator[None]:
     """Raise `Unsupported` for any error of transformers inside the block."""
     try:
         yield
@@ -173,11 +173,13 @@ def attention_width(text: Any) -> int:
     return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)) if heads else 0
 
 
-def outermost(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
-    """Yield the outermost modules inside `module` whose class or base class has one of the names `kinds`."""
+def outermost_modules_of(module: nn.Module, class_names: set[str]) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside `module` whose class or base class has one of the names `class_names`."""
     for child in module.children():
-        if kinds.isdisjoint(kind.__name__ for kind in type(child).__mro__):  # FSDP2 replaces classes by subclasses
-            yield from outermost(child, kinds)
+        if class_names.isdisjoint(
+            kind.__name__ for kind in type(child).__mro__
+        ):  # FSDP2 replaces classes by subclasses
+            yield from outermost_modules_of(child, class_names)
         else:
             yield child
 

@@ -28,7 +28,7 @@ from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.lora import LoraMatrix
-from ckptkit.training.parallel.initial import has_own_values, initialize_module, scatter
+from ckptkit.training.parallel.initial import copy_into_shard, has_values_not_loaded, initialize_module
 from ckptkit.training.parallel.precision import DTYPES, param_dtype
 
 STRATEGIES = {
@@ -47,10 +47,10 @@ class Fsdp1:
     mesh: DeviceMesh
     seed: int | None
 
-    def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
+    def shard_model(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Shard `model`. Units are materialized one at a time, and each is sharded before the next."""
         if self.mesh.shape[-1] == 1 or self.config.strategy == "ddp":
-            require_trained(blueprint, model)
+            require_trained_units(blueprint, model)
         device = (
             torch.device("cpu") if self.mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         )
@@ -62,11 +62,11 @@ class Fsdp1:
             ):
                 return  # its weight is tied to a module that is already materialized
             module.to_empty(device=device, recurse=False)
-            if self.seed is not None or has_own_values(module):
+            if self.seed is not None or has_values_not_loaded(module):
                 whole = initialize_module(blueprint, names[module], module, self.seed or 0)
                 for name, parameter in module.named_parameters(recurse=False):
-                    scatter(whole[name], parameter)
-            blueprint.tie(model)
+                    copy_into_shard(whole[name], parameter)
+            blueprint.tie_weights(model)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated, but `--strategy ddp` needs it
@@ -77,7 +77,7 @@ class Fsdp1:
                 device_mesh=self.mesh,
                 device_id=device,
                 sharding_strategy=STRATEGIES[self.config.strategy],
-                auto_wrap_policy=self._units(blueprint, model),
+                auto_wrap_policy=self._wrap_policy(blueprint, model),
                 mixed_precision=MixedPrecision(
                     param_dtype(self.config, self.mesh.device_type), DTYPES[self.config.reduce_dtype]
                 ),
@@ -90,22 +90,22 @@ class Fsdp1:
                 use_orig_params=True,
             )
 
-    def _units(self, blueprint: Blueprint, model: nn.Module) -> Any:
+    def _wrap_policy(self, blueprint: Blueprint, model: nn.Module) -> Any:
         if self.config.wrap == "block":
-            return ModuleWrapPolicy({LoraMatrix, *map(type, blueprint.blocks(model))})
+            return ModuleWrapPolicy({LoraMatrix, *map(type, blueprint.transformer_blocks(model))})
         if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
             message = "--wrap: expected block for a model with tied weights, found size: a unit could separate them"
             raise Usage(message, hint="pass --wrap block, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
 
-    def clip(self, model: nn.Module, limit: float) -> float:
+    def clip_gradients(self, model: nn.Module, limit: float) -> float:
         """Clip gradients to a norm, and return the norm before clipping.
 
         Uses FSDP1's method: `torch.nn.utils.clip_grad_norm_` would see only the shards of this rank.
         """
         return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(limit))
 
-    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+    def accumulating_gradients(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context for all micro-batches but the last.
 
         With "ddp" gradients stay local until the last. Otherwise each micro-batch reduces them to shards, because
@@ -115,7 +115,7 @@ class Fsdp1:
         return cast(FullyShardedDataParallel, model).no_sync() if is_replicated else nullcontext()
 
 
-def require_trained(blueprint: Blueprint, model: nn.Module) -> None:
+def require_trained_units(blueprint: Blueprint, model: nn.Module) -> None:
     """Raise `Usage` if all parameters of an FSDP unit are frozen. For unsharded models only.
 
     torch 2.13 does not reshard such a unit: its parameters become plain tensors, and the second step fails.
@@ -124,7 +124,7 @@ def require_trained(blueprint: Blueprint, model: nn.Module) -> None:
         parameter for module in model.modules() if isinstance(module, LoraMatrix) for parameter in module.parameters()
     }
     # adapters are FSDP units of their own
-    blocks = [set(block.parameters()) - adapters for block in blueprint.blocks(model)]
+    blocks = [set(block.parameters()) - adapters for block in blueprint.transformer_blocks(model)]
     units = [*blocks, set(model.parameters()).difference(adapters, *blocks)]
     if not all(any(parameter.requires_grad for parameter in unit) for unit in units):
         message = "--fsdp 1: expected shards of each frozen unit, found units that each rank has in full"

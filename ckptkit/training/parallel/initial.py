@@ -8,11 +8,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.lora import LoraMatrix
-from ckptkit.training.seeds import derive
+from ckptkit.training.seeds import derive_seed
 
 
 @torch.no_grad()
-def initialize(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None:
+def initialize_model(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None:
     """Initialize the weights and buffers of a materialized model, sharded or not.
 
     The values are the same at any world size: each rank creates the full parameters of one module at a time, and keeps
@@ -22,20 +22,20 @@ def initialize(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
-        if has_own_values(module) or (new and seed is not None):
+        if has_values_not_loaded(module) or (new and seed is not None):
             whole = initialize_module(blueprint, name, module, seed or 0)
             for key, parameter in new.items():
-                scatter(whole[key], parameter)
+                copy_into_shard(whole[key], parameter)
             done.update(new.values())
 
 
 @torch.no_grad()
-def scatter(whole: Tensor, tensor: Tensor) -> None:
-    """Copy the full tensor `whole`, present on the CPU of every rank, into this rank's shard `tensor`, in its dtype."""
-    if isinstance(tensor, DTensor):
+def copy_into_shard(full: Tensor, shard: Tensor) -> None:
+    """Copy the full tensor `full`, present on the CPU of every rank, into this rank's shard `shard`, in its dtype."""
+    if isinstance(shard, DTensor):
         # src_data_rank=None: every rank slices its own copy, without communication
-        whole = distribute_tensor(whole.to(tensor.dtype), tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(whole)
+        full = distribute_tensor(full.to(shard.dtype), shard.device_mesh, shard.placements, src_data_rank=None)
+    shard.copy_(full)
 
 
 def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -49,14 +49,14 @@ def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: 
         for key, parameter in whole.items():
             setattr(module, key, parameter)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive(seed, name))
-            blueprint.initialize(name, module)
+            torch.manual_seed(derive_seed(seed, name))
+            blueprint.initialize_direct_tensors(name, module)
     finally:
         for key, parameter in own.items():
             setattr(module, key, parameter)
     return whole
 
 
-def has_own_values(module: nn.Module) -> bool:
+def has_values_not_loaded(module: nn.Module) -> bool:
     """Return True if the module has values that loading weights does not set: buffers or an adapter's matrix."""
     return isinstance(module, LoraMatrix) or any(True for _ in module.buffers(recurse=False))

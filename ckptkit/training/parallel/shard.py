@@ -19,7 +19,7 @@ from ckptkit.training.parallel.fsdp1 import Fsdp1
 from ckptkit.training.parallel.fsdp2 import Fsdp2
 
 
-def recompute(blocks: Sequence[nn.Module], every: int) -> None:
+def set_recomputation(blocks: Sequence[nn.Module], every: int) -> None:
     """Checkpoint the activations of every `every`-th block: backward recomputes them from its inputs; 0: none.
 
     Wraps `forward`, so no tensor changes its name. FSDP1 and FSDP2 gather parameters before a block's `forward` and
@@ -30,7 +30,7 @@ def recompute(blocks: Sequence[nn.Module], every: int) -> None:
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile each block; blocks of the same class share the compilation. Call it after `recompute`."""
+    """Compile each block; blocks of the same class share the compilation. Call it after `set_recomputation`."""
     for block in blocks:
         block.forward = torch.compile(block.forward)
 
@@ -51,34 +51,34 @@ class ShardedModel:
     multiplied: int
     frozen: int
 
-    def parameters(self, *, matrices: bool) -> list[nn.Parameter]:
+    def trainable_parameters(self, *, matrices: bool) -> list[nn.Parameter]:
         """Return the trainable parameters with two dimensions or more before sharding, or the other ones."""
         return [
             parameter
             for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and (plain_name(name) in self.matrices) == matrices
+            if parameter.requires_grad and (name_without_fsdp1(name) in self.matrices) == matrices
         ]
 
 
-def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> ShardedModel:
+def build_sharded_model(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> ShardedModel:
     """Build the model of `blueprint`, sharded on the mesh of all ranks, with weights initialized from `seed`.
 
     With `seed` None the weights are uninitialized and must be loaded.
     """
     with torch.device("meta"):
         model = blueprint.build()
-    freeze(model, config.freeze)
+    freeze_parameters(model, config.freeze)
     matrices = frozenset(name for name, parameter in model.named_parameters() if parameter.ndim > 1)
-    blocks = blueprint.blocks(model)
-    recompute(blocks, config.recompute_every)
+    blocks = blueprint.transformer_blocks(model)
+    set_recomputation(blocks, config.recompute_every)
     if config.compile:
         compile_blocks(blocks)
     first: dict[torch.Tensor, str] = {}
     first_names = {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
     strategy_mesh = mesh_for_strategy(config, mesh)
     sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, strategy_mesh, seed)
-    multiplied, frozen = count_multiplied(model)
-    return ShardedModel(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
+    multiplied, frozen = count_matmul_elements(model)
+    return ShardedModel(sharding.shard_model(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
 
 
 def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
@@ -100,7 +100,7 @@ def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def freeze(model: nn.Module, globs: Iterable[str]) -> None:
+def freeze_parameters(model: nn.Module, globs: Iterable[str]) -> None:
     """Freeze the parameters that match one of `globs`. Raises `Usage` for a glob without a match."""
     parameters = dict(model.named_parameters())
     for glob in globs:
@@ -114,7 +114,7 @@ def freeze(model: nn.Module, globs: Iterable[str]) -> None:
         raise Usage("--freeze: expected a parameter that is not frozen, found none", hint="drop a --freeze")
 
 
-def count_multiplied(model: nn.Module) -> tuple[int, int]:
+def count_matmul_elements(model: nn.Module) -> tuple[int, int]:
     """Return the number of elements of all parameters outside embeddings, and of the frozen ones among them."""
     owners = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}
@@ -122,6 +122,6 @@ def count_multiplied(model: nn.Module) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in parameters), frozen
 
 
-def plain_name(name: str) -> str:
+def name_without_fsdp1(name: str) -> str:
     """Return a parameter's name without the prefixes of FSDP1."""
     return name.replace("_fsdp_wrapped_module.", "")

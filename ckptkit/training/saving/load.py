@@ -16,13 +16,13 @@ from torch import Tensor, clone
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptkit.checks.verify import verify_part
+from ckptkit.checks.verify import verify_component
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
 from ckptkit.storage import Reader
-from ckptkit.storage.ranks import Ranks, cause_of
+from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.trainers.ckptkit import TRAINING
-from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrapped
-from ckptkit.training.saving.state import Tree, flatten, map_tensors, unflatten
+from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap_dict
+from ckptkit.training.saving.state import Tree, map_tensors, nest_leaves, tensors_by_dotted_key
 
 FILE = "state.pt"
 
@@ -33,43 +33,45 @@ class Stored:
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path = path
         self._ranks = ranks
-        is_model, self._file = ranks.on_first(lambda: find_form(path))
+        is_model, self._file = ranks.run_on_first_rank(lambda: find_form_and_file(path))
         self._reader = Reader(path, under=MODEL if is_model else "", unasked="ignore")
         self._in_file: set[str] = set()
 
-    def outline(self) -> Tree:
+    def load_outline(self) -> Tree:
         """Return the state with meta tensors (shape and dtype, no data) in place of the stored tensors.
 
         Non-tensor entries of a checkpoint directory are None. Entries of a torch.save file other than model and
         optimizer are already loaded.
         """
-        in_file, outline = self._ranks.on_first(self._outline)
+        in_file, outline = self._ranks.run_on_first_rank(self._outline)
         self._in_file = set(in_file)
         return outline | in_file
 
     def _outline(self) -> tuple[Tree, Tree]:
         # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
-        state = {name: unwrapped(entry) for name, entry in read_file(self._file).items()} if self._file else {}
+        state = (
+            {name: unwrap_dict(entry) for name, entry in read_torch_save_file(self._file).items()} if self._file else {}
+        )
         on_meta = partial(torch.empty_like, device="meta")
         outline = {name: map_tensors(on_meta if name in IN_PARTS else clone, entry) for name, entry in state.items()}
         return outline, {} if self._file == self.path / FILE else read_outline(self._reader)
 
-    def read(self, wanted: Tree) -> None:
+    def read_into(self, wanted: Tree) -> None:
         """Fill `wanted`, a subset of the outline's entries, in place. Each rank reads its own shards."""
         state = {name: entry for name, entry in wanted.items() if name not in self._in_file}
         from_file = {name: entry for name, entry in wanted.items() if name in self._in_file and name in IN_PARTS}
         # With the default, torch 2.13 mistakes the checkpoint for one of torch 2.3 on a rank that has no shard of an
         # FSDP1 tensor.
         planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-        every = dict(flatten(from_file)) | state
+        every = dict(tensors_by_dotted_key(from_file)) | state
         try:
             state_dict_loader.load(every, storage_reader=self._reader, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
-            raise cause_of(error, self.path, "load") from error
-        wanted |= {name: unwrapped(every[name]) for name in state}
+            raise to_rank_error(error, self.path, "load") from error
+        wanted |= {name: unwrap_dict(every[name]) for name in state}
 
 
-def find_form(path: Path) -> tuple[bool, Path | None]:
+def find_form_and_file(path: Path) -> tuple[bool, Path | None]:
     """Return whether `path` is a model with a directory for its training state, and the path of its torch.save file."""
     files = (path / TRAINING / FILE, path / FILE)
     return (path / TRAINING).exists(), next((file for file in files if file.exists()), None)
@@ -90,15 +92,15 @@ def read_outline(reader: Reader) -> Tree:
         keys |= layout.keys
     if not keys:
         raise Unsupported("saved without the names of its nested entries", path=reader.path)
-    return unflatten(leaves, keys)
+    return nest_leaves(leaves, keys)
 
 
-def read_file(path: Path) -> Tree:
+def read_torch_save_file(path: Path) -> Tree:
     """Return the state in a torch.save file. Tensors are mmapped, and no code in the file runs.
 
     torch does not verify checksums, so they are verified first. Raises `Corrupt` for a damaged file.
     """
-    problem = next(iter(verify_part(path).problems), None)
+    problem = next(iter(verify_component(path).problems), None)
     if problem is not None:
         raise problem
     with translate_os_errors(path):

@@ -23,20 +23,27 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
-from ckptkit.argument_types import checked
+from ckptkit.argument_types import with_checked_arguments
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors, warn
 from ckptkit.io.destination import to_destination
-from ckptkit.io.file import check_name
-from ckptkit.io.path import RemotePath, is_remote, refresh
+from ckptkit.io.file import require_plain_file_name
+from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
 from ckptkit.io.staging import Stage
-from ckptkit.runs.keeper import keeper_of
-from ckptkit.runs.retention import Best, Policy, check_metric, decide, find_saved, write_metrics
+from ckptkit.runs.keeper import open_run_backend
+from ckptkit.runs.retention import (
+    Best,
+    Policy,
+    decide_retention,
+    dump_metrics,
+    require_known_metric,
+    saved_checkpoints_of,
+)
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
-from ckptkit.storage.store_writer import StoreWriter, require_free
-from ckptkit.summary import as_call
+from ckptkit.storage.store_writer import StoreWriter, require_no_checkpoint_at
+from ckptkit.summary import format_call
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.config import require_storable
 from ckptkit.training.saving.load import Stored
@@ -54,14 +61,14 @@ _TORCH_WARNINGS = (
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def torch_warnings_ignored() -> Iterator[None]:
     """Suppress torch's warnings about its own internals inside the block."""
     with warnings.catch_warnings():
-        silence()
+        ignore_torch_warnings()
         yield
 
 
-def silence() -> None:
+def ignore_torch_warnings() -> None:
     """Ignore torch's warnings about its own internals from now on.
 
     Needed for a background thread: `catch_warnings` is not thread-safe, so a block there would affect other threads.
@@ -92,7 +99,7 @@ class Run:
     into every checkpoint; pass config.json as one of them.
     """
 
-    @checked
+    @with_checked_arguments
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -112,23 +119,23 @@ class Run:
         self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
         self._files = dict(files or {})
         for name in self._files:
-            check_name(name, self.root)
+            require_plain_file_name(name, self.root)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit") if background else None
         self._saving: Future[None] | None = None
         self._replaced: set[Path] = set()
         if background:
-            silence()
+            ignore_torch_warnings()
 
     def __repr__(self) -> str:
         best = self._policy.best
         rules = {"keep_last": self._policy.last, "keep_every": self._policy.every, "keep_best": best and str(best)}
-        return as_call(self, self.root, state_dict=self.state_dict, background=self._thread is not None, **rules)
+        return format_call(self, self.root, state_dict=self.state_dict, background=self._thread is not None, **rules)
 
     # Both are created on first use, because a script may create the run before the process group.
 
     @cached_property
     def _ranks(self) -> Ranks:
-        return Ranks.apart()
+        return Ranks.in_separate_group()
 
     @cached_property
     def _saver(self) -> Saver:
@@ -140,22 +147,22 @@ class Run:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
-        return self._look().checkpoints()
+        return self._fresh_run_folder().checkpoints()
 
     def latest(self) -> Checkpoint | None:
         """Return the complete checkpoint with the highest step, or None."""
-        return self._look().latest()
+        return self._fresh_run_folder().latest()
 
     def replace(self, checkpoint: Path) -> None:
         """Allow the next save of this step to overwrite `checkpoint` in a store. Call it on all ranks."""
         self._replaced.add(checkpoint)
 
-    def _look(self) -> RunFolder:
+    def _fresh_run_folder(self) -> RunFolder:
         """Return the run's directory without cached listings."""
-        return RunFolder(refresh(self.root))
+        return RunFolder(drop_cached_listing(self.root))
 
-    @checked
-    @quiet()
+    @with_checked_arguments
+    @torch_warnings_ignored()
     def save(
         self,
         step: int,
@@ -177,7 +184,7 @@ class Run:
         if step < 0:
             raise Usage(f"`step`: expected at least 0, found {step}")
         training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
-        files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
+        files = self._files if metrics is None else {**self._files, METRICS: dump_metrics(step, metrics)}
         path = self.checkpoint(step)
         destination: StagedPlace | StorePlace
         if is_remote(path):
@@ -185,51 +192,55 @@ class Run:
         else:
             destination = StagedPlace(path, self._ranks)
         try:
-            destination.open()
-            pending = self._saver.prepare({"step": step, **training.take()}, copy=self._thread is not None)
+            destination.reserve_destination()
+            pending = self._saver.prepare_state({"step": step, **training.take_state()}, copy=self._thread is not None)
         except BaseException as error:
             destination.discard()
             if isinstance(error, Occupied):
                 error.path, error.hint = path, "save another step, or delete this checkpoint first"
             raise
-        finish = partial(self._finish, destination, pending, files)
+        finish = partial(self._write_and_publish, destination, pending, files)
         if self._thread is None:
             finish()
         else:
             self._saving = self._thread.submit(finish)
         return path
 
-    def _finish(self, destination: StagedPlace | StorePlace, pending: PendingState, files: Mapping[str, bytes]) -> None:
+    def _write_and_publish(
+        self, destination: StagedPlace | StorePlace, pending: PendingState, files: Mapping[str, bytes]
+    ) -> None:
         """Write the state, make it visible, and apply the retention rules. Runs in a thread with `background`."""
         try:
-            self._saver.write(destination.writer(self._saver.format, pending, files), pending, destination.room)
-            destination.show()
+            self._saver.write_state(
+                destination.make_writer(self._saver.format, pending, files), pending, destination.room
+            )
+            destination.publish_checkpoint()
         except BaseException:
             destination.discard()
             raise
         self._replaced.discard(destination.path)
-        self._ranks.on_first(lambda: self._retain(destination.path))
+        self._ranks.run_on_first_rank(lambda: self._apply_retention(destination.path))
 
-    def _retain(self, saved: Path) -> None:
-        if self._policy.keeps_all and is_remote(self.root):
+    def _apply_retention(self, saved: Path) -> None:
+        if self._policy.is_keeping_all and is_remote(self.root):
             return
         try:
-            keeper = keeper_of(self.root)
+            keeper = open_run_backend(self.root)
             with translate_os_errors(self.root), keeper.pruning():
-                for leftover in keeper.unfinished():
-                    keeper.delete(leftover)
-                checkpoints = [] if self._policy.keeps_all else find_saved(self._look())
-                check_metric(self.root, checkpoints, self._policy)
-                for verdict in decide(checkpoints, self._policy):
+                for leftover in keeper.unfinished_deletions():
+                    keeper.delete_checkpoint(leftover)
+                checkpoints = [] if self._policy.is_keeping_all else saved_checkpoints_of(self._fresh_run_folder())
+                require_known_metric(self.root, checkpoints, self._policy)
+                for verdict in decide_retention(checkpoints, self._policy):
                     path = verdict.saved.path
                     # The checkpoint just saved is not the newest if the run was resumed from an older one: keep it.
                     if not verdict.is_kept and path.absolute() != saved:
-                        keeper.delete(path)
+                        keeper.delete_checkpoint(path)
         except CkptError as error:  # the new checkpoint is complete, so a failed deletion must not end the training
             warn(f"an old checkpoint was not deleted: {error}")
 
-    @checked
-    @quiet()
+    @with_checked_arguments
+    @torch_warnings_ignored()
     def load(
         self,
         model: nn.Module,
@@ -245,20 +256,20 @@ class Run:
         the model and the optimizer may be partly overwritten: build them again.
         """
         self.wait()
-        self._look()
+        self._fresh_run_folder()
         training = Training(model, optimizer, state, self._ranks)
-        chosen = self._ranks.on_first(lambda: self._choose(path))
+        chosen = self._ranks.run_on_first_rank(lambda: self._choose_checkpoint(path))
         try:
             stored = Stored(chosen, self._ranks)
-            wanted = training.prepare(stored.outline())
-            stored.read(wanted)
-            training.restore(wanted)
+            wanted = training.prepare_entries(stored.load_outline())
+            stored.read_into(wanted)
+            training.restore_state(wanted)
         except CkptError as error:
             error.blame(path=chosen)
             raise
         return int(wanted["step"])
 
-    def _choose(self, path: str | Path | None) -> Path:
+    def _choose_checkpoint(self, path: str | Path | None) -> Path:
         if path is None:
             latest = self.latest()
             if latest is None:
@@ -287,7 +298,7 @@ class Run:
 
 
 class StagedPlace:
-    """The local destination of a checkpoint: the ranks write to the hidden `room`, and `show` renames it to `path`."""
+    """The local destination of a checkpoint: the ranks write to the hidden `room`; `publish_checkpoint` renames it."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._stage = Stage(path)
@@ -295,16 +306,16 @@ class StagedPlace:
         self.path = self._stage.dst
         self.room = self._stage.path
 
-    def open(self) -> None:
+    def reserve_destination(self) -> None:
         """Reserve the path and create the hidden directory; a collective. Raises `Occupied` on all ranks."""
-        self.room = self._ranks.on_first(lambda: self._stage.open().path)
+        self.room = self._ranks.run_on_first_rank(lambda: self._stage.open().path)
 
-    def writer(self, to: str, pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
+    def make_writer(self, to: str, pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
         return RoomWriter(self.room, to, files=files, tied=pending.tied)
 
-    def show(self) -> None:
+    def publish_checkpoint(self) -> None:
         """Rename the hidden directory to its final path; a collective."""
-        self._ranks.on_first(self._stage.commit)
+        self._ranks.run_on_first_rank(self._stage.commit)
 
     def discard(self) -> None:
         """Remove the hidden directory."""
@@ -323,16 +334,16 @@ class StorePlace:
         self._ranks = ranks
         self._overwrite = overwrite
 
-    def open(self) -> None:
+    def reserve_destination(self) -> None:
         """Raise `Occupied` on all ranks if the prefix has a checkpoint, unless it may be overwritten; a collective."""
         if not self._overwrite:
-            self._ranks.on_first(lambda: require_free(self.path))
+            self._ranks.run_on_first_rank(lambda: require_no_checkpoint_at(self.path))
 
-    def writer(self, _to: str, _pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
+    def make_writer(self, _to: str, _pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
         """Return a writer of shards, the only format of a store."""
         return StoreWriter(self.path, files=files, overwrite=self._overwrite, takes_over=True)
 
-    def show(self) -> None:
+    def publish_checkpoint(self) -> None:
         """Do nothing: the writer itself makes a finished checkpoint visible."""
 
     def discard(self) -> None:

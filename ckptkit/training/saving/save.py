@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
-from ckptkit.models.known_types import HEAD, find_embedding, is_tied
-from ckptkit.storage.ranks import Ranks, cause_of
-from ckptkit.storage.terms import identify, local_part, local_parts
+from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
+from ckptkit.storage.ranks import Ranks, to_rank_error
+from ckptkit.storage.terms import local_shard, local_shards, memory_identity_of
 from ckptkit.training.saving.state import Tree, map_tensors
 
 ADAPTER = "adapter"
@@ -52,28 +52,28 @@ class Saver:
         self._ranks = ranks
         self.format = FORMATS[state_dict]
         config = files.get(CONFIG) if state_dict == "hf" else None
-        self._drops_head = config is not None and is_tied(json.loads(config))
+        self._drops_head = config is not None and has_tied_head(json.loads(config))
 
-    def prepare(self, state: Tree, *, copy: bool) -> PendingState:
+    def prepare_state(self, state: Tree, *, copy: bool) -> PendingState:
         """Return the entries to write; with `copy`, a CPU copy of them that the training does not change."""
         tied: dict[KeyPath, str] = {}
         if self._drops_head:
-            state = {**state, MODEL: self._ranks.together(lambda: drop_head(state[MODEL]))}
+            state = {**state, MODEL: self._ranks.run_on_all_ranks(lambda: without_tied_head(state[MODEL]))}
         if self.format == "pt":
-            shared = find_shared(state[MODEL], self._ranks)
+            shared = first_name_by_shared_name(state[MODEL], self._ranks)
             tied = {(MODEL, name): f"{MODEL}.{first}" for name, first in shared.items()}
             state = {**state, MODEL: {name: t for name, t in state[MODEL].items() if name not in shared}}
         entries = {name: entry for name, entry in state.items() if name in IN_PARTS}
         if self.format == "pt":
-            entries = keep_empty(entries)
+            entries = wrap_empty_dicts(entries)
         if copy:
             entries = copy_to_cpu(entries)
         if self._ranks.rank == 0:
-            entries |= {name: wrap(entry) for name, entry in state.items() if name not in IN_PARTS}
+            entries |= {name: wrap_dict(entry) for name, entry in state.items() if name not in IN_PARTS}
         return PendingState(entries, tied)
 
-    def write(self, writer: StorageWriter, pending: PendingState, path: Path) -> None:
-        """Write a state returned by `prepare`, each rank its own shards. Raises an error of any rank on all ranks.
+    def write_state(self, writer: StorageWriter, pending: PendingState, path: Path) -> None:
+        """Write a state from `prepare_state`, each rank its own shards. Raises an error of any rank on all ranks.
 
         `path` is for error messages only.
         """
@@ -83,7 +83,7 @@ class Saver:
                 pending.state, storage_writer=writer, planner=planner, process_group=self._ranks.group
             )
         except CheckpointException as error:
-            raise cause_of(error, path, "save") from error
+            raise to_rank_error(error, path, "save") from error
 
 
 @torch.no_grad()
@@ -100,11 +100,11 @@ def copy_to_cpu(state: Tree) -> Tree:
         if isinstance(tensor, ShardedTensor):  # of FSDP1 without a device mesh
             on_cpu: Tensor = tensor.cpu()
             return on_cpu if on_cpu is not tensor else tensor.clone()
-        key = identify(tensor) if local_part(tensor).numel() else object()  # an empty shard has no address
+        key = memory_identity_of(tensor) if local_shard(tensor).numel() else object()  # an empty shard has no address
         if key not in copies:
             # DTensor.from_local would move the CPU copy back to the GPU of its mesh.
             copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            local_part(copies[key]).copy_(local_part(tensor), non_blocking=tensor.is_cuda)
+            local_shard(copies[key]).copy_(local_shard(tensor), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 streams.add(torch.cuda.current_stream(tensor.device))
         return copies[key]
@@ -119,42 +119,44 @@ class PlainPlanner(DefaultSavePlanner):
     """A planner for a plain torch.save file, which stores dicts without the tuples that DCP needs."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name for it
-        """Return an entry without the tuple of `wrap`."""
-        return super().transform_object(write_item, unwrapped(object))
+        """Return an entry without the tuple of `wrap_dict`."""
+        return super().transform_object(write_item, unwrap_dict(object))
 
 
-def wrap(entry: Any) -> Any:
+def wrap_dict(entry: Any) -> Any:
     """Return a dict in a tuple, which DCP stores as one entry instead of flattening it."""
     return (entry,) if isinstance(entry, dict) else entry
 
 
-def unwrapped(entry: Any) -> Any:
-    """Undo `wrap`. Returns a dict without a tuple, as in a converted checkpoint, unchanged."""
+def unwrap_dict(entry: Any) -> Any:
+    """Undo `wrap_dict`. Returns a dict without a tuple, as in a converted checkpoint, unchanged."""
     return entry[0] if isinstance(entry, tuple) and len(entry) == 1 and isinstance(entry[0], dict) else entry
 
 
-def keep_empty(tree: Tree) -> Tree:
+def wrap_empty_dicts(tree: Tree) -> Tree:
     """Return a state with its empty dicts wrapped, because DCP drops empty dicts."""
     inner = {
-        name: keep_empty(entry) if entry else wrap(entry) for name, entry in tree.items() if isinstance(entry, dict)
+        name: wrap_empty_dicts(entry) if entry else wrap_dict(entry)
+        for name, entry in tree.items()
+        if isinstance(entry, dict)
     }
     return {**tree, **inner}
 
 
 @torch.no_grad()
-def drop_head(model: Tree) -> Tree:
+def without_tied_head(model: Tree) -> Tree:
     """Return the model's state without `lm_head`. Raises `Mismatch` if it differs from the embedding tied to it."""
     embedding = find_embedding(model)
     if embedding is None or HEAD not in model:
         return model
-    ours, theirs = (local_parts(model[name]) for name in (HEAD, embedding))
+    ours, theirs = (local_shards(model[name]) for name in (HEAD, embedding))
     if not all(map(torch.equal, ours, theirs)):
         hint = "tie it again after wrapping the model, or set tie_word_embeddings to false in its config"
         raise Mismatch(f"config.json ties it to `{embedding}`, but they differ", tensor=HEAD, hint=hint)
     return {name: tensor for name, tensor in model.items() if name != HEAD}
 
 
-def find_shared(model: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
+def first_name_by_shared_name(model: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
     """Map each further name of a shared tensor to its first name; a collective.
 
     Two names share a tensor if every rank that has a non-empty shard of it sees the same memory under both.
@@ -162,10 +164,10 @@ def find_shared(model: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
     first: dict[object, str] = {}
     first_names = {}
     for name, tensor in model.items():
-        if not isinstance(tensor, ShardedTensor) and local_part(tensor).numel():
-            first_names[name] = first.setdefault(identify(tensor), name)
+        if not isinstance(tensor, ShardedTensor) and local_shard(tensor).numel():
+            first_names[name] = first.setdefault(memory_identity_of(tensor), name)
     votes: dict[str, set[str]] = {}
-    for votes_of_rank in ranks.gather(first_names):
+    for votes_of_rank in ranks.gather_values(first_names):
         for name, first_name in votes_of_rank.items():
             votes.setdefault(name, set()).add(first_name)
     return {name: agreed for name, (agreed, *others) in votes.items() if name != agreed and not others}

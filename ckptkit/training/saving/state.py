@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckptkit.adapters.names import read_entry
+from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.errors import Mismatch, Unsupported, Usage, and_more
 from ckptkit.storage.ranks import Ranks
 
@@ -51,16 +51,16 @@ def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def flatten(tree: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_by_dotted_key(tree: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of a tree with its keys joined by dots, as DCP joins them."""
     if isinstance(tree, Tensor):
         yield key, tree
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for child_key, value in children:
-        yield from flatten(value, f"{key}.{child_key}" if key else str(child_key))
+        yield from tensors_by_dotted_key(value, f"{key}.{child_key}" if key else str(child_key))
 
 
-def unflatten(leaves: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> Tree:
+def nest_leaves(leaves: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> Tree:
     """Return nested dicts and lists with the leaves at the paths in `keys`; an integer key is an index of a list.
 
     Raises `Unsupported` for a list with missing indices.
@@ -72,14 +72,14 @@ def unflatten(leaves: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]
         for key in parents:
             node = node.setdefault(key, {})
         node[last] = leaf
-    return {name: with_lists(part) for name, part in tree.items()}
+    return {name: with_integer_dicts_as_lists(part) for name, part in tree.items()}
 
 
-def with_lists(tree: Any) -> Any:
+def with_integer_dicts_as_lists(tree: Any) -> Any:
     """Return a tree of dicts with each dict that has only integer keys turned into a list."""
     if not isinstance(tree, dict):
         return tree
-    inside = {key: with_lists(value) for key, value in tree.items()}
+    inside = {key: with_integer_dicts_as_lists(value) for key, value in tree.items()}
     if not all(isinstance(key, int) for key in inside):
         return inside
     if sorted(inside) != list(range(len(inside))):
@@ -87,12 +87,12 @@ def with_lists(tree: Any) -> Any:
     return [inside[key] for key in range(len(inside))]
 
 
-def replace_meta(tree: Any) -> Any:
+def with_empty_cpu_tensors(tree: Any) -> Any:
     """Return the tree with an uninitialized CPU tensor in place of each meta tensor."""
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype) if each.is_meta else each, tree)
 
 
-def match_to_model(stored: Any, ours: Any, name: str) -> Any:
+def with_model_buffers(stored: Any, ours: Any, name: str) -> Any:
     """Return the `stored` tree with the tensors of the model (`ours`) as buffers to read into.
 
     Non-tensor leaves are the stored values. Raises `Mismatch`, with a tensor name that starts with `name`, if keys,
@@ -100,7 +100,7 @@ def match_to_model(stored: Any, ours: Any, name: str) -> Any:
     """
     if isinstance(stored, dict) and isinstance(ours, dict):
         require_same_names(stored, ours, name)
-        return {key: match_to_model(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
+        return {key: with_model_buffers(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
     if isinstance(stored, Tensor) and isinstance(ours, Tensor):
         if stored.shape != ours.shape:
             message = f"expected shape {list(ours.shape)} as in the model, found {list(stored.shape)} in the checkpoint"
@@ -149,22 +149,24 @@ class Training:
 
     def __post_init__(self) -> None:
         for name, thing in self.others.items():
-            require_state(name, thing)
+            require_stateful(name, thing)
 
-    def take(self) -> Tree:
+    def take_state(self) -> Tree:
         """Return the current state. Its tensors alias model and optimizer: write or copy them before the next step."""
-        others = self.ranks.together(lambda: {name: snapshot(name, thing) for name, thing in self.others.items()})
+        others = self.ranks.run_on_all_ranks(
+            lambda: {name: copy_plain_state(name, thing) for name, thing in self.others.items()}
+        )
         model = get_model_state_dict(self.model)
         if self.is_adapter:
-            model = {name: tensor for name, tensor in model.items() if read_entry(name) is not None}
+            model = {name: tensor for name, tensor in model.items() if parse_tensor_name(name) is not None}
             if not model:
                 raise Usage("expected adapters to save, found none in the model", hint="save it as `sharded`")
         state: Tree = {"model": model}
         if self.optimizer is not None:
-            state["optim"] = take_optimizer(self.model, self.optimizer, self.ranks)
+            state["optim"] = take_optimizer_state(self.model, self.optimizer, self.ranks)
         return {**state, **others}
 
-    def prepare(self, stored: Tree) -> Tree:
+    def prepare_entries(self, stored: Tree) -> Tree:
         """Return the entries to load, with tensors to read them into.
 
         `stored` is the outline of a checkpoint: its tensors have no data. Raises `Mismatch` if an entry is missing, or
@@ -178,12 +180,12 @@ class Training:
                     f"expected `{name}` in the checkpoint, found only {available}",
                     hint=f"load without `{name}` if that is intended",
                 )
-        wanted = {name: replace_meta(stored[name]) for name in ("step", *self.others)}
+        wanted = {name: with_empty_cpu_tensors(stored[name]) for name in ("step", *self.others)}
         ours = get_model_state_dict(self.model)
-        if are_adapters(stored["model"]):
-            self.kept = {name: tensor for name, tensor in ours.items() if read_entry(name) is None}
+        if are_adapter_names(stored["model"]):
+            self.kept = {name: tensor for name, tensor in ours.items() if parse_tensor_name(name) is None}
             ours = {name: tensor for name, tensor in ours.items() if name not in self.kept}
-        wanted["model"] = match_to_model(stored["model"], ours, "model")
+        wanted["model"] = with_model_buffers(stored["model"], ours, "model")
         if self.optimizer is not None:
             wanted["optim"] = self._prepare_optimizer(stored["optim"], self.optimizer)
         return wanted
@@ -201,12 +203,14 @@ class Training:
                 raise Mismatch("the optimizer has no state for this parameter", tensor=f"optim.state.{name}", hint=hint)
         return {
             # the checkpoint has no state for a parameter that never had a gradient: do not load any for it
-            "state": {name: match_to_model(state[name], ours["state"][name], f"optim.state.{name}") for name in state},
-            "param_groups": replace_meta(stored["param_groups"]),
+            "state": {
+                name: with_model_buffers(state[name], ours["state"][name], f"optim.state.{name}") for name in state
+            },
+            "param_groups": with_empty_cpu_tensors(stored["param_groups"]),
         }
 
-    def restore(self, state: Tree) -> None:
-        """Load `state` into the model, optimizer and others: it comes from `prepare`, filled by `Stored.read`."""
+    def restore_state(self, state: Tree) -> None:
+        """Load `state` into the model, optimizer and others: from `prepare_entries`, filled by `Stored.read_into`."""
         if self.optimizer is not None:
             groups = state["optim"]["param_groups"]
             if [set(group["params"]) for group in groups] != self.groups:
@@ -229,12 +233,12 @@ class Training:
                 thing.load_state_dict(state[name])
 
 
-def are_adapters(names: Iterable[str]) -> bool:
+def are_adapter_names(names: Iterable[str]) -> bool:
     """Return True if all of these tensor names, at least one, are names of adapters."""
-    return {read_entry(name) is not None for name in names} == {True}
+    return {parse_tensor_name(name) is not None for name in names} == {True}
 
 
-def require_state(name: str, thing: object) -> None:
+def require_stateful(name: str, thing: object) -> None:
     """Raise `Usage` for a reserved name, and for an object that is not a dict and has no state_dict()."""
     if name in OURS:
         raise Usage(f"`{name}` is a name that ckptkit uses itself", hint="choose another name")
@@ -243,10 +247,10 @@ def require_state(name: str, thing: object) -> None:
         raise Usage(f"`{name}`: expected an object with a state, found a {type(thing).__name__}", hint=hint)
 
 
-def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:
+def copy_plain_state(name: str, thing: Stateful | dict[Any, Any]) -> Any:
     """Return a copy of the state of one object. Raises `Usage` unless it has only plain values and full tensors."""
     state = thing if isinstance(thing, dict) else thing.state_dict()
-    if any(isinstance(tensor, (DTensor, ShardedTensor)) for _, tensor in flatten(state)):
+    if any(isinstance(tensor, (DTensor, ShardedTensor)) for _, tensor in tensors_by_dotted_key(state)):
         raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")
     return copy_by_saving(name, state)
 
@@ -266,7 +270,7 @@ def copy_by_saving(name: str, state: Any) -> Any:
         raise Usage(f"the state of `{name}` cannot be saved: {error}", hint=hint) from error
 
 
-def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree:
+def take_optimizer_state(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree:
     """Return the optimizer state by parameter name; a collective.
 
     torch initializes an empty optimizer with zeros and `step` 1, as if it had taken a step. Such a state is neither
@@ -277,7 +281,7 @@ def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree
     state = dict(get_optimizer_state_dict(model, optimizer))
     if is_empty:
         optimizer.state.clear()
-    if all(ranks.gather(is_empty)):
+    if all(ranks.gather_values(is_empty)):
         state["state"] = {}
     state["param_groups"] = copy_by_saving("optimizer", state["param_groups"])
     return state

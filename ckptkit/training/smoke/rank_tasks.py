@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.storage.terms import local_parts
+from ckptkit.storage.terms import local_shards
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report
-from ckptkit.training.loop import DeferredSignal, advance
+from ckptkit.training.loop import DeferredSignal, take_steps
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.start import start
+from ckptkit.training.start import start_training
 from ckptkit.training.trainer import Trainer
 
 
@@ -45,26 +45,26 @@ class RankAccount:
 def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train a run to its last step, like `ckptkit.training.loop`, and report a `RankAccount`."""
     with process_group(place, config.device, deterministic=True) as mesh:
-        trainer, run = start(config, mesh)
-        states = {trainer.progress.step: state_of(trainer)}
+        trainer, run = start_training(config, mesh)
+        states = {trainer.progress.step: scheduler_and_progress_state(trainer)}
         steps = []
         with run, Log(config, place.rank) as log:
-            for step in advance(config, trainer, run, DeferredSignal(signal.SIGTERM)):
-                log.write(step)
+            for step in take_steps(config, trainer, run, DeferredSignal(signal.SIGTERM)):
+                log.write_step(step)
                 steps.append(step)
                 if step.checkpoint:
-                    states[step.step] = state_of(trainer)
+                    states[step.step] = scheduler_and_progress_state(trainer)
         averages = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         report(
             RankAccount(
                 place.rank,
                 tuple(steps),
                 states,
-                nbytes(trainer.model.parameters()),
-                nbytes(averages),
+                nbytes_of_shards(trainer.model.parameters()),
+                nbytes_of_shards(averages),
                 max((step.memory_allocated or 0 for step in steps), default=0) or None,
                 str(param_dtype(config, trainer.device.type)).removeprefix("torch."),
-                checksum(trainer.model.parameters()),
+                checksum_of_shards(trainer.model.parameters()),
             )
         )
 
@@ -72,7 +72,7 @@ def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> N
 def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> None:
     """Load the checkpoint that the configuration resumes from, and save it unchanged into the configuration's run."""
     with process_group(place, config.device) as mesh:
-        trainer, run = start(config, mesh)
+        trainer, run = start_training(config, mesh)
         with run:
             trainer.save(run)
 
@@ -80,21 +80,21 @@ def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> Non
 def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: RankPlace, report: Report) -> None:
     """Resume from each checkpoint for one step, and report the steps. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
-        trainers = (start(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)
+        trainers = (start_training(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)
         report(RankAccount(place.rank, tuple(trainer.step() for trainer in trainers)))
 
 
-def state_of(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:
+def scheduler_and_progress_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:
     return trainer.scheduler.state_dict(), trainer.progress.state_dict()
 
 
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(part.nbytes for tensor in tensors for part in local_parts(tensor))
+def nbytes_of_shards(tensors: Iterable[Tensor]) -> int:
+    return sum(part.nbytes for tensor in tensors for part in local_shards(tensor))
 
 
-def checksum(tensors: Iterable[Tensor]) -> int:
+def checksum_of_shards(tensors: Iterable[Tensor]) -> int:
     """Return the CRC-32 of this rank's shards of all tensors."""
     crc = 0
-    for part in (part for tensor in tensors for part in local_parts(tensor)):
+    for part in (part for tensor in tensors for part in local_shards(tensor)):
         crc = zlib.crc32(part.detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
     return crc

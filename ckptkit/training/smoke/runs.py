@@ -25,7 +25,7 @@ from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.saving.state import flatten
+from ckptkit.training.saving.state import tensors_by_dotted_key
 from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_from_each, train_and_report
 from ckptkit.training.smoke.run_check import CheckFailed
 
@@ -35,8 +35,8 @@ def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
 
     With `under`, only tensors of the first checkpoint whose name starts with `under` are expected in the second.
     """
-    expected = {name: tensor for name, tensor in read_tensors(one).items() if name.startswith(under)}
-    count = compare_tensors(expected, read_tensors(other))
+    expected = {name: tensor for name, tensor in read_tensors_by_torch(one).items() if name.startswith(under)}
+    count = compare_tensors(expected, read_tensors_by_torch(other))
     return f"{count} tensors of {under or 'model and optimizer'} equal, bit for bit"
 
 
@@ -50,7 +50,7 @@ def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor])
     return len(expected)
 
 
-def of_rank_0(accounts: list[RankAccount]) -> list[StepMetrics]:
+def steps_of_rank_0(accounts: list[RankAccount]) -> list[StepMetrics]:
     """Return the steps of rank 0."""
     return [step for account in accounts[:1] for step in account.steps]
 
@@ -73,42 +73,44 @@ class SmokeRuns:
     scratch: Path
 
     @cached_property
-    def first(self) -> list[RankAccount]:
+    def first_accounts(self) -> list[RankAccount]:
         return run_ranks(partial(train_and_report, self.config), self.nproc)
 
     @cached_property
-    def resumed(self) -> list[RankAccount]:
-        return run_ranks(partial(train_and_report, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
+    def resumed_accounts(self) -> list[RankAccount]:
+        return run_ranks(partial(train_and_report, self._resumed_config("resumed", self.config.run, SAVED)), self.nproc)
 
     @cached_property
-    def replicated(self) -> list[RankAccount]:
+    def replicated_accounts(self) -> list[RankAccount]:
         config = replace(self.config, run=self.scratch / "ddp", strategy="ddp", steps=2)
         return run_ranks(partial(train_and_report, config), self.nproc)
 
     @cached_property
-    def at_another_size(self) -> Path:
+    def path_at_other_size(self) -> Path:
         """Return the last checkpoint, loaded by one more rank and saved as one file."""
-        config = replace(self._go_on("other", self.config.run, STEPS), state_dict="full", device=self._any_device)
+        config = replace(
+            self._resumed_config("other", self.config.run, STEPS), state_dict="full", device=self._any_device
+        )
         run_ranks(partial(load_and_save, config), self.nproc + 1)
         return RunFolder(config.run).checkpoint(STEPS)
 
     @cached_property
-    def from_full(self) -> Path:
-        """Return the checkpoint `at_another_size`, loaded and saved as shards again."""
-        config = self._go_on("back", self.at_another_size.parent, STEPS)
+    def path_from_full(self) -> Path:
+        """Return the checkpoint `path_at_other_size`, loaded and saved as shards again."""
+        config = self._resumed_config("back", self.path_at_other_size.parent, STEPS)
         run_ranks(partial(load_and_save, config), self.nproc)
         return RunFolder(config.run).checkpoint(STEPS)
 
     @cached_property
-    def resharded(self) -> list[Path]:
+    def resharded_paths(self) -> list[Path]:
         """Return the last checkpoint resharded to the world sizes `SIZES`, each from the previous result."""
-        checkpoints = [self.checkpoint]
+        checkpoints = [self.last_checkpoint_path]
         for size in SIZES:
             checkpoints.append(reshard(checkpoints[-1], self.scratch / f"for-{size}", to=size).output)
         return checkpoints[1:]
 
     @cached_property
-    def stepped(self) -> list[RankAccount]:
+    def next_step_accounts(self) -> list[RankAccount]:
         """Return reports of `nproc + 1` ranks that take the step after the first checkpoint.
 
         Each report has two steps: from the original checkpoint, and from the resharded checkpoint.
@@ -123,11 +125,11 @@ class SmokeRuns:
     def _any_device(self) -> Device:
         return "auto" if self.config.device == "cuda" else self.config.device  # one more rank may not have a GPU
 
-    def _go_on(self, name: str, run: Path, step: int) -> TrainConfig:
+    def _resumed_config(self, name: str, run: Path, step: int) -> TrainConfig:
         return replace(self.config, run=self.scratch / name, resume=str(RunFolder(run).checkpoint(step)))
 
     @property
-    def checkpoint(self) -> Path:
+    def last_checkpoint_path(self) -> Path:
         """Return the last checkpoint of the run."""
         latest = RunFolder(self.config.run).latest()
         if latest is None:
@@ -135,50 +137,53 @@ class SmokeRuns:
         return latest.path
 
     @cached_property
-    def trained(self) -> Llama:
+    def trained_model(self) -> Llama:
         """Return the built-in model with the weights of the last checkpoint, read by torch alone."""
-        model = Llama(ModelConfig.read(self.checkpoint / "config.json"))
+        model = Llama(ModelConfig.from_config_json(self.last_checkpoint_path / "config.json"))
         with warnings.catch_warnings(action="ignore"):  # torch warns about no_dist, which is intended
-            state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=self.checkpoint, no_dist=True)
+            state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=self.last_checkpoint_path, no_dist=True)
         return model
 
     @property
-    def _lora(self) -> TrainConfig:
+    def _lora_config(self) -> TrainConfig:
         return replace(
             self.config, run=self.scratch / "adapters", weights=self.out, steps=ADAPTED, save_every=ADAPTED // 2,
             lora_rank=4, state_dict="adapter",
         )  # fmt: skip
 
     @cached_property
-    def adapted(self) -> list[RankAccount]:
-        return run_ranks(partial(train_and_report, self._lora), self.nproc)
+    def lora_accounts(self) -> list[RankAccount]:
+        return run_ranks(partial(train_and_report, self._lora_config), self.nproc)
 
     @cached_property
-    def adapted_again(self) -> list[RankAccount]:
+    def resumed_lora_accounts(self) -> list[RankAccount]:
         """Return the ranks' reports of the LoRA training, resumed in the middle."""
-        middle = RunFolder(self._lora.run).checkpoint(ADAPTED // 2)
-        config = replace(self._lora, run=self.scratch / "adapters-again", resume=str(middle))
+        middle = RunFolder(self._lora_config.run).checkpoint(ADAPTED // 2)
+        config = replace(self._lora_config, run=self.scratch / "adapters-again", resume=str(middle))
         return run_ranks(partial(train_and_report, config), self.nproc)
 
     @property
-    def adapters(self) -> Path:
-        return RunFolder(self._lora.run).checkpoint(self.adapted[0].steps[-1].step)
+    def adapter_checkpoint_path(self) -> Path:
+        return RunFolder(self._lora_config.run).checkpoint(self.lora_accounts[0].steps[-1].step)
 
     @cached_property
-    def with_adapters(self) -> nn.Module:
+    def model_with_adapters(self) -> nn.Module:
         """Return the built-in model with the exported weights and the trained adapters, read without ckptkit."""
-        config = self._lora
+        config = self._lora_config
         lora = Lora(config.lora_rank or 0, config.lora_alpha, config.lora_targets)
-        base = LlamaBlueprint(ModelConfig.read(self.out / "config.json"))
+        base = LlamaBlueprint(ModelConfig.from_config_json(self.out / "config.json"))
         model = LoraBlueprint(base, lora, torch.float32, None).build()
-        adapters = {name.removeprefix("model."): tensor for name, tensor in read_tensors(self.adapters).items()}
-        _, unexpected = model.load_state_dict(self.exported | adapters, strict=False)
+        adapters = {
+            name.removeprefix("model."): tensor
+            for name, tensor in read_tensors_by_torch(self.adapter_checkpoint_path).items()
+        }
+        _, unexpected = model.load_state_dict(self.exported_tensors | adapters, strict=False)
         if any(not name.startswith("optim.") for name in unexpected):
             raise CheckFailed(f"the built-in model does not have the tensors {unexpected}")
         return model
 
     @cached_property
-    def exported(self) -> dict[str, Tensor]:
+    def exported_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the export by name."""
         files = sorted(self.out.glob("*.safetensors"))
         if not files:
@@ -186,10 +191,12 @@ class SmokeRuns:
         return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
     @cached_property
-    def prompt(self) -> Tensor:
+    def prompt_tokens(self) -> Tensor:
         """Return tokens to compare logits on: int64 [4, sequence_length]."""
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(self.trained.config.vocab_size, (4, self.config.sequence_length), generator=generator)
+        return torch.randint(
+            self.trained_model.config.vocab_size, (4, self.config.sequence_length), generator=generator
+        )
 
 
 def run_ranks(task: Callable[..., None], nproc: int) -> list[RankAccount]:
@@ -199,10 +206,10 @@ def run_ranks(task: Callable[..., None], nproc: int) -> list[RankAccount]:
     return sorted(accounts, key=lambda account: account.rank)
 
 
-def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+def read_tensors_by_torch(checkpoint: Path) -> dict[str, Tensor]:
     """Return all tensors of a sharded or full checkpoint by their dotted names, read by torch alone."""
     if (checkpoint / "state.pt").exists():
-        return dict(flatten(torch.load(checkpoint / "state.pt", weights_only=True)))
+        return dict(tensors_by_dotted_key(torch.load(checkpoint / "state.pt", weights_only=True)))
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.checkpoint import named_in
+from ckptkit.checkpoints.checkpoint import checkpoints_named_in_run
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.entry_points import PluginTable, load
+from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import Occupied, Usage, translate_os_errors
-from ckptkit.io.path import to_local
-from ckptkit.io.staging import check_destination
+from ckptkit.io.path import to_local_path
+from ckptkit.io.staging import require_free_destination
 from ckptkit.settings import option_name, settings_of
 from ckptkit.training.config import SETTINGS, Device, TrainConfig
 from ckptkit.training.smoke.run_check import Check, run_check
@@ -40,7 +40,7 @@ SCRIPTS = PluginTable(
     KnownScript,
     {
         "command": KnownScript(
-            "ckptkit.plugins.resume_proof.options:ScriptOptions", "ckptkit.plugins.resume_proof.prove:prove"
+            "ckptkit.plugins.resume_proof.options:ScriptOptions", "ckptkit.plugins.resume_proof.prove:prove_script"
         )
     },
 )
@@ -65,16 +65,16 @@ def smoke(
     Returns the checks, and calls `report` with each as soon as it is done. A failed check has `ok` False and does not
     raise. Raises `Occupied` if `run` or `out` exists; `overwrite` replaces the output of an earlier smoke test.
     """
-    run, out = to_local(run), to_local(out)
-    prove = find_script(script) if script else None
-    check_free(run, out, overwrite=overwrite)
+    run, out = to_local_path(run), to_local_path(out)
+    prove = choose_script_checker(script) if script else None
+    require_free_paths(run, out, overwrite=overwrite)
     if prove:
-        make_room(run)
+        create_smoke_run(run)
         return prove(run, out, nproc, report)
     from ckptkit.training.smoke.checks import CHECKS  # imports torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS, SmokeRuns
 
-    make_room(run)
+    create_smoke_run(run)
     config = TrainConfig(
         run=run, untied=not tied, steps=STEPS, save_every=SAVED, device=device,
         sequence_length=128, lr=3e-3, warmup=2, deterministic=True,
@@ -88,19 +88,19 @@ def smoke(
     return checks
 
 
-def find_script(options: dict[str, Any]) -> Callable[..., list[Check]]:
+def choose_script_checker(options: dict[str, Any]) -> Callable[..., list[Check]]:
     """Return what checks the script that options describe. Raises `Usage` for options that do not go together."""
     name = next((name for name in SCRIPTS if name in options), None)
     if name is None:
         raise Usage(f"{option_name(next(iter(options)))} needs {' or '.join(map(option_name, SCRIPTS))}")
-    holder = load(SCRIPTS[name].options)
+    holder = import_object(SCRIPTS[name].options)
     unknown = [option for option in options if option not in settings_of(holder)]
     if unknown:
         raise Usage(f"{option_name(unknown[0])} does not go with {option_name(name)}")
-    return partial(load(SCRIPTS[name].where), holder(**options))
+    return partial(import_object(SCRIPTS[name].where), holder(**options))
 
 
-def remove_own(run: Path) -> None:
+def remove_earlier_smoke_run(run: Path) -> None:
     """Delete the checkpoints, settings and metrics of an earlier smoke test from a run, and nothing else.
 
     Raises `Occupied` if the run has later checkpoints, because the smoke test would resume from them.
@@ -108,7 +108,7 @@ def remove_own(run: Path) -> None:
     from ckptkit.training.metrics import METRICS, TENSORBOARD  # these import torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS
 
-    later = [checkpoint.name for checkpoint in named_in(run) if (checkpoint.own_step or 0) > STEPS]
+    later = [checkpoint.name for checkpoint in checkpoints_named_in_run(run) if (checkpoint.step_in_name or 0) > STEPS]
     if later:
         message = f"the run has checkpoints that the smoke test did not make: {', '.join(later[:_MOST_NAMED])}"
         raise Occupied(message, path=run, hint="move them elsewhere, or pass another --run")
@@ -120,9 +120,9 @@ def remove_own(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
 
 
-def check_free(run: Path, out: Path, *, overwrite: bool) -> None:
+def require_free_paths(run: Path, out: Path, *, overwrite: bool) -> None:
     """Raise `Occupied` if `run` or `out` exists, unless `overwrite` is given and an earlier smoke test made them."""
-    check_destination(out, overwrite)
+    require_free_destination(out, overwrite)
     check_replaceable(out)
     with translate_os_errors(run):
         if run.exists() and any(run.iterdir()):
@@ -132,10 +132,10 @@ def check_free(run: Path, out: Path, *, overwrite: bool) -> None:
                 raise Occupied("the run exists", path=run, hint="pass another --run, or --overwrite")
 
 
-def make_room(run: Path) -> None:
+def create_smoke_run(run: Path) -> None:
     """Create the run directory with the mark. Removes files of an earlier smoke test; other files stay."""
     with translate_os_errors(run):
         if (run / MARK).exists():
-            remove_own(run)
+            remove_earlier_smoke_run(run)
         run.mkdir(parents=True, exist_ok=True)
         (run / MARK).touch()

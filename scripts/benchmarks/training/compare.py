@@ -119,7 +119,7 @@ def make_room(home: Path, device: str, values: dict[str, Any]) -> TrainConfig:
     """
     (home / "model").mkdir()
     model = home / "model" / "config.json"
-    model.write_text(ModelConfig.sized(values["model"], vocab_size=VOCABULARY[device]).to_json())
+    model.write_text(ModelConfig.of_size(values["model"], vocab_size=VOCABULARY[device]).to_json())
     text = b"\n".join(path.read_bytes() for path in stdlib_modules()).replace(b"\0", b"")
     length = values["sequence_length"]
     (home / "text.txt").write_bytes(text[: len(text) // length * length])

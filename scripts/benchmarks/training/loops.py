@@ -22,14 +22,14 @@ from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.loop import DeferredSignal, advance
+from ckptkit.training.loop import DeferredSignal, take_steps
 from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
-from ckptkit.training.parallel.initial import initialize
+from ckptkit.training.parallel.initial import initialize_model
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import compile_blocks, count_multiplied
-from ckptkit.training.start import start
+from ckptkit.training.parallel.shard import compile_blocks, count_matmul_elements
+from ckptkit.training.start import start_training
 from ckptkit.training.trainer import make_scheduler
 from scripts.benchmarks.training.watch import Watch
 
@@ -42,13 +42,13 @@ def prepare(home: Path, config: TrainConfig) -> None:
     blueprint = choose_blueprint(config.model)
     with torch.device(config.device):
         model = blueprint.build()
-    initialize(blueprint, model, config.seed)
+    initialize_model(blueprint, model, config.seed)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     save_file(weights, home / "model" / "model.safetensors", {"format": "pt"})
     tokens = prepare_tokens(config.data, choose_tokenizer(None), home)
     corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
-    sequences = corpus.batch(range(config.steps * config.batch_size))
-    if sequences.tokens < sequences.inputs.numel():
+    sequences = corpus.batch_at(range(config.steps * config.batch_size))
+    if sequences.loss_token_count < sequences.inputs.numel():
         raise SystemExit("some targets do not count: the loops would not agree on how many tokens a step has")
     torch.save((sequences.inputs, sequences.targets), home / "sequences.pt")
     (home / FACTS).write_text(json.dumps(describe(config, blueprint, model)))
@@ -56,7 +56,7 @@ def prepare(home: Path, config: TrainConfig) -> None:
 
 def describe(config: TrainConfig, blueprint: Blueprint, model: nn.Module) -> dict[str, object]:
     """Return the facts that a table is to be read with."""
-    multiplied, _ = count_multiplied(model)
+    multiplied, _ = count_matmul_elements(model)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops_per_token(
@@ -71,10 +71,10 @@ def ours(home: Path, config: TrainConfig, place: RankPlace, _: Report) -> None:
     """Train as `ckptkit train` does, a rank each, up to the step that would save a checkpoint."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         watch = Watch()
-        trainer, run = start(config, mesh)
+        trainer, run = start_training(config, mesh)
         with run, Log(config, place.rank) as log:
-            for step in islice(advance(config, trainer, run, DeferredSignal(signal.SIGTERM)), config.steps - 1):
-                log.write(step)
+            for step in islice(take_steps(config, trainer, run, DeferredSignal(signal.SIGTERM)), config.steps - 1):
+                log.write_step(step)
                 watch.note(step.loss, step.memory_allocated, step.memory_reserved)
         watch.tell(home)
 
@@ -88,7 +88,7 @@ def plain(home: Path, config: TrainConfig) -> None:
         model = blueprint.build()
     model.load_state_dict(load_file(home / "model" / "model.safetensors"), strict=False)  # what is tied is there once
     if config.compile:
-        compile_blocks(blueprint.blocks(model))
+        compile_blocks(blueprint.transformer_blocks(model))
     weights = [parameter.detach() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.detach().to(dtype)

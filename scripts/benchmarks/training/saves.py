@@ -16,7 +16,7 @@ from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
-from ckptkit.training.start import make_run, start
+from ckptkit.training.start import make_run, start_training
 from ckptkit.training.trainer import Trainer
 from scripts.benchmarks.training.tables import WARM_UP
 from scripts.benchmarks.training.watch import REPORT
@@ -38,7 +38,7 @@ class Saved:
 def saves(home: Path, config: TrainConfig, runs: int, place: RankPlace, _: Report) -> None:
     """Measure steps without a save, then `runs` saves of each kind; rank 0 leaves the report."""
     with process_group(place, config.device) as mesh:
-        trainer, _run = start(config, mesh)
+        trainer, _run = start_training(config, mesh)
         step = median([take_step(trainer) for _ in range(WARM_UP + config.steps)][WARM_UP:])
         kinds = {}
         for state_dict in ("sharded", "full"):
@@ -66,14 +66,16 @@ def save(trainer: Trainer, run: Run, step: float) -> Saved:
     path = trainer.save(run)
     stopped = time.perf_counter() - began
     steps = 0
-    while not Ranks().on_first(path.exists):
+    while not Ranks().run_on_first_rank(path.exists):
         trainer.step()
         steps += 1
     run.wait()
     cost = time.perf_counter() - began - steps * step
-    visible = Ranks().on_first(path.stat).st_ctime - wall  # a file system notes when it gave a directory its name
+    visible = (
+        Ranks().run_on_first_rank(path.stat).st_ctime - wall
+    )  # a file system notes when it gave a directory its name
     nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if trainer.rank == 0 else 0
-    Ranks().on_first(partial(shutil.rmtree, path))
+    Ranks().run_on_first_rank(partial(shutil.rmtree, path))
     return Saved(stopped, visible, cost, nbytes)
 
 

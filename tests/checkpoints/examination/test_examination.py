@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.examination import examine, examine_checkpoint
+from ckptkit.checkpoints.examination import examine_checkpoint, examine_layout
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout
@@ -23,7 +23,7 @@ from tests.command import ckptkit as run
 
 
 def codes_in(path: Path) -> set[str]:
-    return {one.code for one in examine(Checkpoint.at(path).layout)}
+    return {one.code for one in examine_layout(Checkpoint.at(path).layout)}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -116,7 +116,7 @@ def test_optimizers_of_torch_are_consistent(kind: Any, tmp_path: Path) -> None:
     options: dict[Any, dict[str, Any]] = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.AdamW: {"amsgrad": True}}
     more = options.get(kind, {})
     layout = step(lambda net: kind(net.parameters(), lr=1e-3, **more), tmp_path / "step-1")
-    assert examine(layout) == ()
+    assert examine_layout(layout) == ()
 
 
 def zeros(*shape: int) -> Tensor:
@@ -211,7 +211,7 @@ def test_numbers_that_may_be_missing(names: list[str], tmp_path: Path) -> None:
 
 def test_an_embedding_of_no_tokens_is_only_likely_wrong(tmp_path: Path) -> None:
     save_dcp({"model": {"types.weight": zeros(0, 6), "b.weight": zeros(5)}}, tmp_path / "step-1")
-    (found,) = examine(Checkpoint.at(tmp_path / "step-1").layout)
+    (found,) = examine_layout(Checkpoint.at(tmp_path / "step-1").layout)
     assert (found.code, found.certainty) == ("empty_tensor", Certainty.LIKELY)
 
 
@@ -219,18 +219,18 @@ def test_an_embedding_of_no_tokens_is_only_likely_wrong(tmp_path: Path) -> None:
 def test_doctor_and_verify(change: str, tmp_path: Path) -> None:
     """Doctor finds all of it; for verify the certain ones are problems, and the others notes. Each is said once."""
     save_dcp(tree_with(change), tmp_path / "step-1")
-    odd = examine(Checkpoint.at(tmp_path / "step-1").layout)
+    odd = examine_layout(Checkpoint.at(tmp_path / "step-1").layout)
     diagnosis = ckptkit.doctor(tmp_path / "step-1")
     found = [one for one in diagnosis.findings if one.code in CHANGES[change][1]]
     noted = [one for one in odd if one.certainty is Certainty.NOTE]
     assert [one.message for one in found] == [one.message for one in odd if one not in noted]
-    assert {one.line for one in noted} <= {*diagnosis.notes}
+    assert {one.message_with_tensor for one in noted} <= {*diagnosis.notes}
     assert bool(noted) is (change == "short_head")
     certain = [one for one in odd if one.certainty is Certainty.CERTAIN]
     for fast in (True, False):
         (checked,) = ckptkit.verify(tmp_path / "step-1", fast=fast)
         assert [one.code for one in checked.problems] == ["mismatch"] * len(certain)
-        assert {one.line for one in odd if one not in certain} <= {*checked.notes}
+        assert {one.message_with_tensor for one in odd if one not in certain} <= {*checked.notes}
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_a_prefix_is_taken_off_by_the_fix(tmp_path: Path) -> None:
         (found,) = ckptkit.doctor(root).findings
         assert found.code == ("wrapped_state" if change in wrapped else "prefixed_state")
         assert found.fixed_by is not None
-        assert run(*found.fixed_by.words[1:]).returncode == 0
+        assert run(*found.fixed_by.process_arguments[1:]).returncode == 0
         assert codes_in(root.with_name("step-1-fixed")) == set()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ckptkit.conversion.reshard import reshard
 from ckptkit.runs.pin import pin
-from ckptkit.runs.retention import write_metrics
+from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from tests.producers import save_alone
 
@@ -25,7 +25,7 @@ def make_run(root: Path) -> Path:
     )
     for step in (20, 40, 60):
         reshard(root / "one", root / f"ckpt-{step}", to=3)
-        (root / f"ckpt-{step}" / METRICS).write_bytes(write_metrics(step, {"loss": 6 - step / 20}))
+        (root / f"ckpt-{step}" / METRICS).write_bytes(dump_metrics(step, {"loss": 6 - step / 20}))
     shutil.rmtree(root / "one")
     shutil.copytree(root / "ckpt-40", root / "ckpt-50")
     (root / "ckpt-50" / ".metadata").unlink()

@@ -6,8 +6,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ckptkit.markup import Markup, element, text
-from ckptkit.words import brief, format_bytes, powers, ticks
+from ckptkit.markup import Markup, element, escaped_text
+from ckptkit.words import format_brief, format_bytes, log_scale_ticks, round_ticks
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -19,7 +19,7 @@ def test_what_xml_cannot_hold_is_spelled_out() -> None:
     hostile = "a\x00b\x1b[31m\n\ud800\u202e\uffff"
     parsed = ET.fromstring(element("text", hostile))
     assert parsed.text == r"a\x00b\x1b[31m\n\ud800\u202e\uffff"
-    text(hostile).encode()
+    escaped_text(hostile).encode()
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_xml_cannot_hold_is_spelled_out() -> None:
     ],
 )
 def test_numbers_are_brief(number: float, written: str) -> None:
-    assert brief(number) == written
+    assert format_brief(number) == written
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_bytes(nbytes: float, written: str) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 60), (3.2, 5.4), (-1e-9, 1e-9), (1e6, 1.00001e6), (5, 5)])
 def test_ticks_are_few_and_inside(low: float, high: float) -> None:
-    found = ticks(low, high)
+    found = round_ticks(low, high)
     assert 1 <= len(found) <= 9
     slack = 1e-6 * (high - low)
     assert all(low - slack <= tick <= high + slack for tick in found)
@@ -50,6 +50,6 @@ def test_ticks_are_few_and_inside(low: float, high: float) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(1e-3, 1e3), (1.2, 99), (1e-30, 1e30)])
 def test_powers_are_few_and_inside(low: float, high: float) -> None:
-    found = powers(low, high)
+    found = log_scale_ticks(low, high)
     assert 2 <= len(found) <= 9
     assert all(low * 0.99 <= power <= high * 1.01 for power in found)

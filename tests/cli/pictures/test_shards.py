@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.cli.pictures.shards import Row, ShardMap, label, map_shards, ranges
-from ckptkit.cli.shard_map import Line, bars, draw
+from ckptkit.cli.pictures.shards import Row, ShardMap, format_ranges, map_shards, merged_label
+from ckptkit.cli.shard_map import Line, draw_tensor_lines, owner_bars
 from tests import producers
 from tests.cli.pictures.layouts import cut_among, llama, with_blob
 from tests.conftest import Produce
@@ -17,7 +17,7 @@ def text(line: Line) -> str:
 
 
 def drawn(shards: ShardMap, row: Row, width: int = 12) -> list[str]:
-    return [text(line) for line in draw(row, shards.owners, width)]
+    return [text(line) for line in draw_tensor_lines(row, shards.owners, width)]
 
 
 def find(shards: ShardMap, name: str) -> Row:
@@ -82,12 +82,12 @@ def test_layers_of_which_one_is_cut_otherwise_are_not() -> None:
     ],
 )
 def test_labels(names: list[str], expected: str) -> None:
-    assert label(names) == expected
+    assert merged_label(names) == expected
 
 
 def test_ranges_of_very_many() -> None:
-    assert ranges({1, 2, 3, 7}) == "1-3,7"
-    assert ranges(set(range(0, 40, 2))) == "0..38"
+    assert format_ranges({1, 2, 3, 7}) == "1-3,7"
+    assert format_ranges(set(range(0, 40, 2))) == "0..38"
 
 
 def test_equal_parts_have_equal_widths() -> None:
@@ -112,7 +112,7 @@ def test_parts_too_many_for_the_width_are_counted() -> None:
     assert line.startswith("0░")
     assert line.endswith("░511")
     assert " 512 parts " in line
-    owners = [run.owner for run in draw(shards.rows[0], shards.owners, 26)[0]]
+    owners = [run.owner for run in draw_tensor_lines(shards.rows[0], shards.owners, 26)[0]]
     assert owners == sorted(owners, key=lambda owner: -1 if owner is None else owner)
     assert owners[0] == 9  # in the middle of the first column of 26
 
@@ -144,23 +144,23 @@ def test_a_thousand_tensors_of_512_ranks_fit_a_screen() -> None:
     shards = map_shards(cut_among(512, llama(160)))
     assert sum(row.repeats for row in shards.rows) == 961
     assert len(shards.rows) == 4
-    found = list(bars(shards, 20))
+    found = list(owner_bars(shards, 20))
     assert len(found) == 16
     assert (found[1].first.mark, found[1].last.mark) == ("32", "63")
 
 
 def test_bars_show_who_holds_more() -> None:
     shards = map_shards(with_blob(cut_among(2, {"a": (2, 2)}), "__1_0.distcp", 24))
-    assert [bar.bar for bar in bars(shards, 8)] == ["██", "████████"]
+    assert [bar.bar for bar in owner_bars(shards, 8)] == ["██", "████████"]
 
 
 def test_the_largest_rows_are_kept_in_order() -> None:
     shards = map_shards(cut_among(2, {"b": (8, 2), "c.x": (2, 2), "a": (16, 2)}))
-    shown, left_out = shards.largest(2)
+    shown, left_out = shards.split_off_largest_rows(2)
     assert [row.label for row in shown] == ["b", "a"]
     assert [row.label for row in left_out] == ["c.x"]
 
 
 def test_rows_stand_under_what_their_names_share() -> None:
     shards = map_shards(cut_among(2, {"m.n.a": (8, 2), "m.n.b.c": (6, 2), "z.y": (2, 2)}))
-    assert [(start, len(rows)) for start, rows in shards.headed(shards.rows)] == [("m.n.", 2), ("", 1)]
+    assert [(start, len(rows)) for start, rows in shards.rows_by_prefix(shards.rows)] == [("m.n.", 2), ("", 1)]

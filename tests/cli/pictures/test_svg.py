@@ -9,13 +9,13 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.cli.pictures.shard_svg import OWNERS, channels, color, draw_shards, shorten, standalone
+from ckptkit.cli.pictures.shard_svg import OWNERS, as_svg_file, draw_shards, owner_color, rgb_channels, shorten
 from ckptkit.cli.pictures.shards import map_shards
 from ckptkit.markup import Markup
 from ckptkit.plugins.report.chapters import Stop, draw_timeline
 from ckptkit.plugins.report.curves import draw_curves
 from ckptkit.plugins.report.history import Series
-from ckptkit.plugins.report.layers import LayerKind, draw_layers, spread
+from ckptkit.plugins.report.layers import LayerKind, draw_layers, spread_apart
 from tests import producers
 from tests.cli.pictures.layouts import cut_among, llama
 from tests.conftest import Produce
@@ -58,7 +58,7 @@ def parts(root: ET.Element) -> list[ET.Element]:
 
 
 def test_each_part_tells_name_indices_owner_bytes_and_file(produce: Produce) -> None:
-    root = parse(standalone(draw_shards(map_shards(open_layout(produce(producers.mesh).root)))))
+    root = parse(as_svg_file(draw_shards(map_shards(open_layout(produce(producers.mesh).root)))))
     assert "model.rows[0:3, 0:3]: rank 0, 36 B, __0_0.distcp" in titles(root)
     assert "rank 1: 208 B" in titles(root)
     style = root.find(f"{SVG}style")
@@ -90,7 +90,7 @@ def test_an_empty_checkpoint_is_drawn(is_narrow: bool) -> None:
 
 def test_hostile_names_stay_text(produce: Produce) -> None:
     layout = cut_among(2, {'<script>alert(1)</script>"\x00\x1b': (2, 2), **llama(1)})
-    root = parse(standalone(draw_shards(map_shards(layout))))
+    root = parse(as_svg_file(draw_shards(map_shards(layout))))
     assert not list(root.iter(f"{SVG}script"))
     assert any(title.startswith('<script>alert(1)</script>"\\x00') for title in titles(root))
     parse(draw_shards(map_shards(open_layout(produce(producers.strange_names).root))))
@@ -98,10 +98,10 @@ def test_hostile_names_stay_text(produce: Produce) -> None:
 
 def test_colors_of_owners_differ_from_their_neighbors_and_letters_show_on_them() -> None:
     for count in (1, 2, 8, 9, 64):
-        found = [color(i, count) for i in range(count)]
+        found = [owner_color(i, count) for i in range(count)]
         assert len(set(found)) == count
     for owner in OWNERS:
-        red, green, blue = (((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels(owner))
+        red, green, blue = (((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb_channels(owner))
         assert (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) / 0.057 > 4.5
 
 
@@ -118,7 +118,7 @@ def test_long_names_keep_their_ends() -> None:
 def test_curves(values: list[float]) -> None:
     series = Series("loss")
     for step, value in enumerate(values, 1):
-        series.add(step, value)
+        series.add_value(step, value)
     for may_be_log in (False, True):
         root = parse(draw_curves("Loss", [series], may_be_log=may_be_log))
         assert "Loss by step" in titles(root)[0]
@@ -129,8 +129,8 @@ def test_curves(values: list[float]) -> None:
 def test_two_curves_have_a_legend() -> None:
     one, other = Series("loss"), Series("eval_loss")
     for step in range(10):
-        one.add(step, 1 / (step + 1))
-    other.add(5, 0.3)
+        one.add_value(step, 1 / (step + 1))
+    other.add_value(5, 0.3)
     root = parse(draw_curves("Loss", [one, other]))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"loss 0.1", "eval loss 0.3"} <= set(texts)
@@ -164,7 +164,7 @@ def test_layers() -> None:
 
 
 def test_names_beside_lines_do_not_lie_on_each_other() -> None:
-    found = spread([10, 11, 12, 290, 299, 299], 0, 300)
+    found = spread_apart([10, 11, 12, 290, 299, 299], 0, 300)
     assert all(later - earlier >= 15 for earlier, later in pairwise(found))
     assert max(found) <= 300
     assert found[0] == 10

@@ -17,7 +17,7 @@ import torch
 from ckptkit import consolidate, convert, inspect, open_layout, reshard, verify
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import RESTORE, SALVAGE, CkptError, Corrupt, Occupied, Usage
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from tests import producers
 from tests.conftest import Produce, Produced, Some
 from tests.conversion.salvaging.damage import (
@@ -139,12 +139,12 @@ def test_replicas_of_other_ranks_are_taken(produce: Produce, tmp_path: Path) -> 
     """Ranks that save without talking to each other each write what they all have: nothing of that is lost."""
     made = produce(producers.no_collectives)
     root = copy_of(made, tmp_path)
-    (chunk,) = locate(open_layout(root)).tensors["model.scale"].chunks
+    (chunk,) = locate_all_chunks(open_layout(root)).tensors["model.scale"].chunks
     assert chunk.path == "__0_0.distcp"
     flip(root / chunk.path, chunk.offset)
     done = reshard(root, tmp_path / "out", to=2, salvage=True)
     assert done.salvaged is not None
-    assert done.salvaged.is_whole
+    assert done.salvaged.is_fully_from_source
     assert done.salvaged.repaired == ("model.scale",)
     assert not (tmp_path / "out" / "salvage.json").exists()
     assert_truth(load_dcp(tmp_path / "out"), made.truth)
@@ -199,7 +199,7 @@ def test_nothing_is_said_of_a_whole_checkpoint(produce: Produce, tmp_path: Path)
     made = produce(producers.fsdp2)
     done = reshard(made.root, tmp_path / "out", to=2, salvage=True)
     assert done.salvaged is not None
-    assert done.salvaged.is_whole
+    assert done.salvaged.is_fully_from_source
     assert not done.salvaged.repaired
     assert not (tmp_path / "out" / "salvage.json").exists()
     assert_truth(load_dcp(tmp_path / "out"), made.truth)

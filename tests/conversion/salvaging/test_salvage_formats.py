@@ -93,7 +93,7 @@ def test_another_rank_s_copy_is_taken(name: str, produce: Produce, tmp_path: Pat
     flip(root / chunk.path, chunk.offset)
     done = convert(root, tmp_path / "out", to="dcp", salvage=True, sync=False)
     assert done.salvaged is not None
-    assert (done.salvaged.is_whole, done.salvaged.repaired) == (True, (name,))
+    assert (done.salvaged.is_fully_from_source, done.salvaged.repaired) == (True, (name,))
     assert_kept(tmp_path / "out", {name: lazy.torch() for name, lazy in ckptkit.open(whole).items()}, set(), set())
 
 

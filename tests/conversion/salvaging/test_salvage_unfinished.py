@@ -52,7 +52,7 @@ def test_metadata_of_another_step_describes_the_files(tmp_path: Path) -> None:
     assert done.salvaged is not None
     assert not done.salvaged.lost
     assert not done.salvaged.filled
-    assert not done.salvaged.is_whole  # the names come from elsewhere
+    assert not done.salvaged.is_fully_from_source  # the names come from elsewhere
     assert any(str(other) in note and "every item" in note for note in done.notes)
     found: State = {**{name: torch.empty_like(value) for name, value in now["model"].items()}}
     loaded: State = {"model": found, "step": 0, "seen": {"tokens": 0, "name": ""}}
@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_with_metadata_keeps_its_own(tmp_path: Path) -> Non
     )
     done = salvage(root, other, tmp_path / "out")
     assert done.salvaged is not None
-    assert done.salvaged.is_whole
+    assert done.salvaged.is_fully_from_source
 
 
 def test_weights_of_another_format_describe_nothing(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_the_masters_fill_the_16_bit_copy(produce: Produce, tmp_path: Path) -> N
     assert torch.equal(found["embed.weight"], truth["model.embed.weight"].bfloat16())
     whole = consolidate(root, tmp_path / "masters", salvage=True)
     assert whole.salvaged is not None
-    assert whole.salvaged.is_whole
+    assert whole.salvaged.is_fully_from_source
 
 
 def test_states_of_the_model_are_needed(produce: Produce, tmp_path: Path) -> None:

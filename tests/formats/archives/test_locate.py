@@ -10,7 +10,7 @@ import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Blob, Layout, StoredTensor
 from tests import producers
 from tests.conftest import Produce
@@ -46,7 +46,7 @@ def test_parts_of_several_formats_are_located_in_one_call(
     produce: Produce, both: Path, places: tuple[str, str]
 ) -> None:
     layout = joined(both, *places)
-    found = locate(layout)
+    found = locate_all_chunks(layout)
     assert all(chunk.wrapper is None for tensor in found.tensors.values() for chunk in tensor.chunks)
     assert found.blobs.keys() == layout.blobs.keys()
     assert all(blob.crc32 is not None for blob in found.blobs.values())
@@ -54,14 +54,14 @@ def test_parts_of_several_formats_are_located_in_one_call(
 
 
 def test_what_is_located_stays_as_it_is(both: Path) -> None:
-    found = locate(joined(both, "hf", "dcp"))
-    assert locate(found) == found
+    found = locate_all_chunks(joined(both, "hf", "dcp"))
+    assert locate_all_chunks(found) == found
 
 
 def test_what_is_located_is_not_read_again(both: Path) -> None:
-    found = locate(joined(both, "hf", "dcp"))
+    found = locate_all_chunks(joined(both, "hf", "dcp"))
     shutil.rmtree(both / "dcp")
-    assert locate(found) == found
+    assert locate_all_chunks(found) == found
 
 
 def test_an_entry_of_a_part_is_compared_with_its_checksums(both: Path) -> None:
@@ -72,15 +72,15 @@ def test_an_entry_of_a_part_is_compared_with_its_checksums(both: Path) -> None:
     raw[at] ^= 1
     (both / blob.path).write_bytes(raw)
     with pytest.raises(Corrupt) as raised:
-        locate(layout)
+        locate_all_chunks(layout)
     assert (raised.value.tensor, raised.value.path) == ("extra.note", both / blob.path)
     problems: list[CkptError] = []
-    found = locate(layout, problems.append)
+    found = locate_all_chunks(layout, problems.append)
     assert [problem.tensor for problem in problems] == ["extra.note"]
     assert all(chunk.wrapper is None for tensor in found.tensors.values() for chunk in tensor.chunks)
 
 
 def test_an_empty_chunk_has_no_bytes_to_find(produce: Produce) -> None:
-    tensor = locate(open_layout(produce(producers.fsdp2).root)).tensors["model.pair.weight"]
+    tensor = locate_all_chunks(open_layout(produce(producers.fsdp2).root)).tensors["model.pair.weight"]
     (empty,) = (chunk for chunk in tensor.chunks if not chunk.box.numel)
     assert (empty.length, empty.wrapper) == (0, None)

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.seal import create_files, read_made, seal
+from ckptkit.checkpoints.seal import create_files, finalize_files, read_output_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats import get_writer, locate
+from ckptkit.formats import get_writer, locate_all_chunks
 from ckptkit.formats.pickles.inert_pickle import PersistentId
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Layout, NewFile, Wrapped, WriterOptions, edits
@@ -38,7 +38,7 @@ from tests.producers import counted, flatten
 
 
 def arrange(wanted: Layout) -> NewFile:
-    (file,) = get_writer("pt").arrange(wanted, WriterOptions(1 << 40))
+    (file,) = get_writer("pt").lay_out_files(wanted, WriterOptions(1 << 40))
     return file
 
 
@@ -47,9 +47,9 @@ def convert(wanted: Layout, root: Path) -> Path:
     writer = get_writer("pt")
     file = arrange(wanted)
     create_files(root, [file], anew=True)
-    made = read_made(writer, root, wanted.tensors, wanted.blobs)
-    copied = execute(make_plan(locate(wanted), made), jobs=2)
-    seal(writer, made, copied.checksums)
+    made = read_output_layout(writer, root, wanted.tensors, wanted.blobs)
+    copied = execute(make_plan(locate_all_chunks(wanted), made), jobs=2)
+    finalize_files(writer, made, copied.checksums)
     return root / file.name
 
 
@@ -139,7 +139,7 @@ def test_tied_weights_share_a_storage(tmp_path: Path) -> None:
 
 def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"a": [counted(1), counted(2)], "b": {"c": counted(3), "d": 1}}, tmp_path / "f.pt")
-    part = edits.select(open_layout(tmp_path / "f.pt"), lambda name: name in ("a.1", "b.d"))
+    part = edits.select_entries(open_layout(tmp_path / "f.pt"), lambda name: name in ("a.1", "b.d"))
     assert_equal(loaded(convert(part, tmp_path / "out")), {"a": [None, counted(2)], "b": {"d": 1}})
 
 
@@ -192,7 +192,7 @@ def test_other_entries_come_with_their_tensors(tmp_path: Path) -> None:
     assert_equal(found, state)
     pair = found["a"]["pair"][0]
     assert pair["first"][1].data_ptr() == pair["rows"].data_ptr()
-    assert_holds(edits.select(open_layout(path), lambda name: name == "w"), {"w": counted(3)})
+    assert_holds(edits.select_entries(open_layout(path), lambda name: name == "w"), {"w": counted(3)})
 
 
 def lying(data: bytes, root: Path, *, wrapper: str | None = None, before: bytes = b"???") -> Layout:

@@ -29,9 +29,9 @@ class Counting(ReadAhead):
 
     reads = 0
 
-    def hold(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
+    def buffer_containing(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
         self.reads += 1
-        return super().hold(name, offset, length)
+        return super().buffer_containing(name, offset, length)
 
 
 class Archives:
@@ -48,7 +48,7 @@ class Archives:
         """Find the tensor of an archive that lies in a file of its own, behind other bytes."""
         name = str(next(self._count))
         (self._root / name).write_bytes(b"before" + data + b"behind")
-        return self.templates.locate(self.ahead, name, len(b"before"), len(data))
+        return self.templates.locate_tensor(self.ahead, name, len(b"before"), len(data))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Unsupported
-from ckptkit.formats.archives.write_archive import ZipTemplate, describe_tensor, make_envelope
+from ckptkit.formats.archives.write_archive import ZipTemplate, make_zip_template, tensor_rebuild_record
 from ckptkit.formats.archives.zip_entries import open_archive
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Spec
@@ -38,7 +38,7 @@ def filled(envelope: ZipTemplate, data: Mapping[str, bytes], *, sealed: bool = T
 
 def wrap(tensor: Tensor, *, sealed: bool = True) -> bytes:
     spec = spec_of(tensor)
-    envelope = make_envelope(dump(describe_tensor(spec, "0")), {"0": spec.nbytes})
+    envelope = make_zip_template(dump(tensor_rebuild_record(spec, "0")), {"0": spec.nbytes})
     return filled(envelope, {"0": raw_bytes(tensor)}, sealed=sealed)
 
 
@@ -74,8 +74,10 @@ def test_our_reader_finds_the_bytes_and_their_checksum() -> None:
 
 def test_known_storages_and_holes_stand_side_by_side() -> None:
     one, two = counted(3), counted(4, dtype=torch.int64)
-    pickle = dump({"one": describe_tensor(spec_of(one), "0"), "two": describe_tensor(spec_of(two), "1"), "n": 3})
-    envelope = make_envelope(pickle, {"0": raw_bytes(one), "1": two.nbytes})
+    pickle = dump(
+        {"one": tensor_rebuild_record(spec_of(one), "0"), "two": tensor_rebuild_record(spec_of(two), "1"), "n": 3}
+    )
+    envelope = make_zip_template(pickle, {"0": raw_bytes(one), "1": two.nbytes})
     assert list(envelope.holes) == ["1"]
     found = torch.load(io.BytesIO(filled(envelope, {"1": raw_bytes(two)})), weights_only=True)
     assert found["n"] == 3
@@ -85,9 +87,9 @@ def test_known_storages_and_holes_stand_side_by_side() -> None:
 
 def test_more_than_4_gib_in_one_storage_and_behind_it(tmp_path: Path) -> None:
     rows = (1 << 32) + 7
-    large = describe_tensor(Spec(DTYPES["uint8"], (rows,)), "0")
-    small = describe_tensor(Spec(DTYPES["int64"], (3,)), "1")
-    envelope = make_envelope(dump({"large": large, "small": small}), {"0": rows, "1": 24})
+    large = tensor_rebuild_record(Spec(DTYPES["uint8"], (rows,)), "0")
+    small = tensor_rebuild_record(Spec(DTYPES["int64"], (3,)), "1")
+    envelope = make_zip_template(dump({"large": large, "small": small}), {"0": rows, "1": 24})
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         file.truncate(envelope.nbytes)
@@ -104,4 +106,4 @@ def test_more_than_4_gib_in_one_storage_and_behind_it(tmp_path: Path) -> None:
 
 def test_a_quantized_tensor_is_unsupported() -> None:
     with pytest.raises(Unsupported, match="scales"):
-        describe_tensor(Spec(DTYPES["quint8"], (2,)), "0")
+        tensor_rebuild_record(Spec(DTYPES["quint8"], (2,)), "0")

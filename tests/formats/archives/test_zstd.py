@@ -20,9 +20,9 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, NoRoom, Unsupported
-from ckptkit.formats import unpack
+from ckptkit.formats import decompress_entries
 from ckptkit.layout import Blob, Layout, Wrapped
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.storage import Reader
 from tests import producers
 from tests.conftest import Produce
@@ -47,7 +47,7 @@ def lying(data: bytes, root: Path) -> Layout:
 
 def test_what_torch_compressed_lies_in_a_file_that_goes(produce: Produce, room: Path) -> None:
     made = produce(producers.zstd)
-    layout = unpack(open_layout(made.root))
+    layout = decompress_entries(open_layout(made.root))
     assert_holds(layout, made.truth)
     assert len(list(room.iterdir())) == 1
     kept = replace(layout, blobs={})
@@ -76,7 +76,7 @@ def test_torch_loads_it_through_us(room: Path, tmp_path: Path) -> None:
 def test_a_layout_without_streams_is_given_as_it_is(room: Path, tmp_path: Path) -> None:
     save_alone({"w": counted(5)}, tmp_path / "in")
     layout = open_layout(tmp_path / "in")
-    assert unpack(layout) is layout
+    assert decompress_entries(layout) is layout
     assert not list(room.iterdir())
 
 
@@ -93,7 +93,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(room: Path, tmp_path: Path, 
         layout = replace(layout, tensors={"w": replace(made.tensors["w"], chunks=(chunk,))}, blobs={})
     words = f"expected at most {20 + (1 << 16) if promised == 'tensor' else 1 << 26} bytes"
     with pytest.raises(Corrupt, match=words) as raised:
-        unpack(layout)
+        decompress_entries(layout)
     assert (raised.value.tensor, raised.value.path) == ("w" if promised == "tensor" else "x", tmp_path / "in" / "f")
     assert not list(room.iterdir())
 
@@ -102,9 +102,9 @@ def test_a_promise_beyond_the_disk_is_refused(room: Path, tmp_path: Path) -> Non
     save_alone({"w": counted(5)}, tmp_path / "in", _extensions=[ZStandard()])
     made = open_layout(tmp_path / "in")
     (chunk,) = made.tensors["w"].chunks
-    large = replace(made.tensors["w"], chunks=(chunk._replace(box=whole((1 << 60,))),))
+    large = replace(made.tensors["w"], chunks=(chunk._replace(box=full_box((1 << 60,))),))
     with pytest.raises(NoRoom):
-        unpack(replace(made, tensors={"w": large}))
+        decompress_entries(replace(made, tensors={"w": large}))
     assert not list(room.iterdir())
 
 
@@ -113,7 +113,7 @@ def test_a_window_beyond_all_bounds_is_refused(room: Path, tmp_path: Path) -> No
     stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     layout = lying(stream.compress(b"a") + stream.flush(), tmp_path / "in")
     with pytest.raises(Corrupt, match="damaged"):
-        unpack(layout)
+        decompress_entries(layout)
     assert not list(room.iterdir())
 
 
@@ -128,7 +128,7 @@ def test_every_damage_to_a_stream_is_corrupt_or_harmless(tmp_path: Path) -> None
         damaged[at] ^= 1 << at % 8
         (tmp_path / "in" / "f").write_bytes(b"???" + damaged)
         with suppress(Corrupt, Unsupported):
-            assert unpack(layout).blobs["x"].wrapper is None
+            assert decompress_entries(layout).blobs["x"].wrapper is None
 
 
 def test_the_package_is_named_if_it_is_missing(produce: Produce) -> None:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout
 from tests import producers
 from tests.conftest import Produce
@@ -73,7 +73,7 @@ def test_every_producer_is_read_whole(produce: Produce, producer: Producer) -> N
 def test_what_is_not_plain_is_refused_by_name(produce: Produce, producer: Producer) -> None:
     layout = open_layout(produce(producer).root)
     with pytest.raises(Unsupported) as raised:
-        locate(layout)
+        locate_all_chunks(layout)
     assert raised.value.tensor in layout.tensors
     assert raised.value.path == layout.root / "__0_0.distcp"
 
@@ -106,13 +106,13 @@ def test_blobs_keys_and_ranks(produce: Produce) -> None:
 
 def test_crc_is_known_unless_it_was_switched_off(produce: Produce) -> None:
     for producer, known in ((producers.many_files, True), (producers.no_crc, False)):
-        layout = locate(open_layout(produce(producer).root))
+        layout = locate_all_chunks(open_layout(produce(producer).root))
         chunks = [chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.length]
         assert all((chunk.crc32 is not None) == known for chunk in chunks)
 
 
 def test_strides_are_told(produce: Produce) -> None:
-    layout = locate(open_layout(produce(producers.strided).root))
+    layout = locate_all_chunks(open_layout(produce(producers.strided).root))
     strides = {name: tensor.chunks[0].strides for name, tensor in layout.tensors.items()}
     assert strides["model.transposed"] == (1, 4)
     assert strides["model.plain"] is None
@@ -243,7 +243,7 @@ def change(root: Path, edit: Callable[[Metadata], object]) -> None:
 
 
 def read_fully(root: Path) -> Layout:
-    return locate(open_layout(root))
+    return locate_all_chunks(open_layout(root))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ckptkit.checks.verify import verify
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.diagnosis.doctor import doctor
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from tests.conftest import Produce, Produced
 from tests.faults.trained import Truth
 from tests.faults.trees import core, fsdp_dtensor
@@ -124,7 +124,7 @@ def test_a_flipped_bit_in_a_flattened_moment_is_found(produce: Produce, tmp_path
     made = produce(model_space)
     root = tmp_path / "there"
     shutil.copytree(made.root, root)
-    layout = locate(Checkpoint.open(root).layout)
+    layout = locate_all_chunks(Checkpoint.open(root).layout)
     chunk = layout.tensors["optimizer.state.exp_avg.fc2.weight"].chunks[-1]
     data = bytearray((root / chunk.path).read_bytes())
     data[chunk.offset] ^= 1

@@ -20,9 +20,9 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.conversion.convert import convert
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf.format import HuggingFace
-from ckptkit.formats.safetensors_headers import SPELLINGS, is_known
+from ckptkit.formats.safetensors_headers import SPELLINGS, is_library_dtype
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 from tests.formats.contract import WriterContract, assert_holds
 from tests.producers import counted
@@ -105,17 +105,17 @@ def changed(layout: Layout, name: str, **fields: Any) -> Layout:
     ("name", "fields", "words"),
     [
         ("a", {"dtype": DTYPES["int32"]}, r"expected \('I32', \(2, 3\)\), as written, found \('F32', \(2, 3\)\)"),
-        ("a", {"box": whole((3, 2))}, r"expected \('F32', \(3, 2\)\), as written, found \('F32', \(2, 3\)\)"),
+        ("a", {"box": full_box((3, 2))}, r"expected \('F32', \(3, 2\)\), as written, found \('F32', \(2, 3\)\)"),
         ("a", {"offset": 1 << 30}, "in another order"),
-        ("empty", {"box": whole((0, 5))}, r"expected \('F32', \(0, 5\)\), as written"),
+        ("empty", {"box": full_box((0, 5))}, r"expected \('F32', \(0, 5\)\), as written"),
     ],
     ids=["dtype", "shape", "offset", "empty"],
 )
 def test_the_library_sees_what_was_not_meant(tmp_path: Path, name: str, fields: dict[str, Any], words: str) -> None:
     layout = three(tmp_path / "there")
-    HuggingFace().check(layout)
+    HuggingFace().check_with_own_library(layout)
     with pytest.raises(Corrupt, match=words) as raised:
-        HuggingFace().check(changed(layout, name, **fields))
+        HuggingFace().check_with_own_library(changed(layout, name, **fields))
     assert raised.value.path == tmp_path / "there" / "model.safetensors"
 
 
@@ -123,9 +123,9 @@ def test_the_library_sees_too_much_or_too_little(tmp_path: Path) -> None:
     layout = three(tmp_path / "there")
     tensors = dict(layout.tensors)
     with pytest.raises(Corrupt, match="expected None, as written"):
-        HuggingFace().check(replace(layout, tensors={name: tensors[name] for name in ("a", "empty")}))
+        HuggingFace().check_with_own_library(replace(layout, tensors={name: tensors[name] for name in ("a", "empty")}))
     with pytest.raises(Corrupt, match="found None in the safetensors library"):
-        HuggingFace().check(replace(layout, tensors=tensors | {"c": tensors["a"]}))
+        HuggingFace().check_with_own_library(replace(layout, tensors=tensors | {"c": tensors["a"]}))
 
 
 def test_the_library_cannot_read_it(tmp_path: Path) -> None:
@@ -133,12 +133,12 @@ def test_the_library_cannot_read_it(tmp_path: Path) -> None:
     file = tmp_path / "there" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Corrupt, match="cannot read what was written"):
-        HuggingFace().check(layout)
+        HuggingFace().check_with_own_library(layout)
 
 
 def test_a_dtype_that_the_library_does_not_know_is_refused_before_anything_is_written() -> None:
-    assert all(map(is_known, SPELLINGS.values()))
-    assert not is_known("F6_E0M5")
+    assert all(map(is_library_dtype, SPELLINGS.values()))
+    assert not is_library_dtype("F6_E0M5")
 
 
 def test_nothing_is_shown_that_the_library_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_shown_that_the_library_does_not_read(tmp_path: Path, monkeyp
     def unreadable(_: HuggingFace, made: Layout) -> None:
         raise Corrupt("not as meant", path=made.root)
 
-    monkeypatch.setattr(HuggingFace, "check", unreadable)
+    monkeypatch.setattr(HuggingFace, "check_with_own_library", unreadable)
     with pytest.raises(Corrupt, match="not as meant"):
         convert(tmp_path / "there", tmp_path / "out", to="hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "there-source"]
@@ -321,7 +321,7 @@ def test_a_linked_shard_is_unsafe(tmp_path: Path) -> None:
 def test_a_name_that_the_header_cannot_hold_is_unsupported(name: str) -> None:
     stored = StoredTensor(Spec(DTYPES["float32"], (2,)), ())
     with pytest.raises(Unsupported) as raised:
-        HuggingFace().arrange(Layout(Path(), "raw", {name: stored}), WriterOptions(1 << 40))
+        HuggingFace().lay_out_files(Layout(Path(), "raw", {name: stored}), WriterOptions(1 << 40))
     assert raised.value.tensor == name
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, Record, columns, load, walk
+from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, Record, attribute_columns, load, walk_members
 from tests import producers
 from tests.conftest import Produce
 from tests.tiers import nightly_but
@@ -258,7 +258,7 @@ def test_a_flat_state_says_the_same(metadata: bytes) -> None:
     (deep, end), (flat, same_end) = (load(metadata, EVERYTHING, is_flat=is_flat) for is_flat in (False, True))
     assert end == same_end == len(metadata)
     assert plain_of(flat) == plain_of(deep)
-    assert len([part for part in walk(flat) if isinstance(part, FlatInstance)]) > 10
+    assert len([part for part in walk_members(flat) if isinstance(part, FlatInstance)]) > 10
 
 
 class Point:
@@ -274,7 +274,7 @@ def test_the_attributes_of_a_flat_object_are_found_in_any_order(protocol: int) -
     found, _ = load(pickle.dumps(points, protocol), EVERYTHING, is_flat=True)
     expected = [(1, 2, 3), (1, 2, 3), (1, 2, None), (1, None, None), (None, None, 3), (None, None, None)]
     for some, values in [(found, expected), *(([point], [one]) for point, one in zip(found, expected, strict=True))]:
-        assert list(zip(*columns(some, ["x", "y", "z"]), strict=True)) == values
+        assert list(zip(*attribute_columns(some, ["x", "y", "z"]), strict=True)) == values
     assert [point.attributes() for point in found] == [vars(point) for point in points]
 
 

@@ -24,7 +24,7 @@ from ckptkit.errors import CkptError
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import InstanceTable
-from ckptkit.formats.pickles.tables import decode, fetched_places, has_long_runs
+from ckptkit.formats.pickles.tables import decode_opcodes, fetched_memo_indices, has_many_instances
 from ckptkit.layout import Layout
 
 RANKS = 150
@@ -86,8 +86,8 @@ def read(data: bytes, tmp_path: Path, least: int, monkeypatch: pytest.MonkeyPatc
     (tmp_path / ".metadata").write_bytes(data)
     reading = Reading(tmp_path)
     try:
-        reading.add(read_metadata(tmp_path / ".metadata"), tmp_path / ".metadata")
-        return reading.layout("dcp")
+        reading.add_metadata(read_metadata(tmp_path / ".metadata"), tmp_path / ".metadata")
+        return reading.to_layout("dcp")
     except CkptError as error:
         return str(error)
 
@@ -143,20 +143,20 @@ def test_few_chunks_a_tensor_are_read_without_tables() -> None:
         lists = [
             [ChunkStorageMetadata(chunk.offsets, chunk.sizes) for _ in range(chunks)] for _ in range(20_000 // chunks)
         ]
-        assert has_long_runs(pickle.dumps(lists, 4), 0) is is_worth
+        assert has_many_instances(pickle.dumps(lists, 4), 0) is is_worth
 
 
 def test_every_fetch_of_a_pickle_is_found() -> None:
     shared = [f"text {n}" for n in range(3000)]
     data = pickle.dumps([shared, [shared[n] for n in (300, 0x6A6A % 3000, 2999)], "proj", shared[1000]], 4)
     fetched = {int.from_bytes(data[i + 1 : i + 5], "little") for i in range(len(data)) if data[i] == 0x6A}
-    assert {place for place in fetched if place < 3010} <= set(fetched_places(data, 0))
+    assert {place for place in fetched if place < 3010} <= set(fetched_memo_indices(data, 0))
 
 
 def test_values_of_opcodes() -> None:
     for value in (0, 255, 256, 65_535, 65_536, -1, 2**31 - 1, 2**31, 2**40, None, "größe"):
         opcodes = pickle.dumps(value, 4)[2:-1]
-        assert decode(opcodes[9:] if opcodes[:1] == b"\x95" else opcodes) == value  # without its frame
-    assert decode(b")") == ()
-    assert decode(b"K\x01M\x00\x02J\x00\x00\x01\x00\x87\x94") == (1, 512, 65_536)
-    assert decode(b"(K\x01K\x02K\x03\x8a\x05\x00\x00\x00\x00\x01t\x94") == (1, 2, 3, 2**32)
+        assert decode_opcodes(opcodes[9:] if opcodes[:1] == b"\x95" else opcodes) == value  # without its frame
+    assert decode_opcodes(b")") == ()
+    assert decode_opcodes(b"K\x01M\x00\x02J\x00\x00\x01\x00\x87\x94") == (1, 512, 65_536)
+    assert decode_opcodes(b"(K\x01K\x02K\x03\x8a\x05\x00\x00\x00\x00\x01t\x94") == (1, 2, 3, 2**32)

@@ -16,8 +16,8 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError
 from ckptkit.formats.archives.state_files import read_state_file
-from ckptkit.formats.archives.write_archive import make_envelope
-from ckptkit.formats.pickles.inert_pickle import Global, Record, walk
+from ckptkit.formats.archives.write_archive import make_zip_template
+from ckptkit.formats.pickles.inert_pickle import Global, Record, walk_members
 from ckptkit.formats.pickles.write_pickle import dump
 from tests.conftest import Produce
 from tests.faults.damage import flip_bit
@@ -50,13 +50,13 @@ def rewrite(path: Path, change: Callable[[Any], None]) -> None:
         if name.startswith("data/")
     }
     change(state.value)
-    envelope = make_envelope(dump(state.value), storages)
+    envelope = make_zip_template(dump(state.value), storages)
     (known,) = envelope.parts
     path.write_bytes(known[1])
 
 
 def records(value: Any, name: str) -> list[Record]:
-    return [p for p in walk(value) if isinstance(p, Record) and isinstance(p.of, Global) and p.of.name == name]
+    return [p for p in walk_members(value) if isinstance(p, Record) and isinstance(p.of, Global) and p.of.name == name]
 
 
 def test_a_missing_file_is_named_by_its_rank(good: Path) -> None:
@@ -205,7 +205,7 @@ def test_reads_what_older_torch_pickled(good: Path, produce: Produce, with_list:
     """
 
     def age(value: Any) -> None:
-        for part in walk(value):
+        for part in walk_members(value):
             if isinstance(part, Record) and isinstance(part.of, Global):
                 part.of = Global(part.of.module.replace(*next(iter(OLD.items()))), part.of.name)
         for record in records(value, "_rebuild_from_type_v2"):

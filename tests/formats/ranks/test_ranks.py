@@ -10,10 +10,10 @@ import torch
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.ranks.optimizer import Parameter, match_units
 from ckptkit.layout import Layout
-from ckptkit.layout.wrappers import unwrapped
+from ckptkit.layout.wrappers import without_inner_prefixes
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes
 from tests.producers import Producer, Truth
@@ -59,7 +59,7 @@ def of(place: str, truth: Truth) -> Truth:
 
 def assert_is(layout: Layout, truth: Truth) -> None:
     """Model and optimizer are the truth, and nothing else is there."""
-    located = locate(layout)
+    located = locate_all_chunks(layout)
     assert {name for name in layout.tensors if name.startswith(("model.", "optimizer."))} == truth.keys()
     for name, tensor in truth.items():
         assert located.tensors[name].spec.shape == tuple(tensor.shape), name
@@ -82,7 +82,7 @@ def test_files_that_are_called_by_the_rank_alone_are_joined_by_their_shards(
     made = produce(produced.by_accelerate)
     for rank, file in enumerate(sorted((made.root / source).glob("pytorch_model_fsdp*_rank*.bin"))):
         shutil.copy(file, tmp_path / f"rank{rank}.pt")
-    layout = locate(Checkpoint.open(tmp_path).layout)
+    layout = locate_all_chunks(Checkpoint.open(tmp_path).layout)
     assert layout.format == "ranks"
     truth = {name.removeprefix("model."): t for name, t in of(place, made.truth).items() if name.startswith("model.")}
     assert layout.tensors.keys() == truth.keys()
@@ -107,7 +107,7 @@ def test_recorded_names_follow_their_numbers(produce: Produce, tmp_path: Path, p
     assert group["params"] == list(range(len(group["param_names"])))
     for number, name in enumerate(group["param_names"]):
         moment = file["state"][number]["exp_avg"]
-        assert moment.shape == made.truth[f"{place}/{unwrapped(name)}.exp_avg"].shape
+        assert moment.shape == made.truth[f"{place}/{without_inner_prefixes(name)}.exp_avg"].shape
     assert_is(Checkpoint.open(tmp_path / "three").layout, of(place, made.truth))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ckptkit import consolidate, verify
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.pickles.inert_pickle import Global, Record
-from ckptkit.formats.pickles.tensor_calls import as_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -140,7 +140,7 @@ def test_hostile_wrappers(state: Any) -> None:
         (Global("torch._utils", "_rebuild_wrapper_subclass"), kind, arguments, state),
     )
     with pytest.raises(CkptError):
-        as_tensor(value)
+        as_tensor_record(value)
 
 
 @both

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.conversion.consolidate import consolidate
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from tests import command, producers
 from tests.conftest import Produce
 from tests.hub_server import Hub
@@ -92,7 +92,9 @@ def test_a_checkpoint_in_a_folder_is_verified_and_consolidated(hub: Hub, produce
     consolidate(tmp_path / "ckpt-5", tmp_path / "again")
     made, again = ((tmp_path / place / "model.safetensors").read_bytes() for place in ("out", "again"))
     assert made == again
-    chunk = next(tensor.chunks[0] for tensor in locate(open_layout(local)).tensors.values() if tensor.spec.numel)
+    chunk = next(
+        tensor.chunks[0] for tensor in locate_all_chunks(open_layout(local)).tensors.values() if tensor.spec.numel
+    )
     damaged = bytearray((local / chunk.path).read_bytes())
     damaged[chunk.offset] ^= 1
     hub.put("org/runs", {f"run/ckpt-5/{chunk.path}": bytes(damaged)})

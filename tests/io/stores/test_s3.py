@@ -23,7 +23,7 @@ from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert
 from ckptkit.conversion.reshard import reshard
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Usage
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import to_path
 from ckptkit.runs.ls import list_run
 from tests import command, producers
@@ -53,7 +53,7 @@ def test_it_becomes_what_a_local_one_becomes(
     shutil.copytree(local, bucket.root / "run/ckpt-5")
     url = f"{bucket.url}/run/ckpt-5"
     assert inspect(url).layout.specs == inspect(local).layout.specs
-    remote, here = (locate(Checkpoint.open(path).model_component.layout) for path in (to_path(url), local))
+    remote, here = (locate_all_chunks(Checkpoint.open(path).model_component.layout) for path in (to_path(url), local))
     assert remote.tensors == here.tensors
     assert all(part.is_ok for part in verify(url))
     made = consolidate(url, tmp_path / "from-s3")
@@ -144,7 +144,7 @@ def test_many_small_tensors_take_few_requests(bucket: Bucket, tmp_path: Path) ->
 def test_where_large_tensors_lie_is_found_by_their_ends(bucket: Bucket, tmp_path: Path) -> None:
     save_file({str(i): torch.zeros(1 << 18) for i in range(40)}, tmp_path / "model.safetensors")
     convert(tmp_path / "model.safetensors", bucket.root / "dcp", to="dcp", world_size=1)
-    located = locate(open_layout(to_path(f"{bucket.url}/dcp")))
+    located = locate_all_chunks(open_layout(to_path(f"{bucket.url}/dcp")))
     assert all(chunk.wrapper is None for tensor in located.tensors.values() for chunk in tensor.chunks)
     assert len(bucket.server.reads) < 50
     assert bucket.server.nbytes < 3 << 20

@@ -18,7 +18,7 @@ from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import RemotePath
-from ckptkit.io.pieces import PART_BYTES, cut_file
+from ckptkit.io.pieces import PART_BYTES, cut_into_pieces
 from ckptkit.io.stores.s3_destination import S3Destination
 from tests.s3 import CLAIM, S3, Place, find_weed, forget, make_place, serve_weed
 
@@ -56,7 +56,7 @@ def there(place: Place) -> S3Destination:
 
 def send(there: S3Destination, data: bytearray, wrong: int | None = None) -> None:
     """Send the parts of a large file, that of number `wrong` with another CRC-32."""
-    for piece in cut_file("large", len(data)):
+    for piece in cut_into_pieces("large", len(data)):
         part = memoryview(data)[piece.start : piece.start + piece.length]
         there.put(piece, part, crc32(part) ^ (piece.number == wrong))
 
@@ -70,7 +70,7 @@ def test_a_part_of_other_bytes_is_refused(there: S3Destination, place: Place, wr
     assert refused.value.hint == "run the same command again"
     assert place.names() == {CLAIM}
     send(there, data)
-    there.complete("large", crc32(data))
+    there.finish_file("large", crc32(data))
     there.commit()
     assert place.content("large") == data
 
@@ -79,18 +79,18 @@ def test_an_object_of_other_bytes_is_refused(there: S3Destination, place: Place)
     data = bytearray(SIZES["large"])
     send(there, data)
     with pytest.raises(IOFailure, match=OTHER_BYTES):
-        there.complete("large", crc32(data) ^ 1)
-    for put in (there.put_small, there.mark):
+        there.finish_file("large", crc32(data) ^ 1)
+    for put in (there.put_small_file, there.mark):
         with pytest.raises(IOFailure, match=OTHER_BYTES):
             put("small", data[:1000], crc32(data[:1000]) ^ 1)
     assert place.names() == {CLAIM}
 
 
 def test_an_object_replaces_none(there: S3Destination, place: Place) -> None:
-    there.mark("mark", b"ours", crc32(b"ours"))
-    there.mark("mark", b"ours", crc32(b"ours"))
+    there.put_marker("mark", b"ours", crc32(b"ours"))
+    there.put_marker("mark", b"ours", crc32(b"ours"))
     with pytest.raises(Occupied, match="another object is there"):
-        there.mark("mark", b"other", crc32(b"other"))
+        there.put_marker("mark", b"other", crc32(b"other"))
     assert place.content("mark") == b"ours"
 
 

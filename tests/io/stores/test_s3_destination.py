@@ -29,7 +29,7 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import PART_BYTES as LARGE
-from ckptkit.io.pieces import cut_file, new_piece
+from ckptkit.io.pieces import cut_into_pieces, new_piece_buffer
 from ckptkit.io.stores.s3_destination import S3Destination
 from tests.command import ckptkit as cli
 from tests.conftest import Some
@@ -344,17 +344,17 @@ def test_two_processes_that_claim_one_upload_share_it(place: Place) -> None:
     place.server.fail("POST .*uploads", first=lambda: second.claim(overwrite=False, check=tuple))
     first.claim(overwrite=False, check=tuple)
     third = S3Destination(path, {"b": sizes["b"]}, (), "plan")
-    third.join()
+    third.join_upload()
     for there, name in ((first, "a"), (third, "b")):
-        for piece in cut_file(name, sizes[name]):
+        for piece in cut_into_pieces(name, sizes[name]):
             part = memoryview(data)[piece.start : piece.start + piece.length]
             there.put(piece, part, crc32(part))
-        there.complete(name, crc32(data))
+        there.finish_file(name, crc32(data))
     first.commit()
     assert place.names() == {"a", "b"}
     assert not place.files.call_s3("list_multipart_uploads", Bucket=place.name).get("Uploads")
     with pytest.raises(Occupied, match="no upload"):
-        third.join()
+        third.join_upload()
 
 
 def test_a_part_is_sent_without_a_copy_of_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +365,7 @@ def test_a_part_is_sent_without_a_copy_of_it(place: Place, monkeypatch: pytest.M
     assert isinstance(path, RemotePath)
     there = S3Destination(path, {"a": LARGE + 1}, (), "plan")
     there.claim(overwrite=False, check=tuple)
-    piece, data = next(cut_file("a", LARGE + 1)), new_piece(LARGE)
+    piece, data = next(cut_into_pieces("a", LARGE + 1)), new_piece_buffer(LARGE)
     tracemalloc.start()
     try:
         there.put(piece, data, crc32(data))
@@ -373,4 +373,4 @@ def test_a_part_is_sent_without_a_copy_of_it(place: Place, monkeypatch: pytest.M
     finally:
         tracemalloc.stop()
     assert most < LARGE / 2
-    there.abandon()
+    there.abort_and_delete_claim()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckptkit.layout import StoredTensor
 from ckptkit.models.names import get_family
-from ckptkit.models.names.between_families import from_hub, to_hub
+from ckptkit.models.names.between_families import translate_family_to_hub, translate_hub_to_family
 from ckptkit.models.names.sizes import Sizes
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
@@ -46,7 +46,7 @@ def to_the_hub(family: str, arrays: Arrays, config: Mapping[str, Any]) -> dict[s
     table = get_family(family)
     assert table is not None
     tensors, file = shelve(arrays)
-    return unshelve(to_hub(table, tensors, Sizes(config)).tensors, file)
+    return unshelve(translate_family_to_hub(table, tensors, Sizes(config)).tensors, file)
 
 
 def to_the_family(family: str, arrays: Arrays, config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def to_the_family(family: str, arrays: Arrays, config: Mapping[str, Any]) -> dic
     table = get_family(family)
     assert table is not None
     tensors, file = shelve(arrays)
-    return unshelve(from_hub(table, tensors, Sizes(config)).tensors, file)
+    return unshelve(translate_hub_to_family(table, tensors, Sizes(config)).tensors, file)
 
 
 def check_both_ways(family: str, own: Arrays, hub: Arrays, config: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.models.names.custom import read_table
+from ckptkit.models.names.custom import read_family_file
 from ckptkit.models.names.rule import Rule
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import Chain, Concatenated, Grouped, Reversed, Rotary
@@ -168,7 +168,7 @@ def test_what_a_rule_is(tmp_path: Path) -> None:
     hub = ["h", "i", "j"]
     step = "grouped"
     """
-    table = read_table(table_in(tmp_path, text))
+    table = read_family_file(table_in(tmp_path, text))
     assert table.name == "mine"
     assert table.rules(Sizes({})) == (
         Rule(("a.{x}.w1", "a.{x}.w2"), ("b.{x}.w",), Reversed(Concatenated(2, 1))),
@@ -196,7 +196,10 @@ FIRST = '[[rule]]\nown = "a"\nhub = "b"\n\n'
         (FIRST + '[[rule]]\nown = ["a.{x}", "b.{y}"]\nhub = "c"', "line 5: the names in `own` must have the same"),
         (FIRST + '[[rule]]\nown = ["a", "c"]\nhub = "b"', "line 5: `step` does not make 1 tensor of 2"),
         (FIRST + '[[rule]]\nown = "a"\nhub = "b"\nstep = "rotaty"', "line 5: `step`: unknown step `rotaty`"),
-        (FIRST + '[[rule]]\nown = "a"\nhub = "b"\nstep = {rotary = "head"}', "line 5: `step`: rotary is 'head'"),
+        (
+            FIRST + '[[rule]]\nown = "a"\nhub = "b"\nstep = {rotary = "head"}',
+            "line 5: `step`: rotary: expected the symbol of a size, found 'head'",
+        ),
         (
             FIRST + '[[rule]]\nown = "a"\nhub = "b"\nstep = {rotary = "heads", axis = 1}',
             "line 5: .*does not have a key `axis`",
@@ -209,7 +212,7 @@ FIRST = '[[rule]]\nown = "a"\nhub = "b"\n\n'
 def test_what_is_wrong_is_said(text: str, wanted: str, tmp_path: Path) -> None:
     table = table_in(tmp_path, text)
     with pytest.raises(Usage, match=wanted) as caught:
-        read_table(table)
+        read_family_file(table)
     assert caught.value.path == table
 
 

@@ -11,7 +11,7 @@ from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, StoredTensor, edits
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.models.names.parameters import rename_in, rename_parameters
+from ckptkit.models.names.parameters import rename_in_key_path, rename_parameters
 
 
 def upper(name: str) -> str:
@@ -40,7 +40,7 @@ def upper(name: str) -> str:
     ids=str,
 )  # fmt: skip
 def test_a_name_on_the_way(key: KeyPath, is_weight: bool, expected: KeyPath) -> None:
-    assert rename_in(key, upper, is_weight) == expected
+    assert rename_in_key_path(key, upper, is_weight) == expected
 
 
 def make_layout(values: dict[KeyPath, object], *tensors: KeyPath) -> Layout:
@@ -77,7 +77,7 @@ def test_two_names_that_become_one_are_refused() -> None:
 
 
 def test_under_a_key() -> None:
-    layout = edits.nest(make_layout({("step",): 1}, ("a.w",)), ("app", "model"))
+    layout = edits.nest_below_key(make_layout({("step",): 1}, ("a.w",)), ("app", "model"))
     assert {name: layout.key(name) for name in layout.names} == {
         "app.model.a.w": ("app", "model", "a.w"),
         "app.model.step": ("app", "model", "step"),

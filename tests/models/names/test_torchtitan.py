@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.models.names import families_with, family_of, get_family
+from ckptkit.models.names import families_with, find_family_of, get_family
 from ckptkit.models.names.sizes import Sizes
 from tests.models.names.hub_models import EXPERTS, HEAD, HEADS, HIDDEN, INNER, KEY_HEADS, config_of, saved
 from tests.models.names.shelf import (
@@ -205,13 +205,13 @@ def test_other_types_are_refused() -> None:
 
 def test_a_tied_head(tmp_path: Path) -> None:
     """Torchtitan has the embedding twice."""
-    from ckptkit.models.names.between_families import turn_between
+    from ckptkit.models.names.between_families import make_translation
 
     config = config_of("qwen3", tie_word_embeddings=True)
     hub = saved(config, tmp_path)
     assert "lm_head.weight" not in hub
     tensors, file = shelve(hub)
-    made = turn_between(None, get_family("torchtitan"), Sizes(config.to_dict()))(tensors)
+    made = make_translation(None, get_family("torchtitan"), Sizes(config.to_dict()))(tensors)
     found = unshelve(made.tensors, file)
     assert torch.equal(found["lm_head.weight"], found["tok_embeddings.weight"])
     assert made.came_from["lm_head.weight"] == ("model.embed_tokens.weight",)
@@ -232,7 +232,7 @@ def test_names_that_families_share(tmp_path: Path) -> None:
         (None, "mistral", "meta"),
         (None, "qwen3", "torchtitan-0.2"),
     ):
-        family = family_of(shapes, trainer, model_type)
+        family = find_family_of(shapes, trainer, model_type)
         assert family is not None
         assert family.name == name
-    assert family_of(shapes, None, "", lambda file: file == "params.json") is get_family("meta")
+    assert find_family_of(shapes, None, "", lambda file: file == "params.json") is get_family("meta")

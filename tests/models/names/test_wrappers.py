@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ckptkit.layout.wrappers import own_name, unwrapped, without_ddp
+from ckptkit.layout.wrappers import model_name_of, without_ddp, without_inner_prefixes
 
 
 def test_what_wrappers_put_into_names_goes_wherever_it_stands() -> None:
     name = "_orig_mod.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.mlp._fpw_module.weight"
-    assert unwrapped(name) == "layers.0.mlp.weight"
-    assert unwrapped("module.layers.0.weight") == "module.layers.0.weight"
+    assert without_inner_prefixes(name) == "layers.0.mlp.weight"
+    assert without_inner_prefixes("module.layers.0.weight") == "module.layers.0.weight"
 
 
 def test_a_word_of_the_models_own_stays() -> None:
-    assert own_name("module.weight", {"module.weight"}) == "module.weight"
-    assert own_name("module._orig_mod.weight", {"weight"}) == "weight"
-    assert own_name("module.module.weight", {"module.weight"}) == "module.weight"
-    assert own_name("module.module.weight", {"weight"}) == "weight"
+    assert model_name_of("module.weight", {"module.weight"}) == "module.weight"
+    assert model_name_of("module._orig_mod.weight", {"weight"}) == "weight"
+    assert model_name_of("module.module.weight", {"module.weight"}) == "module.weight"
+    assert model_name_of("module.module.weight", {"weight"}) == "weight"
 
 
 def test_ddp_is_taken_off_as_often_as_it_stands_before_all() -> None:

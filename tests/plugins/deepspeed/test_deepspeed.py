@@ -16,9 +16,9 @@ from torch import Tensor
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats import detect_format, locate
+from ckptkit.formats import detect_format, locate_all_chunks
 from ckptkit.formats.archives.values import load_value
-from ckptkit.layout import Layout, check_cover
+from ckptkit.layout import Layout, check_chunks_tile
 from ckptkit.plugins.deepspeed.names import OFFLOADED
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes, spec_of
@@ -35,8 +35,8 @@ def truth_of(truth: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
 
 
 def assert_holds(layout: Layout, truth: Mapping[str, Tensor]) -> None:
-    check_cover(layout)
-    found = locate(layout)
+    check_chunks_tile(layout)
+    found = locate_all_chunks(layout)
     assert truth
     for name, tensor in truth.items():
         assert found.specs[name] == spec_of(tensor), name
@@ -93,7 +93,7 @@ def test_what_the_client_gave_lies_under_its_own_keys(produce: Produce) -> None:
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero2-fp32", "round-robin", "aligned", "bf16-optimizer", "zero0"])
 def test_a_rounded_copy_lies_beside_each_master(kind: str, produce: Produce) -> None:
-    layout = locate(open_layout(produce(zero.on_two).root / kind))
+    layout = locate_all_chunks(open_layout(produce(zero.on_two).root / kind))
     assert layout.twins
     for name, twin in layout.twins.items():
         master = torch.frombuffer(bytearray(contents(layout, name)), dtype=torch.float32)
@@ -134,7 +134,7 @@ def test_an_adapter_beside_the_states_is_for_use(produce: Produce, tmp_path: Pat
     left = {left.name: left.why for left in done.left_behind}
     assert left["adapter_model.safetensors"] == "exported by the trainer, beside its own states"
     done = ckptkit.consolidate(run, tmp_path / "strict", strict=True)
-    assert all(left.is_known for left in done.left_behind)
+    assert all(left.is_expected for left in done.left_behind)
     done = ckptkit.consolidate(run, tmp_path / "module", weights_from="module")
     assert "embed.weight" in ckptkit.open(tmp_path / "module")
 
@@ -196,7 +196,7 @@ def test_buffers_that_ranks_have_with_other_values_are_told(copy: Any, tmp_path:
     torch.save(state, file)
     error = refused(root)
     assert error.tensor == "model.frequencies"
-    assert f"the copy in `{file.name}`" in error.message
+    assert f"the replica in `{file.name}`" in error.message
     assert error.line in [problem.line for problem in ckptkit.verify(root)[0].problems]
     done = ckptkit.consolidate(root, tmp_path / "out", salvage=True)
     assert done.salvaged is not None

@@ -85,7 +85,7 @@ def test_a_truncated_payload(made: tuple[Path, Path]) -> None:
         (
             "delta.json",
             b'{"format": "ckptkit-delta", "version": 1, "tensors": {}, "base": null}',
-            "no SHA-256: None",
+            "expected a SHA-256, found None",
         ),
     ],
 )

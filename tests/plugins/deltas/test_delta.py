@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, Unsupported
-from ckptkit.plugins.deltas.record import read_record
+from ckptkit.plugins.deltas.record import read_delta_record
 from tests.conversion.judges import raw
 from tests.plugins.deltas.models import as_dcp, as_hf, as_pt, files, load, policy, step, updated
 from tests.tiers import pairs
@@ -260,7 +260,7 @@ def test_an_identity_is_of_content_alone(tmp_path: Path) -> None:
         f"{name} bfloat16 [{','.join(map(str, tensor.shape))}] {zlib.crc32(raw(tensor)):08x}\n"
         for name, tensor in state.items()
     )
-    assert read_record(tmp_path / "delta").base == hashlib.sha256("".join(lines).encode()).hexdigest()
+    assert read_delta_record(tmp_path / "delta").base == hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def test_quantized_pairs_go_by_their_bytes(tmp_path: Path) -> None:

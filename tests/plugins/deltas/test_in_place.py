@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import CkptError, Incomplete, Mismatch, Occupied, Unsafe, Unsupported, Usage
-from ckptkit.io.locks import acquire, release
+from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.plugins.deltas.apply_in_place import apply_in_place
 from tests.conftest import Some
 from tests.conversion.judges import raw
@@ -204,12 +204,12 @@ def test_what_is_refused_changes_nothing(tmp_path: Path, states: list[State]) ->
     assert contents(local) == raws(states[0])
     assert {path.name for path in local.iterdir()} == {"model.safetensors"}
     lock = local.parent / ".local.ckptkit.lock"
-    held = acquire(lock)
+    held = acquire_lock(lock)
     try:
         with pytest.raises(Occupied):
             apply_in_place(local, root)
     finally:
-        release(held, lock)
+        release_lock(held, lock)
 
 
 @pytest.mark.parametrize(

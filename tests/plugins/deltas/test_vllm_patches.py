@@ -12,9 +12,14 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
-from ckptkit.integrations.loaded_weights import LoadedWeights, forget, remember, weights_of
-from ckptkit.plugins.deltas.record import read_record
-from ckptkit.plugins.deltas.vllm_patches import changes_of, check_chain
+from ckptkit.integrations.loaded_weights import (
+    LoadedWeights,
+    delete_load_record,
+    find_load_record,
+    record_loaded_weights,
+)
+from ckptkit.plugins.deltas.record import read_delta_record
+from ckptkit.plugins.deltas.vllm_patches import all_changes_of, load_and_check_chain
 from tests.plugins.deltas.models import as_hf
 
 
@@ -40,13 +45,13 @@ def deltas(root: Path, *models: Mapping[str, Tensor]) -> list[Path]:
 def loaded(path: Path) -> LoadedWeights:
     """What is remembered of the weights of a checkpoint that is loaded."""
     engine, tensors = Model(), ckptkit.open(path)
-    assert weights_of(engine) is None
-    for _ in remember(engine, tensors.layout, ((name, one.torch()) for name, one in tensors.items())):
-        assert weights_of(engine) is None
-    weights = weights_of(engine)
+    assert find_load_record(engine) is None
+    for _ in record_loaded_weights(engine, tensors.layout, ((name, one.torch()) for name, one in tensors.items())):
+        assert find_load_record(engine) is None
+    weights = find_load_record(engine)
     assert weights is not None
-    forget(engine)
-    assert weights_of(engine) is None
+    delete_load_record(engine)
+    assert find_load_record(engine) is None
     return weights
 
 
@@ -55,20 +60,20 @@ def test_the_changes_make_the_new_model(tmp_path: Path) -> None:
     models = [model(step) for step in (1, 4, 9)]
     made = deltas(tmp_path, *models)
     weights = loaded(tmp_path / "model-0")
-    chain, result = check_chain(made, weights)
-    assert chain.last_whole("all") == 1
-    assert chain.last_whole("few") is None
+    chain, result = load_and_check_chain(made, weights)
+    assert chain.find_last_full_delta("all") == 1
+    assert chain.find_last_full_delta("few") is None
     patched = {name: one.clone() for name, one in models[0].items()}
     for name in chain.specs:
-        changes = changes_of(chain, name)
+        changes = all_changes_of(chain, name)
         patched[name].view(torch.int16).view(-1)[changes.positions] = torch.from_numpy(changes.values.view(np.int16))
     assert patched.keys() == models[2].keys()
     assert all(torch.equal(patched[name], one) for name, one in models[2].items())
     assert result.sums == loaded(tmp_path / "model-2").sums
     with pytest.raises(Mismatch, match="expected base"):
-        check_chain(made[1:], weights)
+        load_and_check_chain(made[1:], weights)
     with pytest.raises(Mismatch, match="the delta is applied already"):
-        check_chain(made, result)
+        load_and_check_chain(made, result)
 
 
 def test_what_cannot_be_patched_is_refused_by_name(tmp_path: Path) -> None:
@@ -87,7 +92,7 @@ def test_a_delta_that_cannot_be_checked_is_refused(tmp_path: Path) -> None:
     (made,) = deltas(tmp_path, model(1), model(4))
     record = made / "delta.json"
     content = record.read_text()
-    record.write_text(content.replace(read_record(made).new, "0" * 64))
+    record.write_text(content.replace(read_delta_record(made).new, "0" * 64))
     refuse(made, Corrupt, "expected weights 000000000000 after the delta, found")
     record.write_text(content)
     (made / "ckptkit.json").unlink()
@@ -97,5 +102,5 @@ def test_a_delta_that_cannot_be_checked_is_refused(tmp_path: Path) -> None:
 def refuse(made: Path, kind: type[CkptError], words: str) -> None:
     """Assert that a delta is refused for a model that is its base."""
     with pytest.raises(kind) as caught:
-        check_chain([made], loaded(made.parent / "model-0"))
+        load_and_check_chain([made], loaded(made.parent / "model-0"))
     assert words in str(caught.value)

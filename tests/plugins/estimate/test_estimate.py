@@ -26,13 +26,20 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsupported, Usag
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.estimate.architecture import read_architecture
 from ckptkit.plugins.estimate.estimate import Estimated
-from ckptkit.plugins.estimate.memory import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
+from ckptkit.plugins.estimate.memory import (
+    Budget,
+    Setup,
+    make_budget,
+    norm_activation_bytes,
+    saved_activation_bytes,
+    shard_numel,
+)
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.parallel.fsdp2 import prefetch
+from ckptkit.training.parallel.fsdp2 import set_prefetch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import recompute
+from ckptkit.training.parallel.shard import set_recomputation
 from tests.models.test_fit import FAMILIES, SIZES
 
 LLAMA_8B = {
@@ -53,13 +60,13 @@ def only(found: Estimated) -> Budget:
 
 
 def states(budget: Budget) -> int:
-    return sum(budget.parts[part] for part in STATES)
+    return sum(budget.peak_bytes_by_component[part] for part in STATES)
 
 
 def test_states_of_llama_8b_on_8_gpus() -> None:
     found = estimate(LLAMA_8B, world_size=8, strategy="full_shard")
     assert found.model.numel == 8_030_261_248
-    assert found.model.block == pytest.approx(218e6, rel=0.001)
+    assert found.model.largest_block_numel == pytest.approx(218e6, rel=0.001)
     assert states(only(found)) == pytest.approx(16.1 * GB, rel=0.005)  # 16 bytes a parameter, not 12 or 8
     assert states(only(found)) == 16 * found.model.numel // 8
 
@@ -74,8 +81,8 @@ def test_states_of_llama_70b_on_8_gpus() -> None:
     assert states(only(found)) == pytest.approx(141 * GB, rel=0.005)
     assert 12 * found.model.numel / 8 == pytest.approx(106 * GB, rel=0.005)  # what it is said to be
     assert found.disk["export_bfloat16"] == pytest.approx(141 * GB, rel=0.005)
-    assert found.model.root * 2 == pytest.approx(4.2 * GB, rel=0.005)
-    assert found.largest_unit == found.model.root * 2
+    assert found.model.root_unit_numel * 2 == pytest.approx(4.2 * GB, rel=0.005)
+    assert found.largest_unit == found.model.root_unit_numel * 2
     assert found.fits(only(found)) is False
     assert found.fits_at(only(found)) == 32
 
@@ -84,7 +91,7 @@ def test_70b_does_not_fit_on_four_24_gb_cards_even_with_bf16_states() -> None:
     for dtype in ("float32", "bfloat16"):
         found = estimate(LLAMA_70B, world_size=4, master_dtype=dtype, gpu_memory=24 * GB)
         assert not any(map(found.fits, found.budgets))
-        assert all(budget.parts["parameters"] >= 35 * GB for budget in found.budgets)
+        assert all(budget.peak_bytes_by_component["parameters"] >= 35 * GB for budget in found.budgets)
 
 
 def test_bf16_states_of_70b_leave_no_room_and_are_warned_of() -> None:
@@ -97,7 +104,7 @@ def test_bf16_states_of_70b_leave_no_room_and_are_warned_of() -> None:
 
 def test_activations_of_llama_8b_with_4_sequences_of_2048() -> None:
     found = estimate(LLAMA_8B, world_size=8, strategy="full_shard", micro_batch_size=4, sequence_length=2048)
-    inputs = kept_bytes(found.model, only(found).setup)
+    inputs = saved_activation_bytes(found.model, only(found).setup)
     assert inputs == pytest.approx(2.15 * GB, rel=0.005)
     logits = only(found).moments["loss"]["logits"]
     assert logits / 12 * 2 == pytest.approx(2.1 * GB, rel=0.005)  # bf16
@@ -112,7 +119,7 @@ def test_strategies_share_the_states_among_more_or_fewer_gpus() -> None:
         "full_shard": 16, "shard_grad_op": 16, "hybrid_shard": 4, "ddp": 1,
     }  # fmt: skip
     kept = by_name["shard_grad_op"].moments["loss"]["gathered"] - by_name["full_shard"].moments["loss"]["gathered"]
-    assert kept == found.model.blocks * 2
+    assert kept == found.model.all_blocks_numel * 2
 
 
 def test_offloaded_states_are_the_hosts() -> None:
@@ -162,7 +169,7 @@ def test_parameters_are_those_of_transformers(model_type: str, tied: bool) -> No
         model = AutoModelForCausalLM.from_config(config)
     found = read_architecture(config.to_dict())
     assert found.numel == sum(parameter.numel() for parameter in model.parameters())
-    assert found.block == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert found.largest_block_numel == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
 
 
 def test_other_models_are_built_by_transformers_without_memory() -> None:
@@ -170,7 +177,9 @@ def test_other_models_are_built_by_transformers_without_memory() -> None:
     model = AutoModelForCausalLM.from_config(config)
     found = estimate(config.to_dict(), world_size=2)
     assert found.model.numel == sum(parameter.numel() for parameter in model.parameters())
-    assert found.model.block == sum(parameter.numel() for parameter in model.transformer.h[0].parameters())
+    assert found.model.largest_block_numel == sum(
+        parameter.numel() for parameter in model.transformer.h[0].parameters()
+    )
     assert list(found.model.tied) == ["lm_head.weight"]
     assert (found.model.layers, found.model.inner, found.budgets[0].setup.sequence_length) == (3, 128, 64)
     assert any("`gpt2` are counted as if" in note for note in found.notes)
@@ -184,7 +193,7 @@ def test_of_experts_those_count_that_a_token_meets() -> None:
     config = AutoConfig.for_model("mixtral", **SIZES, num_local_experts=8, num_experts_per_tok=2)
     found = read_architecture(config.to_dict())
     assert found.inner == 2 * SIZES["intermediate_size"]
-    assert found.block > 8 * 3 * 32 * 48
+    assert found.largest_block_numel > 8 * 3 * 32 * 48
 
 
 def test_a_config_that_lacks_a_size_is_unsupported() -> None:
@@ -248,7 +257,7 @@ def test_activations_are_what_autograd_saves(dtype: str, key_value_heads: int) -
     measured = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
     architecture = read_architecture(json.loads(config.to_json()))
     setup = Setup(world_size=1, micro_batch_size=2, sequence_length=128, param_dtype=DTYPES[dtype], recompute_every=0)
-    counted = kept_bytes(architecture, setup) + norm_bytes(config.hidden_size, setup)
+    counted = saved_activation_bytes(architecture, setup) + norm_activation_bytes(config.hidden_size, setup)
     assert counted == pytest.approx(measured, rel=0.02)  # besides token ids, the angles of RoPE, means of the norms
 
 
@@ -296,7 +305,7 @@ def test_states_are_the_bytes_of_fsdp2s_own_shards_and_checkpoints(tmp_path: Pat
     for found in heard:
         config = json.loads(replace(UNEVEN, tie_word_embeddings=found["tied"]).to_json())
         estimated = estimate(config, world_size=2, strategy="full_shard")
-        parts = only(estimated).parts
+        parts = only(estimated).peak_bytes_by_component
         if found["rank"] == 0:
             assert {part: found[part] for part in STATES} == {part: parts[part] for part in STATES}
         else:
@@ -331,7 +340,7 @@ def track_peaks(place: RankPlace, report: Report) -> None:
 
     for config, setup in TRACKED_SETUPS:
         dist.init_process_group("fake", rank=0, world_size=setup.world_size, store=FakeStore())
-        shape = (setup.world_size // setup.shards, setup.shards)
+        shape = (setup.world_size // setup.shard_count, setup.shard_count)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         with FakeTensorMode():
             report(track_peak(config, setup, mesh if shape[0] > 1 else mesh["shard"]))
@@ -343,12 +352,14 @@ def track_peak(config: ModelConfig, setup: Setup, mesh: DeviceMesh) -> int:
 
     model = Llama(config)
     blocks = list(model.model.layers)
-    recompute(blocks, setup.recompute_every)
+    set_recomputation(blocks, setup.recompute_every)
     policy = MixedPrecisionPolicy(getattr(torch, setup.param_dtype.name), torch.float32)
     shard(model, mesh, policy, reshard=setup.strategy != "shard_grad_op")
-    prefetch(cast("list[FSDPModule]", blocks), setup.prefetch)
+    set_prefetch(cast("list[FSDPModule]", blocks), setup.prefetch)
     tokens = torch.randint(config.vocab_size, (setup.micro_batch_size, setup.sequence_length))
-    if setup.shards == setup.world_size:  # else FSDP2 holds on to what it reduced when gradients add up (torch 2.13)
+    if (
+        setup.shard_count == setup.world_size
+    ):  # else FSDP2 holds on to what it reduced when gradients add up (torch 2.13)
         loss(model, tokens).backward()  # from now on there are gradients
     tracker = FSDPMemTracker(model)
     with tracker:
@@ -366,8 +377,8 @@ def test_peaks_are_what_torchs_memory_tracker_finds() -> None:
     launch(track_peaks, 1, peaks.append)
     for (config, setup), peak in zip(TRACKED_SETUPS, peaks, strict=True):
         found = make_budget(read_architecture(json.loads(config.to_json())), setup)
-        counted = found.peak - found.parts["optimizer"]  # no optimizer was there
-        absent = 0 if setup.shards == setup.world_size else found.parts["gradients"]
+        counted = found.peak - found.peak_bytes_by_component["optimizer"]  # no optimizer was there
+        absent = 0 if setup.shard_count == setup.world_size else found.peak_bytes_by_component["gradients"]
         assert 0.995 * peak <= counted <= 1.1 * peak + absent, setup
 
 

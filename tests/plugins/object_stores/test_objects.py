@@ -32,8 +32,8 @@ from ckptkit.io import pieces
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import RemotePath
-from ckptkit.io.pieces import PART_BYTES, cut_file
-from ckptkit.plugins.object_stores.calls import connect
+from ckptkit.io.pieces import PART_BYTES, cut_into_pieces
+from ckptkit.plugins.object_stores.calls import open_object_store
 from ckptkit.plugins.object_stores.destination import ObjectDestination
 from ckptkit.training.launch import launch
 from tests.azurite import AZURITE, create_container, env_of, serve_azurite
@@ -56,7 +56,7 @@ class Bucket:
     store: Any = field(init=False, repr=False)  # it cannot always be shown
 
     def __post_init__(self) -> None:
-        self.store = connect("/".join(self.url.split("/")[:3]))
+        self.store = open_object_store("/".join(self.url.split("/")[:3]))
 
     def objects(self, prefix: str | None = None) -> dict[str, bytes]:
         """The content of all objects, or of those with a prefix, by their keys."""
@@ -209,24 +209,24 @@ def test_of_two_processes_of_one_upload_the_later_goes_on(place: Bucket) -> None
     with pytest.raises(Occupied, match="another process goes on with this upload"):
         send(first, "a", data)
     with pytest.raises(Occupied, match="another process goes on with this upload"):
-        first.mark("m", b"x", crc32(b"x"))
-    second.mark("m", b"x", crc32(b"x"))
+        first.put_marker("m", b"x", crc32(b"x"))
+    second.put_marker("m", b"x", crc32(b"x"))
     with pytest.raises(Occupied):
         first.commit()
     second.commit()
     assert place.files() == {"a": data, "m": b"x"}
     third = ObjectDestination(path, {"a": size}, ("m",), "plan")
     with pytest.raises(Occupied, match="no upload of these files"):
-        third.join()
+        third.join_upload()
     with pytest.raises(Occupied, match="the destination exists"):
         third.claim(overwrite=False, check=tuple)
 
 
 def send(there: ObjectDestination, name: str, data: bytearray) -> None:
-    for piece in cut_file(name, len(data)):
+    for piece in cut_into_pieces(name, len(data)):
         part = memoryview(data)[piece.start : piece.start + piece.length]
         there.put(piece, part, crc32(part))
-    there.complete(name, crc32(data))
+    there.finish_file(name, crc32(data))
 
 
 def test_a_file_that_somebody_changed_is_found_before_the_mark(place: Bucket) -> None:
@@ -234,10 +234,10 @@ def test_a_file_that_somebody_changed_is_found_before_the_mark(place: Bucket) ->
     assert isinstance(path, RemotePath)
     there = ObjectDestination(path, {}, ("m",), "plan")
     there.claim(overwrite=False, check=tuple)
-    there.put_small("a", b"abc", crc32(b"abc"))
+    there.put_small_file("a", b"abc", crc32(b"abc"))
     place.put("run/ckpt-5/a", b"abcd")
     with pytest.raises(IOFailure, match="expected 3 bytes, found 4"):
-        there.mark("m", b"x", crc32(b"x"))
+        there.put_marker("m", b"x", crc32(b"x"))
     assert "m" not in place.files()
 
 

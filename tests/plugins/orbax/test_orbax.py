@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsafe, Unsupported
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.plugins.orbax.values import parse_location
 from tests.plugins.orbax.trees import save_by_processes, save_tree, square
 
@@ -43,7 +43,7 @@ def test_a_tree_is_read(tmp_path: Path, driver: str, is_ocdbt: bool) -> None:
     assert torch.equal(state["step"].torch(), torch.tensor(7, dtype=torch.int32))
     layout = Checkpoint.open(tree).layout
     assert [chunk.start for chunk in layout.tensors["params.w"].chunks] == [(0, 0), (0, 24), (32, 0), (32, 24)]
-    assert {name: Checkpoint.open(tree).value(layout.key(name)) for name in layout.blobs} == {
+    assert {name: Checkpoint.open(tree).read_plain_value(layout.key(name)) for name in layout.blobs} == {
         "said": "hello",
         "nothing": None,
     }
@@ -53,7 +53,7 @@ def test_a_tree_is_read(tmp_path: Path, driver: str, is_ocdbt: bool) -> None:
 
 def test_cells_are_unpacked_into_a_file_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    layout = locate(Checkpoint.open(save_tree(tmp_path / "tree")).layout)
+    layout = locate_all_chunks(Checkpoint.open(save_tree(tmp_path / "tree")).layout)
     (kept,) = tmp_path.glob("ckptkit-*")
     assert kept.stat().st_size == layout.nbytes
     del layout

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.plugins.prove.prove import choose_length, find_lengths
+from ckptkit.plugins.prove.prove import choose_token_count, longest_lengths
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 
@@ -43,12 +43,12 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 )
 def test_lengths(config: dict[str, Any], lengths: dict[str, int], tokens: int) -> None:
     configs = [{**SIZES, **config}]
-    assert find_lengths(configs) == lengths
-    assert choose_length(configs) == tokens
+    assert longest_lengths(configs) == lengths
+    assert choose_token_count(configs) == tokens
 
 
 def test_the_longest_of_both_models_that_fits() -> None:
     one, two = ({**SIZES, "sliding_window": window} for window in (64, 512))
-    assert choose_length([one, two]) == 576
+    assert choose_token_count([one, two]) == 576
     large = {**SIZES, "hidden_size": 8192, "num_hidden_layers": 80, "sliding_window": 4096}
-    assert choose_length([large]) == 64
+    assert choose_token_count([large]) == 64

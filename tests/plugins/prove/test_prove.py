@@ -96,7 +96,7 @@ def test_the_logits_are_those_of_transformers_itself(kind: str, tmp_path: Path) 
     made.save_pretrained(tmp_path)
     ids = torch.arange(40)[None]
     config = json.loads((tmp_path / "config.json").read_text())
-    ours = Forward(Runnable.of(Checkpoint.open(tmp_path), config)).run(ids)
+    ours = Forward(Runnable.of(Checkpoint.open(tmp_path), config)).compute_outputs(ids)
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         theirs = model(input_ids=ids).logits[0]
@@ -259,7 +259,7 @@ def test_no_more_than_a_block_is_in_memory(llama: Path, tmp_path: Path, monkeypa
 
     there: dict[tuple[int, str], int] = {}
     most: list[int] = []
-    fill, empty = forward.fill, forward.empty
+    fill, empty = forward.load_into_module, forward.free_in_module
 
     def note_fill(owner: Any, name: str, stored: Tensor) -> None:
         fill(owner, name, stored)
@@ -270,8 +270,8 @@ def test_no_more_than_a_block_is_in_memory(llama: Path, tmp_path: Path, monkeypa
         empty(owner, name)
         del there[id(owner), name]
 
-    monkeypatch.setattr(forward, "fill", note_fill)
-    monkeypatch.setattr(forward, "empty", note_empty)
+    monkeypatch.setattr(forward, "load_into_module", note_fill)
+    monkeypatch.setattr(forward, "free_in_module", note_empty)
     consolidate(llama, tmp_path / "out")
     assert prove(tmp_path / "out", against=llama).is_ok
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -18,10 +18,19 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptkit
-from ckptkit.plugins.resume_proof.change import CHANGES, change_group, changed, freeze_optimizer
-from ckptkit.plugins.resume_proof.compare import differences
-from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, OPTIONS, OTHER, SCALER, SCHEDULER, SETTINGS, group_of
-from ckptkit.plugins.resume_proof.states import find_damage, read_state
+from ckptkit.plugins.resume_proof.change import CHANGES, change_group, changed_value, freeze_optimizer
+from ckptkit.plugins.resume_proof.compare import group_differences
+from ckptkit.plugins.resume_proof.groups import (
+    DATA,
+    MOMENTS,
+    OPTIONS,
+    OTHER,
+    SCALER,
+    SCHEDULER,
+    SETTINGS,
+    state_group_of,
+)
+from ckptkit.plugins.resume_proof.states import list_damage, read_saved_state
 
 Write = Callable[[dict[str, Any], Path], None]
 
@@ -78,14 +87,14 @@ def write_files(state: dict[str, Any], path: Path) -> None:
 def test_each_group_changes_alone(tmp_path: Path, write: Write) -> None:
     source = tmp_path / "step_3"
     write(make_state(), source)
-    before = read_state(source)
+    before = read_saved_state(source)
     assert set(CHANGES) <= set(before.groups)
     for group in CHANGES:
         copy = tmp_path / group / "step_3"
         shutil.copytree(source, copy)
         assert change_group(copy, group) > 0
-        assert [gap.group for gap in differences(before, read_state(copy))] == [group]
-        assert find_damage(copy) == []
+        assert [gap.group for gap in group_differences(before, read_saved_state(copy))] == [group]
+        assert list_damage(copy) == []
 
 
 def test_torch_reads_what_was_changed(tmp_path: Path) -> None:
@@ -114,7 +123,7 @@ def test_torch_reads_what_was_changed(tmp_path: Path) -> None:
 
 def test_settings_are_no_state(tmp_path: Path) -> None:
     write_pt({**make_state(), "config": {"seed": 1, "dataset": 2, "scheduler": 3}}, tmp_path / "step_3")
-    entries = read_state(tmp_path / "step_3").values
+    entries = read_saved_state(tmp_path / "step_3").values
     assert {entries[name].group for name in entries if "config" in name} == {SETTINGS}
 
 
@@ -122,7 +131,7 @@ def test_a_manifest_is_made_right(tmp_path: Path) -> None:
     write_dcp(make_state(), tmp_path / "step_3")
     ckptkit.make_manifest(tmp_path / "step_3")
     change_group(tmp_path / "step_3", OPTIONS)
-    assert find_damage(tmp_path / "step_3") == []
+    assert list_damage(tmp_path / "step_3") == []
 
 
 def test_a_frozen_optimizer_has_no_learning_rate(tmp_path: Path) -> None:
@@ -134,8 +143,8 @@ def test_a_frozen_optimizer_has_no_learning_rate(tmp_path: Path) -> None:
     group = loaded["optim"]["param_groups"][0]
     assert (group["lr"], group["weight_decay"]) == (0, 0)
     assert min(group["betas"]) > 0.999999
-    before, frozen = (read_state(tmp_path / name / "step_3") for name in ("before", "frozen"))
-    gaps = differences(before, frozen)
+    before, frozen = (read_saved_state(tmp_path / name / "step_3") for name in ("before", "frozen"))
+    gaps = group_differences(before, frozen)
     assert [gap.group for gap in gaps] == [OPTIONS, SCHEDULER]
 
 
@@ -144,7 +153,7 @@ def test_files_are_read_one_by_one_if_no_format_joins_them(tmp_path: Path) -> No
     write_files(state, tmp_path / "step_3")
     (tmp_path / "step_3" / "model.safetensors").unlink()
     torch.save(state["model"], tmp_path / "step_3" / "pytorch_model.bin")
-    found = read_state(tmp_path / "step_3")
+    found = read_saved_state(tmp_path / "step_3")
     assert set(CHANGES) <= set(found.groups)
     assert found.unread
 
@@ -154,9 +163,9 @@ def test_files_are_read_one_by_one_if_no_format_joins_them(tmp_path: Path) -> No
     [("pos", DATA), ("train.position", DATA), ("optim.state.pos.exp_avg", MOMENTS), ("position_ids", OTHER)],
 )
 def test_a_position_is_told_by_its_whole_name(path: str, group: str) -> None:
-    assert group_of(path.split("."), is_tensor=True) == group
+    assert state_group_of(path.split("."), is_tensor=True) == group
 
 
 def test_a_lowered_loss_scale_does_not_grow_back_within_a_few_steps() -> None:
-    assert changed(SCALER, "scaler.scale", 2.0**16) == 2.0**6
-    assert changed(SCALER, "scaler.backoff_factor", 0.5) == 0.25
+    assert changed_value(SCALER, "scaler.scale", 2.0**16) == 2.0**6
+    assert changed_value(SCALER, "scaler.backoff_factor", 0.5) == 0.25

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.plugins.resume_proof.execute import Execution, execute
+from ckptkit.plugins.resume_proof.execute import Execution, execute_command
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from tests.tiers import slow_but
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path, code: str, **options: Any) -> Execution:
     """Run Python code as a script."""
     (tmp_path / "script.py").write_text(code)
     proof = ScriptOptions(f"{sys.executable} {tmp_path}/script.py {{run}}", **{"loss": "loss ([0-9.]+)", **options})
-    return execute(proof, tmp_path / "run", tmp_path / "log.txt", 2)
+    return execute_command(proof, tmp_path / "run", tmp_path / "log.txt", 2)
 
 
 def is_alive(number: int) -> bool:

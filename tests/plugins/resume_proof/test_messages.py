@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.plugins.resume_proof.checks import hint_for_missing, runs_and_saves
+from ckptkit.plugins.resume_proof.checks import check_runs_and_saves, hint_on_missing_checkpoint
 from ckptkit.plugins.resume_proof.options import ScriptOptions
-from ckptkit.plugins.resume_proof.others import kill_checks, names_rank_state, survives_a_kill
+from ckptkit.plugins.resume_proof.others import check_survives_kill, is_about_rank_state, kill_checks
 from ckptkit.plugins.resume_proof.runs import Runs
 from ckptkit.training.smoke.run_check import CheckFailed
 from tests.plugins.resume_proof.faults import NUMPY
@@ -86,17 +86,17 @@ def test_a_script_that_deletes_before_it_saves_loses_everything_when_killed(tmp_
     deletes = (save, f"            {delete}\n{save}")
     slow = ("            save_file(moments", "            time.sleep(1)\n            save_file(moments")
     runs = runs_of(tmp_path, deletes, slow)
-    assert "the script deletes step_4, so ckptkit stopped a second run to get it" in runs_and_saves(runs)
-    assert runs.middle.values["state.step"].value == 4
+    assert "the script deletes step_4, so ckptkit stopped a second run to get it" in check_runs_and_saves(runs)
+    assert runs.middle_state.values["state.step"].value == 4
     with pytest.raises(CheckFailed, match="no complete checkpoint is left: delete older checkpoints only after"):
-        survives_a_kill(runs, 1)
+        check_survives_kill(runs, 1)
 
 
 def test_a_checkpoint_that_is_deleted_at_once_is_told_from_one_that_is_not_saved(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, ("step % save_every == 0", "step % 8 == 0"))
     with pytest.raises(CheckFailed, match=r"save every \{save_every\} steps, and keep at least two checkpoints if"):
-        runs_and_saves(runs)
-    assert hint_for_missing(replace(runs, was_deleted=True)) == (
+        check_runs_and_saves(runs)
+    assert hint_on_missing_checkpoint(replace(runs, was_deleted=True)) == (
         "the script deletes the one of step 4: keep at least two checkpoints"
     )
 
@@ -122,10 +122,10 @@ def test_a_script_that_restores_not_all_is_killed_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("files", "moments"), [(1, 1), (2, 2), (3, 3), (9, 3)])
 def test_no_moment_of_a_save_is_tried_twice(tmp_path: Path, files: int, moments: int) -> None:
     runs = runs_of(tmp_path)
-    runs.paths = {8: tmp_path / "step_8"}
-    runs.paths[8].mkdir()
+    runs.checkpoint_paths = {8: tmp_path / "step_8"}
+    runs.checkpoint_paths[8].mkdir()
     for i in range(files):
-        (runs.paths[8] / f"{i}.bin").touch()
+        (runs.checkpoint_paths[8] / f"{i}.bin").touch()
     assert len(kill_checks(runs)) == moments
 
 
@@ -140,7 +140,7 @@ def test_no_moment_of_a_save_is_tried_twice(tmp_path: Path, files: int, moments:
 )
 def test_a_state_of_a_rank_is_recognized_in_an_error(failure: str, expected: bool) -> None:
     names = ["rng_0", "rng_1", "random_states_0.torch_manual_seed", "rng.0"]
-    assert names_rank_state(failure, names) is expected
+    assert is_about_rank_state(failure, names) is expected
 
 
 @pytest.mark.nightly

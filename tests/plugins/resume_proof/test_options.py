@@ -46,10 +46,10 @@ def test_placeholders_are_quoted_and_the_shell_keeps_its_own() -> None:
     line = proof.command_line(Path("/a b"), 2, Path("/c"))
     assert line == "echo ${HOME} '/a b' 2 --from /c"
     assert proof.command_line(Path("/a"), 2, None) == "echo ${HOME} /a 2"
-    assert not proof.resumes_by_itself
-    assert proof.sets_nproc
+    assert not proof.is_resuming_by_itself
+    assert proof.has_nproc_placeholder
 
 
 def test_losses_are_in_a_file_or_in_the_output() -> None:
-    assert ScriptOptions("x {run}", loss="metrics.jsonl:loss").loss_file == ("metrics.jsonl", "loss")
-    assert ScriptOptions("x {run}", loss="loss: ([0-9.]+)").loss_file is None
+    assert ScriptOptions("x {run}", loss="metrics.jsonl:loss").find_loss_file_and_key == ("metrics.jsonl", "loss")
+    assert ScriptOptions("x {run}", loss="loss: ([0-9.]+)").find_loss_file_and_key is None

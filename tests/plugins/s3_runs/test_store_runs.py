@@ -21,7 +21,7 @@ from ckptkit.io.path import to_path
 from ckptkit.plugins.s3_runs import keeper as s3_keeper
 from ckptkit.plugins.s3_runs import objects
 from ckptkit.runs.prune import Pruned, prune
-from ckptkit.runs.retention import write_metrics
+from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.run import Run
 from tests import producers
@@ -51,7 +51,7 @@ def fill(produce: Produce) -> Fill:
             for file in root.rglob("*"):
                 if file.is_file():
                     place.files.pipe_file(f"{base}/{file.relative_to(root)}", file.read_bytes())
-            place.files.pipe_file(f"{base}/{METRICS}", write_metrics(step, {"loss": abs(2.1 - step)}))
+            place.files.pipe_file(f"{base}/{METRICS}", dump_metrics(step, {"loss": abs(2.1 - step)}))
         forget()
         place.server.requests.clear()
 

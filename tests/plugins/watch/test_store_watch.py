@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.checkpoints.run import local_folder
+from ckptkit.checkpoints.run import local_directory_of_run
 from ckptkit.errors import IOFailure
 from ckptkit.io.disk import DurabilityWarning
 from ckptkit.io.path import to_path
-from ckptkit.plugins.watch.watch import Event, identity, watch
+from ckptkit.plugins.watch.watch import Event, find_file_identity, watch
 from ckptkit.runs.watches import FOLDER
 from tests.s3 import CLAIM, S3, Place, forget, make_place
 
@@ -62,7 +62,7 @@ def test_each_is_handled_once_and_the_notes_stay_here(place: Place, tmp_path: Pa
     assert len(watch(url_of(place), exec=append(log), every=SOON, once=True).handled) == 1
     assert len(log.read_text().split()) == 3
     run = ckptkit.ls(url_of(place)).root
-    assert [path.suffix for path in (local_folder(run) / FOLDER).iterdir()] == [".json"]
+    assert [path.suffix for path in (local_directory_of_run(run) / FOLDER).iterdir()] == [".json"]
     assert not any(FOLDER in key for key in place.files.find(f"{place.name}/run", refresh=True))
 
 
@@ -115,11 +115,11 @@ def test_outputs_in_the_store_are_known_by_their_claims(place: Place, tmp_path: 
     place.server.fail(r"PUT .*exported/ckpt-1/\.metadata", times=9, status=403)
     failed = watch(url_of(place), do=do, every=SOON, tries=1, once=True)
     assert (len(failed.failed), f"{out}/{CLAIM}" in place.files.find(out, refresh=True)) == (1, True)
-    assert identity(to_path(f"s3://{out}")) is None
+    assert find_file_identity(to_path(f"s3://{out}")) is None
     place.server.faults.clear()
     done = watch(url_of(place), do=do, every=SOON, once=True, tell=told.append)
     assert (len(done.handled), [event.outcome for event in told]) == (1, [None, "handled"])
-    assert identity(to_path(f"s3://{out}")) is not None
+    assert find_file_identity(to_path(f"s3://{out}")) is not None
     assert ckptkit.diff(f"{url_of(place)}/ckpt-1", f"s3://{out}").is_equal
 
 

@@ -21,7 +21,7 @@ from ckptkit.plugins.watch.commands import describe_exit
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.watch import Event, watch
 from ckptkit.runs.prune import prune
-from ckptkit.runs.watches import FOLDER, clock_of, is_held
+from ckptkit.runs.watches import FOLDER, file_system_time_ns, is_being_handled
 from tests.producers import save_alone
 
 pytestmark = pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_command_that_hangs_is_ended_with_its_children_and_tried_again(run: Pa
     sleeping = log.read_text().split()
     assert len(sleeping) == 2
     wait_until_ended(sleeping)
-    assert not is_held(run / "ckpt-9")
+    assert not is_being_handled(run / "ckpt-9")
 
 
 @pytest.mark.parametrize("leader", ["trap '' TERM; ", ""], ids=["none ends", "only the first ends"])
@@ -229,14 +229,14 @@ def test_a_run_that_was_moved_is_known_and_none_is_made_in_its_place(run: Path, 
 
 
 def test_rest_is_told_by_the_clock_that_the_files_are_dated_by(run: Path, tmp_path: Path) -> None:
-    look = FileSnapshot.at(run / "ckpt-9")
+    look = FileSnapshot.try_take(run / "ckpt-9")
     assert look is not None
     patience = StabilityWait(30)
-    assert not patience.is_at_rest("ckpt-9", look, look.changed_ns + 29 * 10**9)
-    assert not patience.is_at_rest("ckpt-9", look, look.changed_ns - 3600 * 10**9)
-    assert patience.is_at_rest("ckpt-9", look, look.changed_ns + 30 * 10**9)
+    assert not patience.has_been_stable("ckpt-9", look, look.changed_ns + 29 * 10**9)
+    assert not patience.has_been_stable("ckpt-9", look, look.changed_ns - 3600 * 10**9)
+    assert patience.has_been_stable("ckpt-9", look, look.changed_ns + 30 * 10**9)
     with (tmp_path / "lock").open("w") as lock:
-        assert clock_of(lock.fileno()) >= look.changed_ns
+        assert file_system_time_ns(lock.fileno()) >= look.changed_ns
 
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "ended by SIGKILL"), (-40, "ended by signal 40"), (3, "exit code 3")])
@@ -374,12 +374,12 @@ def test_a_command_that_outlives_a_killed_watch_keeps_its_checkpoint(run: Path, 
     wait_for(begun)
     watching.kill()
     watching.wait()
-    assert is_held(run / "ckpt-9")
+    assert is_being_handled(run / "ckpt-9")
     with pytest.raises(Occupied, match="another watch with the same commands"):
         watch(run, exec=[shell(script)], every=SOON, once=True)
     assert [entry.path.name for entry in prune(run, keep_last=1, yes=True).keep] == ["ckpt-10", "ckpt-9"]
     go.touch()
-    while is_held(run / "ckpt-9"):
+    while is_being_handled(run / "ckpt-9"):
         time.sleep(0.02)
     assert len(watch(run, exec=[shell(script)], every=SOON, once=True).handled) == 2
     watching.communicate()
@@ -395,7 +395,7 @@ def test_a_signal_ends_it_with_its_command(run: Path, tmp_path: Path) -> None:
     assert err.endswith("interrupted\n")
     while is_alive(sleeping):
         time.sleep(0.02)
-    assert not is_held(run / "ckpt-9")
+    assert not is_being_handled(run / "ckpt-9")
 
 
 def test_a_signal_leaves_no_half_output(tmp_path: Path) -> None:

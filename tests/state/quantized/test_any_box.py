@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.layout.box import Box, whole
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Recipe
 from ckptkit.state.quantized.find import find_quantized
-from ckptkit.state.quantized.plain import recipe_of
+from ckptkit.state.quantized.plain import dequantizing_recipe_of
 from tests.state.quantized.few_bits import Stored, deepseek_v4, integers, mlx, modelopt, mxfp4, nvfp4
 from tests.state.quantized.test_floats4 import saved
 
@@ -66,8 +66,8 @@ def test_a_part_is_that_part_of_the_whole(tmp_path: Path, case: str) -> None:
     found = find_quantized(open_layout(root), {stored.section: stored.said})
     assert found is not None
     ((name, packed),) = found.weights.items()
-    recipe = recipe_of(found, name)
-    truth = part_of(recipe, stored.tensors, whole(packed.shape))
+    recipe = dequantizing_recipe_of(found, name)
+    truth = part_of(recipe, stored.tensors, full_box(packed.shape))
     assert torch.equal(truth.bfloat16(), stored.truth.bfloat16())
 
     @given(st.data())

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, IOFailure, Usage
 from ckptkit.training.data import documents
-from ckptkit.training.data.documents import Ids, Text, find_cut, find_files, read
+from ckptkit.training.data.documents import Ids, Text, find_cut, find_data_files, read_documents
 
 
 def texts(path: Path) -> list[bytes]:
     """The documents of a file, put together from their parts."""
     found: list[bytes] = []
-    for part in read(path):
+    for part in read_documents(path):
         assert isinstance(part, Text)
         if part.begins:
             found.append(b"")
@@ -37,7 +37,7 @@ def test_long_documents_come_in_parts_and_whole(
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PART_BYTES", 16)
-        parts = list(read(path))
+        parts = list(read_documents(path))
         assert texts(path) == content.split(b"\0")
     for part, after in zip(parts, [*parts[1:], None], strict=True):
         assert isinstance(part, Text)
@@ -61,7 +61,7 @@ def test_a_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
     path.write_text(
         '{"text": "one\\ntwo", "id": 1}\n\n{"tokens": [1, 2]}\n{"input_ids": []}\n{"text": "é", "tokens": [3]}'
     )
-    assert list(read(path)) == [
+    assert list(read_documents(path)) == [
         Text(path, 1, b"one\ntwo"),
         Ids(path, 3, [1, 2]),
         Ids(path, 4, []),
@@ -89,7 +89,7 @@ def test_a_line_that_holds_no_document_is_named(tmp_path: Path, line: bytes, sai
     path = tmp_path / "some.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(Corrupt, match=said) as raised:
-        list(read(path))
+        list(read_documents(path))
     assert raised.value.path == path
 
 
@@ -104,15 +104,15 @@ def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.py", "a/.git", ".hidden/x.txt", "c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert find_files(tmp_path) == [tmp_path / name for name in ("a/z.py", "b.txt", "c.jsonl")]
-    assert find_files(tmp_path / ".hidden") == [tmp_path / ".hidden/x.txt"], "when asked for by name"
+    assert find_data_files(tmp_path) == [tmp_path / name for name in ("a/z.py", "b.txt", "c.jsonl")]
+    assert find_data_files(tmp_path / ".hidden") == [tmp_path / ".hidden/x.txt"], "when asked for by name"
     (tmp_path / "d.npy").touch()
     with pytest.raises(Usage, match="found a file of token ids"):
-        find_files(tmp_path)
+        find_data_files(tmp_path)
 
 
 def test_the_default_is_some_of_the_standard_library() -> None:
-    files = find_files(None)
+    files = find_data_files(None)
     assert files == sorted(files)
     assert len(files) > 10
     assert 2**20 < sum(path.stat().st_size for path in files) < 8 * 2**20
@@ -120,5 +120,5 @@ def test_the_default_is_some_of_the_standard_library() -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(IOFailure, match="no such file") as raised:
-        find_files(tmp_path / "absent")
+        find_data_files(tmp_path / "absent")
     assert raised.value.path == tmp_path / "absent"

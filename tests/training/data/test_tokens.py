@@ -40,7 +40,7 @@ def test_documents_follow_each_other_each_ended_once(tmp_path: Path, name: str) 
     (data / "c.jsonl").write_text('{"text": "three"}\n{"tokens": [52]}\n{"text": ""}\n{"tokens": [53, 0]}\n')
     (data / "d.bytes").write_bytes(b"\xff")
     found = prepare_tokens(data, Bytes(), tmp_path / "run")
-    assert bytes(found.open().tolist()) == b"one\0two\0three\x004\x005\0\xff\0"
+    assert bytes(found.mmap_ids().tolist()) == b"one\0two\0three\x004\x005\0\xff\0"
     assert found.path == tmp_path / "run" / "tokens.bin"
 
 
@@ -48,7 +48,7 @@ def test_documents_follow_each_other_each_ended_once(tmp_path: Path, name: str) 
 def test_ids_are_stored_as_narrow_as_the_vocabulary_lets(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
     (tmp_path / "text").write_bytes(b"abc")
     found = prepare_tokens(tmp_path / "text", Large(vocab_size), tmp_path)
-    assert found.open().tolist() == [97, 98, 99, vocab_size - 1]
+    assert found.mmap_ids().tolist() == [97, 98, 99, vocab_size - 1]
     assert found.path.stat().st_size == 4 * itemsize
     assert found.checksum == zlib.crc32(found.path.read_bytes())
 
@@ -57,18 +57,18 @@ def test_a_hugging_face_document_has_its_start_and_end(tmp_path: Path, monkeypat
     tokenizer = choose_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
     story = b"the cat sat on the mat " * 50
     (tmp_path / "text").write_bytes(b"the cat\0" + story + b"\0")
-    whole = prepare_tokens(tmp_path / "text", tokenizer, tmp_path / "whole").open().tolist()
+    whole = prepare_tokens(tmp_path / "text", tokenizer, tmp_path / "whole").mmap_ids().tolist()
     (first, second) = (ids.tolist() for ids in tokenizer.encode([Text(tmp_path, 0, t) for t in (b"the cat", story)]))
     assert whole == [0, *first, 1, 0, *second, 1]
     monkeypatch.setattr(documents, "PART_BYTES", 64)
     monkeypatch.setattr(tokens, "BATCH_BYTES", 200)
-    assert prepare_tokens(tmp_path / "text", tokenizer, tmp_path / "parts").open().tolist() == whole
+    assert prepare_tokens(tmp_path / "text", tokenizer, tmp_path / "parts").mmap_ids().tolist() == whole
 
 
 def test_an_end_that_the_text_brings_is_not_doubled(tmp_path: Path) -> None:
     tokenizer = choose_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
     (tmp_path / "text").write_text(f"the{END}cat{END}")
-    ids = prepare_tokens(tmp_path / "text", tokenizer, tmp_path).open().tolist()
+    ids = prepare_tokens(tmp_path / "text", tokenizer, tmp_path).mmap_ids().tolist()
     assert ids.count(1) == 2
     assert ids[-2:] != [1, 1]
 
@@ -81,7 +81,7 @@ def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path: Path) ->
     def made_again(vocab_size: int = 256) -> bool:
         before = (run / "tokens.bin").stat().st_ino
         found = prepare_tokens(text, Large(vocab_size), run)
-        assert bytes(found.open()[:-1].tolist()) == text.read_bytes()
+        assert bytes(found.mmap_ids()[:-1].tolist()) == text.read_bytes()
         return before != (run / "tokens.bin").stat().st_ino
 
     first = prepare_tokens(text, Large(256), run)
@@ -118,7 +118,7 @@ def test_a_moved_run_knows_its_tokens(tmp_path: Path) -> None:
     prepare_tokens(tmp_path / "text", Bytes(), tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
     found = prepare_tokens(tmp_path / "text", Bytes(), tmp_path / "moved")
-    assert bytes(found.open().tolist()) == b"some text\0"
+    assert bytes(found.mmap_ids().tolist()) == b"some text\0"
 
 
 def test_a_failure_leaves_no_tokens_that_could_be_taken_for_whole(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_failure_leaves_no_tokens_that_could_be_taken_for_whole(tmp_path: Path
         prepare_tokens(path, Bytes(), run)
     assert [found.name for found in run.iterdir()] == ["tokens.bin"]
     path.write_text(good + '{"text": "more"}')
-    assert bytes(prepare_tokens(path, Bytes(), run).open().tolist()) == b"fine\0more\0"
+    assert bytes(prepare_tokens(path, Bytes(), run).mmap_ids().tolist()) == b"fine\0more\0"
     assert sorted(found.name for found in run.iterdir()) == ["tokens.bin", "tokens.json"]
 
 
@@ -144,7 +144,7 @@ def test_token_files_are_mapped_where_they_lie(tmp_path: Path, name: str) -> Non
         path.write_bytes(struct.pack("<5I" if "u32" in name else "<5H", *ids))
     found = prepare_tokens(path, Bytes(), tmp_path / "run")
     assert found.path == path
-    assert found.open().tolist() == ids
+    assert found.mmap_ids().tolist() == ids
     assert [made.name for made in (tmp_path / "run").iterdir()] == ["tokens.json"]
     assert prepare_tokens(path, Bytes(), tmp_path / "run") == found
 
@@ -212,7 +212,7 @@ def test_nothing_to_train_on_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_token_file_that_is_gone_or_cut_short_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     with pytest.raises(IOFailure):
-        TokenFile(path, "|u1", 0, 4, 0, 256).open()
+        TokenFile(path, "|u1", 0, 4, 0, 256).mmap_ids()
     path.write_bytes(b"abc")
     with pytest.raises(Corrupt, match="too short for 4 tokens"):
-        TokenFile(path, "|u1", 0, 4, 0, 256).open()
+        TokenFile(path, "|u1", 0, 4, 0, 256).mmap_ids()

@@ -15,9 +15,9 @@ LINEAR = RopeScaling(rope_type="linear", factor=2.0)
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_survives_its_config_json(tmp_path: Path, size: str) -> None:
-    config = ModelConfig.sized(size, tied=False, vocab_size=300)
+    config = ModelConfig.of_size(size, tied=False, vocab_size=300)
     (tmp_path / "config.json").write_text(config.to_json())
-    assert ModelConfig.read(tmp_path / "config.json") == config
+    assert ModelConfig.from_config_json(tmp_path / "config.json") == config
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,17 @@ def test_every_size_survives_its_config_json(tmp_path: Path, size: str) -> None:
 )  # fmt: skip
 def test_the_sizes_of_llama_3_have_its_parameters_with_its_vocabulary(size: str, tied: bool, parameters: int) -> None:
     with torch.device("meta"):
-        model = LlamaBlueprint(ModelConfig.sized(size, tied=tied, vocab_size=128256)).build()
+        model = LlamaBlueprint(ModelConfig.of_size(size, tied=tied, vocab_size=128256)).build()
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_a_size_has_the_vocabulary_of_bytes_unless_told() -> None:
-    assert ModelConfig.sized("tiny").vocab_size == 256
-    assert ModelConfig.sized("tiny", vocab_size=1000) == ModelConfig(vocab_size=1000)
+    assert ModelConfig.of_size("tiny").vocab_size == 256
+    assert ModelConfig.of_size("tiny", vocab_size=1000) == ModelConfig(vocab_size=1000)
     with pytest.raises(Usage, match="vocab_size"):
-        ModelConfig.sized("tiny", vocab_size=0)
+        ModelConfig.of_size("tiny", vocab_size=0)
     with pytest.raises(Usage, match="unknown model size `huge`"):
-        ModelConfig.sized("huge")
+        ModelConfig.of_size("huge")
 
 
 @pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3])
@@ -47,10 +47,10 @@ def test_transformers_reads_and_writes_the_same_config(tmp_path: Path, scaling: 
         ModelConfig(), rope_theta=5e5, rms_norm_eps=1e-4, head_dim=32, tie_word_embeddings=False, rope_scaling=scaling
     )
     (tmp_path / "config.json").write_text(config.to_json())
-    assert ModelConfig.read(tmp_path / "config.json") == config
+    assert ModelConfig.from_config_json(tmp_path / "config.json") == config
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path / "theirs")
-    assert ModelConfig.read(tmp_path / "theirs/config.json") == config
+    assert ModelConfig.from_config_json(tmp_path / "theirs/config.json") == config
 
 
 def test_rope_scaling_is_read_as_older_files_have_it(tmp_path: Path) -> None:
@@ -58,7 +58,9 @@ def test_rope_scaling_is_read_as_older_files_have_it(tmp_path: Path) -> None:
     del keys["rope_parameters"]
     for scaling in ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}):
         (tmp_path / "config.json").write_text(json.dumps(keys | {"rope_theta": 7e4, "rope_scaling": scaling}))
-        assert ModelConfig.read(tmp_path / "config.json") == ModelConfig(rope_theta=7e4, rope_scaling=LINEAR)
+        assert ModelConfig.from_config_json(tmp_path / "config.json") == ModelConfig(
+            rope_theta=7e4, rope_scaling=LINEAR
+        )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_what_the_built_in_llama_cannot_be_is_named(tmp_path: Path, key: str, va
     del keys["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(keys | {key: value}))
     with pytest.raises(Unsupported) as raised:
-        ModelConfig.read(tmp_path / "config.json")
+        ModelConfig.from_config_json(tmp_path / "config.json")
     assert raised.value.path == tmp_path / "config.json"
 
 
@@ -84,7 +86,7 @@ def test_what_the_built_in_llama_cannot_be_is_named(tmp_path: Path, key: str, va
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(NotACheckpoint):
-        ModelConfig.read(tmp_path / "config.json")
+        ModelConfig.from_config_json(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

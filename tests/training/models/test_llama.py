@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptkit.training.models.config import ModelConfig, RopeScaling
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
-from ckptkit.training.parallel.initial import initialize
+from ckptkit.training.parallel.initial import initialize_model
 from tests.training.models.test_config import LINEAR, LLAMA3
 
 TINY = ModelConfig()
@@ -21,7 +21,7 @@ TINY = ModelConfig()
 
 def plain_model(config: ModelConfig, seed: int = 0) -> Llama:
     model = Llama(config)
-    initialize(LlamaBlueprint(config), model, seed)
+    initialize_model(LlamaBlueprint(config), model, seed)
     return model
 
 
@@ -31,7 +31,7 @@ def open_in_transformers(model: Llama, root: Path) -> Any:
     tied = model.config.tie_word_embeddings
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     save_file(tensors, root / "model.safetensors", {"format": "pt"})
-    for name, content in LlamaBlueprint(model.config).files().items():
+    for name, content in LlamaBlueprint(model.config).model_files().items():
         (root / name).write_bytes(content)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(root, output_loading_info=True)
     assert not any(report.values())
@@ -100,10 +100,10 @@ def test_blocks_can_be_compiled_whole_and_recomputed(positions: Tensor | None) -
     blueprint, gradients = LlamaBlueprint(TINY), []
     for wrapped in (False, True):
         model = plain_model(TINY)
-        for block in blueprint.blocks(model) if wrapped else ():
+        for block in blueprint.transformer_blocks(model) if wrapped else ():
             once = partial(checkpoint, block.forward, use_reentrant=False)
             block.forward = torch.compile(once, backend="aot_eager", fullgraph=True)
-        blueprint.logits(model, tokens, positions).square().sum().backward()
+        blueprint.compute_logits(model, tokens, positions).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for theirs, ours in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -143,8 +143,8 @@ def test_nothing_is_left_of_the_garbage_after_to_empty() -> None:
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         nn.init.constant_(tensor, torch.nan)
-    blueprint.tie(model)
-    initialize(blueprint, model, 0)
+    blueprint.tie_weights(model)
+    initialize_model(blueprint, model, 0)
     assert isinstance(model, Llama)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -158,4 +158,4 @@ def test_a_blueprint_tells_the_shape() -> None:
     assert (blueprint.vocab_size, blueprint.max_length, blueprint.layers) == (300, 128, 2)
     assert blueprint.attention_width == 128
     assert blueprint.weights is None
-    assert [type(block).__name__ for block in blueprint.blocks(blueprint.build())] == ["LlamaBlock"] * 2
+    assert [type(block).__name__ for block in blueprint.transformer_blocks(blueprint.build())] == ["LlamaBlock"] * 2

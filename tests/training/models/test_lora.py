@@ -8,36 +8,36 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.adapters.names import read_entry
+from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.errors import CkptError, Unsupported, Usage
 from ckptkit.training.metrics import flops_per_token
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.parallel.initial import initialize
-from ckptkit.training.parallel.shard import count_multiplied
+from ckptkit.training.parallel.initial import initialize_model
+from ckptkit.training.parallel.shard import count_matmul_elements
 
 TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def blueprint(*targets: str, dtype: torch.dtype = torch.float32, tied: bool = True, seed: int = 0) -> LoraBlueprint:
-    base = LlamaBlueprint(ModelConfig.sized("tiny", tied=tied))
+    base = LlamaBlueprint(ModelConfig.of_size("tiny", tied=tied))
     return LoraBlueprint(base, Lora(4, 6, targets, seed), dtype, "org/base")
 
 
 def made(found: LoraBlueprint, seed: int | None = 1) -> nn.Module:
     model = found.build()
-    initialize(found, model, seed)
+    initialize_model(found, model, seed)
     return model
 
 
 def test_at_first_an_adapter_changes_nothing_and_is_all_that_is_trained() -> None:
-    model, plain = made(blueprint()), LlamaBlueprint(ModelConfig.sized("tiny")).build()
+    model, plain = made(blueprint()), LlamaBlueprint(ModelConfig.of_size("tiny")).build()
     missing, strange = plain.load_state_dict(model.state_dict(), strict=False)
     assert not missing
     assert strange
-    assert all(read_entry(name) is not None for name in strange)
+    assert all(parse_tensor_name(name) is not None for name in strange)
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == set(strange)
     assert torch.equal(model(TOKENS), plain(TOKENS))
     a, b = (model.get_parameter(f"model.layers.0.mlp.up_proj.lora_{one}.default.weight") for one in "AB")
@@ -47,9 +47,9 @@ def test_at_first_an_adapter_changes_nothing_and_is_all_that_is_trained() -> Non
 
 
 def test_the_weights_are_those_of_the_seed_whatever_is_beside_them() -> None:
-    plain = LlamaBlueprint(ModelConfig.sized("tiny"))
+    plain = LlamaBlueprint(ModelConfig.of_size("tiny"))
     whole = plain.build()
-    initialize(plain, whole, 1)
+    initialize_model(plain, whole, 1)
     model = made(blueprint())
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
     halves = made(blueprint(dtype=torch.bfloat16))
@@ -77,7 +77,7 @@ def test_arithmetic_and_names_are_the_library_s(tmp_path: Path, targets: tuple[s
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    for name, content in found.files().items():
+    for name, content in found.model_files().items():
         (tmp_path / name).write_bytes(content)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     theirs = peft.get_peft_model(
@@ -119,7 +119,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_config_is_that_of_the_adapter() -> None:
-    files = blueprint().files()
+    files = blueprint().model_files()
     config = json.loads(files["adapter_config.json"])
     assert json.loads(files["config.json"])["model_type"] == "llama"
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6, PROJECTIONS)
@@ -128,7 +128,7 @@ def test_the_config_is_that_of_the_adapter() -> None:
 
 def test_operations_of_frozen_parameters_have_no_gradient_of_their_own() -> None:
     model = blueprint().build()
-    multiplied, frozen = count_multiplied(model)
+    multiplied, frozen = count_matmul_elements(model)
     adapters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert multiplied - frozen == adapters
     assert flops_per_token(multiplied, 2, 64, 10, frozen=frozen) == 4 * frozen + 6 * adapters + 12 * 2 * 64 * 10

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from ckptkit.errors import IOFailure, NotACheckpoint, Unsupported, Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
+from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, download_if_hub_id
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
-from ckptkit.training.parallel.initial import initialize
+from ckptkit.training.parallel.initial import initialize_model
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import shard
+from ckptkit.training.parallel.shard import build_sharded_model
 from tests.tiers import nightly_but
 from tests.training.data.hugging_face import save_tokenizer
 from tests.training.models.test_llama import draw_tokens, pack
@@ -77,8 +77,8 @@ def materialize(blueprint: Blueprint) -> nn.Module:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(77)
-    blueprint.tie(model)
-    initialize(blueprint, model, 0)
+    blueprint.tie_weights(model)
+    initialize_model(blueprint, model, 0)
     return model
 
 
@@ -92,8 +92,8 @@ def require_same_logits(blueprint: Blueprint, model: nn.Module, theirs: Any) -> 
     model.eval()
     theirs.eval()
     with torch.no_grad():
-        assert torch.equal(blueprint.logits(model, TOKENS, None), theirs(TOKENS).logits)
-        packed = blueprint.logits(model, TOKENS, POSITIONS)
+        assert torch.equal(blueprint.compute_logits(model, TOKENS, None), theirs(TOKENS).logits)
+        packed = blueprint.compute_logits(model, TOKENS, POSITIONS)
         for tokens, positions, logits in zip(TOKENS, POSITIONS, packed, strict=True):
             starts = (positions == 0).nonzero().flatten().tolist()
             for document, found in zip(tokens.tensor_split(starts[1:]), logits.tensor_split(starts[1:]), strict=True):
@@ -120,8 +120,10 @@ def test_every_family_is_as_transformers_makes_it(tmp_path: Path, name: str) -> 
     layers = theirs.config.num_hidden_layers
     assert (blueprint.vocab_size, blueprint.max_length, blueprint.layers) == (256, 64, layers)
     assert blueprint.attention_width == 32
-    assert [type(block) for block in blueprint.blocks(model)] == [type(block) for block in blueprint.blocks(theirs)]
-    assert len(blueprint.blocks(model)) == layers
+    assert [type(block) for block in blueprint.transformer_blocks(model)] == [
+        type(block) for block in blueprint.transformer_blocks(theirs)
+    ]
+    assert len(blueprint.transformer_blocks(model)) == layers
 
 
 def ties(model: nn.Module) -> list[set[str]]:
@@ -150,13 +152,13 @@ def test_a_model_of_text_and_images_has_its_text_trained(tmp_path: Path) -> None
     theirs = build_normally(tmp_path)
     theirs.load_state_dict(model.state_dict())
     require_same_logits(blueprint, model, theirs)
-    assert "Gemma3DecoderLayer" in {type(block).__name__ for block in blueprint.blocks(model)}
+    assert "Gemma3DecoderLayer" in {type(block).__name__ for block in blueprint.transformer_blocks(model)}
 
 
 def test_dropout_is_the_configs(tmp_path: Path) -> None:
     blueprint = make_blueprint(tmp_path, "gpt2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.5)
     model = materialize(blueprint)
-    assert not torch.equal(blueprint.logits(model, TOKENS, None), blueprint.logits(model, TOKENS, None))
+    assert not torch.equal(blueprint.compute_logits(model, TOKENS, None), blueprint.compute_logits(model, TOKENS, None))
 
 
 LINEAR_ATTENTION = GROUPED | {
@@ -181,10 +183,10 @@ def test_a_family_that_mixes_packed_documents_is_refused(
     getattr(transformers, kind)(**shape).save_pretrained(tmp_path)
     blueprint = choose_blueprint(str(tmp_path))
     model = materialize(blueprint)
-    assert blueprint.logits(model, TOKENS, None).shape == (4, 24, blueprint.vocab_size)
+    assert blueprint.compute_logits(model, TOKENS, None).shape == (4, 24, blueprint.vocab_size)
     for _ in range(2):
         with pytest.raises(Unsupported, match=reason):
-            blueprint.logits(model, TOKENS, POSITIONS)
+            blueprint.compute_logits(model, TOKENS, POSITIONS)
 
 
 def test_masks_are_looked_at_only_where_documents_meet(tmp_path: Path) -> None:
@@ -193,7 +195,9 @@ def test_masks_are_looked_at_only_where_documents_meet(tmp_path: Path) -> None:
     model = materialize(blueprint).eval()
     alone = pack((24,), (24,), (24,), (24,))
     with torch.no_grad():
-        assert torch.equal(blueprint.logits(model, TOKENS, alone), blueprint.logits(model, TOKENS, None))
+        assert torch.equal(
+            blueprint.compute_logits(model, TOKENS, alone), blueprint.compute_logits(model, TOKENS, None)
+        )
 
 
 def test_what_no_rule_initializes_must_have_weights(tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
     transformers.CTRLConfig(vocab_size=256, n_embd=32, dff=48, n_layer=2, n_head=4).save_pretrained(tmp_path)
     blueprint = choose_blueprint(str(tmp_path))
     with pytest.raises(Unsupported, match="no blocks of a `ctrl`"):
-        blueprint.blocks(blueprint.build())
+        blueprint.transformer_blocks(blueprint.build())
 
 
 RUN = TrainConfig(run=Path("unused"), device="cpu", seed=5)
@@ -223,7 +227,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
 def loss_of(blueprint: Blueprint, model: nn.Module, rows: slice) -> Tensor:
-    logits = blueprint.logits(model, TOKENS[rows], POSITIONS[rows])
+    logits = blueprint.compute_logits(model, TOKENS[rows], POSITIONS[rows])
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[rows, 1:].flatten())
 
 
@@ -232,10 +236,10 @@ def learn(roots: dict[str, Path], place: RankPlace, report: Report) -> None:
         for name, root in roots.items():
             for way, config in SHARDINGS.items():
                 blueprint = choose_blueprint(str(root))
-                sharded = shard(config, blueprint, mesh, config.seed)
+                sharded = build_sharded_model(config, blueprint, mesh, config.seed)
                 loss = loss_of(blueprint, sharded.model, slice(2 * place.rank, 2 * place.rank + 2))
                 loss.backward()
-                report((name, way, float(loss.detach()), sharded.sharding.clip(sharded.model, 1.0)))
+                report((name, way, float(loss.detach()), sharded.sharding.clip_gradients(sharded.model, 1.0)))
 
 
 def test_sharded_models_start_and_learn_as_whole_ones(tmp_path: Path) -> None:
@@ -248,7 +252,7 @@ def test_sharded_models_start_and_learn_as_whole_ones(tmp_path: Path) -> None:
     for name, root in roots.items():
         blueprint = choose_blueprint(str(root))
         model = materialize(blueprint)
-        initialize(blueprint, model, RUN.seed)
+        initialize_model(blueprint, model, RUN.seed)
         losses = [loss_of(blueprint, model, rows) for rows in (slice(2), slice(2, 4))]
         (sum(losses) / 2).backward()  # type: ignore[union-attr]
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -263,7 +267,7 @@ def test_sharded_models_start_and_learn_as_whole_ones(tmp_path: Path) -> None:
 def test_a_size_and_a_config_of_a_llama_are_built_in(tmp_path: Path) -> None:
     size = choose_blueprint("3m", tied=False, vocab_size=300)
     assert isinstance(size, LlamaBlueprint)
-    assert size.config == ModelConfig.sized("3m", tied=False, vocab_size=300)
+    assert size.config == ModelConfig.of_size("3m", tied=False, vocab_size=300)
     path = save_config(tmp_path, "llama") / "config.json"
     llama = choose_blueprint(str(path))
     assert isinstance(llama, LlamaBlueprint)
@@ -280,7 +284,7 @@ def test_a_config_that_is_no_llama_says_to_give_its_directory(tmp_path: Path) ->
 
 @pytest.mark.parametrize("model", ["huge", "./absent", "absent/config.json", "a/b/c"])
 def test_a_model_that_is_none_is_refused(model: str) -> None:
-    for choose in (choose_blueprint, resolve_model):
+    for choose in (choose_blueprint, download_if_hub_id):
         with pytest.raises(Usage, match=f"unknown model `{model}`"):
             choose(model)
 
@@ -300,7 +304,7 @@ def test_files_are_those_that_a_checkpoint_needs(tmp_path: Path) -> None:
     save_tokenizer(save_config(tmp_path, "gpt2"))
     transformers.GenerationConfig(eos_token_id=2).save_pretrained(tmp_path)
     (tmp_path / "README.md").write_text("no")
-    files = choose_blueprint(str(tmp_path)).files()
+    files = choose_blueprint(str(tmp_path)).model_files()
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
     assert files == {name: (tmp_path / name).read_bytes() for name in files}
     assert "README.md" not in files
@@ -373,13 +377,13 @@ def test_a_hub_id_is_resolved_to_a_directory(tmp_path: Path, monkeypatch: pytest
     cache_on_the_hub(tmp_path / "hub", "org/shape", config)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    resolved = resolve_model("org/model")
+    resolved = download_if_hub_id("org/model")
     assert resolved == str(snapshot)
     blueprint = choose_blueprint(resolved)
     assert blueprint.weights == snapshot
-    assert "config.json" in blueprint.files()
+    assert "config.json" in blueprint.model_files()
     blueprint.build()
     with pytest.raises(Unsupported, match="org/shape"):
-        resolve_model("org/shape")
+        download_if_hub_id("org/shape")
     with pytest.raises(IOFailure, match="org/other"):
-        resolve_model("org/other")
+        download_if_hub_id("org/other")

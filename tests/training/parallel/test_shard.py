@@ -20,10 +20,10 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
-from ckptkit.training.parallel.initial import initialize
+from ckptkit.training.parallel.initial import initialize_model
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import ShardedModel, shard
-from ckptkit.training.start import with_adapters
+from ckptkit.training.parallel.shard import ShardedModel, build_sharded_model
+from ckptkit.training.start import with_lora
 
 # so that nothing divides evenly by two, three or four
 SHAPE = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10, num_hidden_layers=3)
@@ -76,23 +76,25 @@ HYBRID = {name: ON_FOUR[name] for name in ("FSDP2 hybrid accumulating", "FSDP1 h
 
 def blueprint_of(config: TrainConfig, shape: ModelConfig) -> Blueprint:
     llama = LlamaBlueprint(shape)
-    return llama if config.lora_rank is None else with_adapters(config, config.lora_rank, llama, "cpu")
+    return llama if config.lora_rank is None else with_lora(config, config.lora_rank, llama, "cpu")
 
 
 def learn(config: TrainConfig, sharded: ShardedModel, place: RankPlace) -> Iterator[tuple[float, float]]:
     """Loss on this rank and norm of all gradients, step by step."""
     model = sharded.model
-    optimizer = torch.optim.SGD([*sharded.parameters(matrices=True), *sharded.parameters(matrices=False)], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [*sharded.trainable_parameters(matrices=True), *sharded.trainable_parameters(matrices=False)], lr=0.1
+    )
     mine = TOKENS.tensor_split(place.world_size)[place.rank]
     for _ in range(STEPS):
         parts = mine.split(config.micro_batch_size or len(mine))
         total = 0.0
         for i, part in enumerate(parts):
-            with nullcontext() if i + 1 == len(parts) else sharded.sharding.accumulating(model):
+            with nullcontext() if i + 1 == len(parts) else sharded.sharding.accumulating_gradients(model):
                 loss = loss_of(model, part) / len(parts)
                 loss.backward()
                 total += float(loss.detach())
-        norm = sharded.sharding.clip(model, LIMIT)
+        norm = sharded.sharding.clip_gradients(model, LIMIT)
         optimizer.step()
         optimizer.zero_grad()
         yield total, norm
@@ -117,7 +119,7 @@ def local(parameter: Tensor) -> Tensor:
 def describe(variants: dict[str, TrainConfig], shape: ModelConfig, place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for name, config in variants.items():
-            sharded = shard(config, blueprint_of(config, shape), mesh, config.seed)
+            sharded = build_sharded_model(config, blueprint_of(config, shape), mesh, config.seed)
             before = whole(sharded.model)
             held = sum(local(parameter).numel() for parameter in sharded.model.parameters())
             numbers = list(learn(config, sharded, place))
@@ -128,7 +130,7 @@ def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple
     """What a model in one process starts from, ends with, and its losses and norms."""
     blueprint = blueprint_of(config, shape)
     model = blueprint.build()
-    initialize(blueprint, model, RUN.seed)
+    initialize_model(blueprint, model, RUN.seed)
     for name, parameter in model.named_parameters():
         if config.freeze and (".mlp." in name or name == "model.norm.weight"):
             parameter.requires_grad_(False)
@@ -219,7 +221,7 @@ def refuse(place: RankPlace, report: Report) -> None:
             (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "expected shards of each frozen unit"),
         ]:
             with pytest.raises(Usage, match=said):
-                shard(wrong, blueprint_of(wrong, SHAPE), mesh, 0)
+                build_sharded_model(wrong, blueprint_of(wrong, SHAPE), mesh, 0)
     report("done")
 
 

@@ -18,7 +18,7 @@ from torch.optim import SGD
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert
-from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.deletion import delete_checkpoint, deleting
 from ckptkit.runs.pins import set_pin
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
@@ -193,7 +193,7 @@ def test_old_checkpoints_go_and_the_best_stay(tmp_path: Path, form: str) -> None
 
 def test_what_is_pinned_while_others_are_deleted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def delete_and_pin(path: Path) -> None:
-        delete(path)
+        delete_checkpoint(path)
         set_pin(tmp_path / "ckpt-2")
         (tmp_path / "latest").write_text("ckpt-3")
 

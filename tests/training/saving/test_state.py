@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
@@ -386,7 +386,9 @@ def test_code_in_a_checkpoint_never_runs(tmp_path: Path) -> None:
 def test_bit_rot_is_found_when_a_checkpoint_is_loaded(tmp_path: Path, form: str) -> None:
     trainee = Trainee.make("plain", seed=0)
     path = Run(tmp_path, state_dict=form).save(1, trainee.model, trainee.optimizer)
-    chunk = next(t.chunks[0] for name, t in locate(open_layout(path)).tensors.items() if name.startswith("model."))
+    chunk = next(
+        t.chunks[0] for name, t in locate_all_chunks(open_layout(path)).tensors.items() if name.startswith("model.")
+    )
     with (path / chunk.path).open("r+b") as file:
         file.seek(chunk.offset)
         file.write(b"\x55")

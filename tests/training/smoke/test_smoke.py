@@ -146,18 +146,18 @@ def test_a_resumed_run_that_differs_is_found(tmp_path: Path) -> None:
 
 def test_checkpoints_are_compared_tensor_by_tensor(runs: SmokeRuns) -> None:
     again = runs.scratch / "resumed" / "ckpt-8"
-    shutil.copytree(runs.checkpoint, again)
+    shutil.copytree(runs.last_checkpoint_path, again)
     found = check(runs, "resume: weights")
     assert (found.ok, found.detail) == (True, "84 tensors of model and optimizer equal, bit for bit")
     shutil.rmtree(again)
-    shutil.copytree(runs.checkpoint.with_name("ckpt-4"), again)
+    shutil.copytree(runs.last_checkpoint_path.with_name("ckpt-4"), again)
     assert "84 of 84 tensors differ" in check(runs, "resume: weights").detail
 
 
 def test_a_resharded_checkpoint_that_differs_is_found(runs: SmokeRuns) -> None:
-    runs.__dict__["resharded"] = [runs.checkpoint, runs.checkpoint]
+    runs.__dict__["resharded"] = [runs.last_checkpoint_path, runs.last_checkpoint_path]
     assert check(runs, "reshard").ok is True
-    runs.__dict__["resharded"] = [runs.checkpoint.with_name("ckpt-4"), runs.checkpoint]
+    runs.__dict__["resharded"] = [runs.last_checkpoint_path.with_name("ckpt-4"), runs.last_checkpoint_path]
     assert "84 of 84 tensors differ" in check(runs, "reshard").detail
 
 
@@ -187,7 +187,7 @@ def test_an_export_that_does_not_come_back_is_found(runs: SmokeRuns) -> None:
 
 
 def test_memory_beyond_the_estimate_is_found(runs: SmokeRuns) -> None:
-    runs.first.append(RankAccount(0, parameters=1_000_000, optimizer=2_000_000))
+    runs.first_accounts.append(RankAccount(0, parameters=1_000_000, optimizer=2_000_000))
     found = check(runs, "memory as estimated")
     assert found.ok is False
     assert found.detail.startswith("1,000,000 bytes of parameters and 2,000,000 of moments; estimated (2")
@@ -202,7 +202,7 @@ def test_what_was_never_made_fails_every_check_with_a_reason(tmp_path: Path) -> 
 
 
 def test_a_damaged_shard_fails_consolidation_and_names_the_file(runs: SmokeRuns) -> None:
-    (shard, *_) = sorted(runs.checkpoint.glob("*.distcp"))
+    (shard, *_) = sorted(runs.last_checkpoint_path.glob("*.distcp"))
     os.truncate(shard, shard.stat().st_size // 2)
     found = check(runs, "consolidate")
     assert found.ok is False
@@ -224,7 +224,7 @@ def test_nothing_but_an_earlier_smoke_is_replaced(tmp_path: Path) -> None:
 
 
 def test_the_last_checkpoint_is_the_one_compared(runs: SmokeRuns) -> None:
-    shutil.rmtree(runs.checkpoint)
+    shutil.rmtree(runs.last_checkpoint_path)
     earlier = make_runs(runs.config.run.parent)
-    assert earlier.checkpoint.name == "ckpt-4"
-    assert not torch.equal(earlier.trained.lm_head.weight, runs.exported["lm_head.weight"])
+    assert earlier.last_checkpoint_path.name == "ckpt-4"
+    assert not torch.equal(earlier.trained_model.lm_head.weight, runs.exported_tensors["lm_head.weight"])

@@ -15,7 +15,7 @@ from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import Integers, QuantizationConfig
 from ckptkit.state.quantized.packed import Packed, Specs
-from ckptkit.state.quantized.stored.scales import mismatch
+from ckptkit.state.quantized.stored.scales import partner_mismatch_error
 
 WEIGHT, SCALES, BIASES = ".weight", ".scales", ".biases"
 
@@ -33,10 +33,10 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
         if encoding is None:
             message = f"found {spec}, but config.json does not say how many bits a number has"
             raise Unsupported(message, tensor=name, hint="check that the model's config.json is there")
-        yield name, packed(specs, name, module, encoding)
+        yield name, packed_from_triple(specs, name, module, encoding)
 
 
-def packed(specs: Specs, name: str, module: str, encoding: Integers) -> Packed:
+def packed_from_triple(specs: Specs, name: str, module: str, encoding: Integers) -> Packed:
     """Return the weight that a triple encodes."""
     stored, scales, biases = specs[name], f"{module}{SCALES}", f"{module}{BIASES}"
     assert encoding.group is not None
@@ -47,7 +47,7 @@ def packed(specs: Specs, name: str, module: str, encoding: Integers) -> Packed:
         fits = actual is not None and actual.shape == expected_shape and actual.dtype.kind == "float"
         if not fits or columns % encoding.group or stored.shape[-1] * 32 % encoding.bits:
             which = f"a float for each {encoding.group} numbers of {encoding.bits} bits, {list(expected_shape)}"
-            raise mismatch(beside, which, actual or "none")
+            raise partner_mismatch_error(beside, which, actual or "none")
     shape = (*stored.shape[:-1], columns)
     make = partial(recipe, encoding.bits, shape, encoding.group, specs[scales].dtype)
     return Packed(f"mlx {encoding.bits} bits", shape, (scales, biases), (1, encoding.group), make)
@@ -56,9 +56,9 @@ def packed(specs: Specs, name: str, module: str, encoding: Integers) -> Packed:
 def recipe(bits: int, shape: Shape, group: int, dtype: DType, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight from numbers, scales and biases."""
     from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-    from ckptkit.state.quantized.plain_blocks import as_read
+    from ckptkit.state.quantized.plain_blocks import with_read_dtype
 
     numbers, scales, biases = operands
-    part = blocks.Affine(as_read(scales), as_read(biases), dtype)
+    part = blocks.Affine(with_read_dtype(scales), with_read_dtype(biases), dtype)
     codes = blocks.Codes(bits, tuple(map(float, range(1 << bits))))
     return blocks.GroupedRecipe(numbers, codes, [part], shape, group, dtype)

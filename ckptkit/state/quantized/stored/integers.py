@@ -21,7 +21,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import Integers, QuantizationConfig
 from ckptkit.state.quantized.packed import Packed, Specs
-from ckptkit.state.quantized.stored.scales import mismatch, require_shape
+from ckptkit.state.quantized.stored.scales import partner_mismatch_error, require_partner_shape
 
 PACKED = ".weight_packed"
 _SCALE, _ZEROS, _SHAPE = "_scale", "_zero_point", "_shape"
@@ -48,37 +48,37 @@ class Fit:
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are integers with scales. Raises `Mismatch` for a wrong shape, or `Unsupported`."""
     for name, spec in specs.items():
-        stem = stem_of(name, spec)
+        stem = find_plain_name(name, spec)
         if stem is not None and (scale := f"{stem}{_SCALE}") in specs and specs[scale].dtype.kind == "float":
-            yield name, packed(specs, name, stem, stated)
+            yield name, packed_from_integers(specs, name, stem, stated)
 
 
-def stem_of(name: str, spec: Spec) -> str | None:
+def find_plain_name(name: str, spec: Spec) -> str | None:
     """Return the name of the plain weight that integers may encode; None for other tensors."""
     if name.endswith(PACKED) and spec.dtype.name == "int32":
         return name.removesuffix("_packed")
     return name if spec.dtype.name == "int8" and len(spec.shape) > 1 else None
 
 
-def packed(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Packed:
+def packed_from_integers(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Packed:
     """Return the weight that integers encode."""
     scale, zeros, shape = f"{stem}{_SCALE}", f"{stem}{_ZEROS}", f"{stem}{_SHAPE}"
-    fit = fit_of(specs, name, scale, stated)
+    fit = choose_encoding_fit(specs, name, scale, stated)
     beside = [scale]
     if zeros in specs:
-        require_zeros(specs, zeros, fit)
+        check_zero_points(specs, zeros, fit)
         beside.append(zeros)
     elif not fit.way.is_symmetric:
-        raise mismatch(name, f"zero points in `{zeros}`, as config.json says", "none")
+        raise partner_mismatch_error(name, f"zero points in `{zeros}`, as config.json says", "none")
     if shape in specs:
-        require_shape(specs, shape, (len(fit.shape),), "the sizes of a shape")
+        require_partner_shape(specs, shape, (len(fit.shape),), "the sizes of a shape")
         beside.append(shape)
     fit = replace(fit, of_zeros=specs.get(zeros), is_packed=name != stem, is_declared=shape in specs)
     group = () if prod(fit.of_scales.shape) == 1 else (1, fit.group)
     return Packed(f"int{fit.way.bits}", fit.shape, tuple(beside), group, partial(recipe, fit))
 
 
-def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> Fit:
+def choose_encoding_fit(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> Fit:
     """Return how to read a weight: with the only encoding in config.json that fits its shapes."""
     stored, scales = specs[name], specs[scale]
     ways = stated.integers
@@ -86,7 +86,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
         message = f"found {stored}, but config.json does not say how many bits a number has"
         hint = "check that the quantized model's config.json is there"
         raise Unsupported(message, tensor=name, hint=hint)
-    fits = [fit for way in ways if (fit := fitting_encoding(stored, scales, way)) is not None]
+    fits = [fit for way in ways if (fit := find_fit_in_encoding(stored, scales, way)) is not None]
     if len({(fit.way.bits, fit.shape, fit.group) for fit in fits}) > 1:
         several = " or ".join(f"{fit.way.bits} bits" for fit in fits)
         message = f"{stored} with {list(scales.shape)} scales may be numbers of {several}"
@@ -94,7 +94,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
     if not fits:
         scales_of = {way: "a scale per row" if way.group is None else f"a scale for {way.group}" for way in ways}
         wanted = " or ".join(f"{way.bits} bits with {words}" for way, words in scales_of.items())
-        raise mismatch(scale, f"scales for {stored} of {wanted}", list(scales.shape))
+        raise partner_mismatch_error(scale, f"scales for {stored} of {wanted}", list(scales.shape))
     (fit, *_) = fits
     if fit.way.bits not in _BITS or fit.way.is_ordered:
         what = "columns in the order of their activations" if fit.way.is_ordered else f"{fit.way.bits} bits"
@@ -103,7 +103,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
     return fit
 
 
-def fitting_encoding(stored: Spec, scales: Spec, encoding: Integers) -> Fit | None:
+def find_fit_in_encoding(stored: Spec, scales: Spec, encoding: Integers) -> Fit | None:
     """Return how to read a weight in one encoding; None if its shapes do not fit."""
     bits = encoding.bits if stored.dtype.name == "int32" else 8
     if bits != encoding.bits or len(stored.shape) < 2 or (stored.dtype.name == "int32" and bits > _WORD):
@@ -120,24 +120,24 @@ def fitting_encoding(stored: Spec, scales: Spec, encoding: Integers) -> Fit | No
     return None
 
 
-def require_zeros(specs: Specs, zeros: str, fit: Fit) -> None:
+def check_zero_points(specs: Specs, zeros: str, fit: Fit) -> None:
     """Raise `Mismatch` for zero points that do not fit the scales, or that a symmetric encoding must not have."""
     zeros_spec = specs[zeros]
     shape = fit.of_scales.shape
     if zeros_spec.dtype.name == "int8":
-        require_shape(specs, zeros, shape, "as many zero points as scales")
+        require_partner_shape(specs, zeros, shape, "as many zero points as scales")
     elif zeros_spec.dtype.name != "int32" or fit.way.is_symmetric:
         kind = "symmetric" if fit.way.is_symmetric else "not symmetric"
-        raise mismatch(zeros, f"zero points of a model that config.json calls {kind}", zeros_spec)
+        raise partner_mismatch_error(zeros, f"zero points of a model that config.json calls {kind}", zeros_spec)
     else:
         rows = -(-fit.shape[-2] * fit.way.bits // _WORD)
-        require_shape(specs, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
+        require_partner_shape(specs, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
 
 
 def recipe(fit: Fit, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight from numbers, scales, zero points and the shape."""
     from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-    from ckptkit.state.quantized.plain_blocks import as_read
+    from ckptkit.state.quantized.plain_blocks import with_read_dtype
 
     numbers, scales, *more_operands = operands
     parts: list[blocks.GroupStep] = []
@@ -148,12 +148,12 @@ def recipe(fit: Fit, operands: Sequence[Operand]) -> Recipe:
         parts.append(blocks.ZeroPoints(more_operands.pop(), fit.of_zeros.shape, bits))
     elif fit.group < fit.shape[-1]:
         parts.append(blocks.Extremes(fit.way.bits))
-    parts.append(blocks.Factors(as_read(scales), fit.of_scales.shape, 1 << fit.way.bits))
-    codes = blocks.Codes(fit.way.bits, patterns(fit))
+    parts.append(blocks.Factors(with_read_dtype(scales), fit.of_scales.shape, 1 << fit.way.bits))
+    codes = blocks.Codes(fit.way.bits, integer_by_bits(fit))
     return blocks.GroupedRecipe(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
 
 
-def patterns(fit: Fit) -> tuple[float, ...]:
+def integer_by_bits(fit: Fit) -> tuple[float, ...]:
     """Return the integer that each bit pattern encodes; half of them are negative."""
     half = 1 << (fit.way.bits - 1)
     signed = range(-half, half)

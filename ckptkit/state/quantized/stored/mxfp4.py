@@ -30,10 +30,10 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
             raise Mismatch(f"blocks {blocks} do not match scales {scales}", tensor=name)
         experts, rows, groups, _ = blocks.shape
         shape = (experts, 2 * _GROUP_BYTES * groups, rows)
-        yield name, Packed("mxfp4", shape, (scale,), (1, 2 * _GROUP_BYTES), partial(recipe, shape))
+        yield name, Packed("mxfp4", shape, (scale,), (1, 2 * _GROUP_BYTES), partial(mxfp4_recipe, shape))
 
 
-def recipe(shape: Shape, operands: Sequence[Operand]) -> Recipe:
+def mxfp4_recipe(shape: Shape, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight. Raises `Unsupported` if one expert needs too much memory."""
     from ckptkit.state.quantized.plain_blocks import Transposed4  # imports numpy, which plain copies do not need
 

@@ -12,7 +12,7 @@ _WEIGHT, _OF_MODULE = ".weight", ".scale"  # DeepSeek V4 has the scales of `X.we
 EXPONENTS = ("float8_e8m0fnu", "uint8")  # dtypes of scales that are powers of 2
 
 
-def scale_of(name: str, specs: Specs) -> str | None:
+def find_scale_name(name: str, specs: Specs) -> str | None:
     """Return the name of the tensor with the scales of another tensor; None without scales."""
     names = [name + suffix for suffix in _SUFFIXES]
     if name.endswith(_WEIGHT):
@@ -20,19 +20,19 @@ def scale_of(name: str, specs: Specs) -> str | None:
     return next((one for one in names if one in specs), None)
 
 
-def is_exponent(spec: Spec) -> bool:
+def is_exponent_dtype(spec: Spec) -> bool:
     """Return whether scales are powers of 2, stored as exponents."""
     return spec.dtype.name in EXPONENTS
 
 
-def mismatch(name: str, expected: object, found: object) -> Mismatch:
+def partner_mismatch_error(name: str, expected: object, found: object) -> Mismatch:
     """Return the error for a related tensor that does not fit the numbers of a weight."""
     hint = "check that no file is missing or from another model"
     return Mismatch(f"expected {expected}, found {found}", tensor=name, hint=hint)
 
 
-def require_shape(specs: Specs, name: str, shape: Shape, what: str) -> None:
+def require_partner_shape(specs: Specs, name: str, shape: Shape, what: str) -> None:
     """Raise `Mismatch` for a related tensor whose shape does not fit the numbers of a weight."""
     actual = specs[name].shape
     if actual != shape:
-        raise mismatch(name, f"{what} {list(shape)}", list(actual))
+        raise partner_mismatch_error(name, f"{what} {list(shape)}", list(actual))
