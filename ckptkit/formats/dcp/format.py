@@ -166,10 +166,10 @@ class Dcp(FormatWriter):
         data = (NewFile(name, size_of_file(items), KnownBytes(items)) for name, items in files.items())
         return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
 
-    def entries_file(self, rank: int) -> str:
+    def entries_file_name(self, rank: int) -> str:
         return entries_file_name(rank)
 
-    def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
+    def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
         """Yield the metadata with the non-tensor entries too, which are stored in further files."""
         from ckptkit.formats.dcp.shards import items_by_file
         from ckptkit.formats.dcp.write_metadata import dump_metadata

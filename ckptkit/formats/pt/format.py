@@ -85,15 +85,15 @@ class Pt(FormatWriter):
         """Return the one file, with room for the data of all tensors. Tensors with the same chunks share bytes."""
         storages = Storages(wanted)
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.pickled_value_of)
-        # without other entries, `embed` may add some
+        # without other entries, `patches_for_entries` may add some
         envelope = make_zip_template(dump(state), storages.contents, is_ordered=bool(wanted.blobs))
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
-    def entries_file(self, rank: int) -> str:
+    def entries_file_name(self, rank: int) -> str:
         """Return the name of a temporary file: at the end the entries are in the pickle of `state.pt`."""
         return f"entries-{rank}"
 
-    def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:  # noqa: ARG002
+    def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:  # noqa: ARG002
         """Return a second pickle, and the archive's directory that lists it instead of the first."""
         storages = Storages(wanted)
         first = dump(unflatten(wanted.tensors, wanted.key, storages.pickled_value_of))
