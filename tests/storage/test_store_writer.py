@@ -206,7 +206,7 @@ def test_a_stream_holds_a_few_pieces(tmp_path: Path) -> None:
             with changed:
                 held.remove(piece.number)
 
-        def complete(self, name: str, crc: int) -> None:
+        def finish_file(self, name: str, crc: int) -> None:
             pass
 
     size = 7 * PART_BYTES + 5
