@@ -95,8 +95,8 @@ def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
     # tied targets are not listed
     has_tied = config.bool_setting("ensure_weight_tying") and any(update.is_embedding for update in updates)
     for update in updates:
-        if config.method != "LORA":
-            message = f"expected matrices of {config.method} (`{config.path}`), found matrices of LoRA"
+        if config.peft_type != "LORA":
+            message = f"expected matrices of {config.peft_type} (`{config.path}`), found matrices of LoRA"
             raise config_mismatch_error(adapter, update.a, message)
         check_matrix_ranks(adapter, config, update)
         names = update.lookup_names(config)

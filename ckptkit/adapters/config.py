@@ -53,7 +53,7 @@ class AdapterConfig:
     values: Mapping[str, Any]
 
     @cached_property
-    def method(self) -> str:
+    def peft_type(self) -> str:
         """Return the value of `peft_type`, which is `LORA` for every method that ckptkit can merge."""
         return str(self.values.get("peft_type"))
 
@@ -176,8 +176,10 @@ class AdapterConfig:
 
     def require_supported_settings(self) -> None:
         """Raise `Unsupported` for a method or a setting whose arithmetic ckptkit does not implement."""
-        if self.method != "LORA":
-            raise Unsupported(f"expected a LoRA adapter, found {self.method}: ckptkit merges only LoRA", path=self.path)
+        if self.peft_type != "LORA":
+            raise Unsupported(
+                f"expected a LoRA adapter, found {self.peft_type}: ckptkit merges only LoRA", path=self.path
+            )
         for key, value in self.values.items():
             if key not in _SUPPORTED_KEYS and value not in (None, False, [], {}):
                 what = f"`{key}` is {as_short_json(value)}"

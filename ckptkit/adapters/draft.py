@@ -106,8 +106,8 @@ def refuse_unknown_peft_model(component: Component, names: Sequence[str]) -> Non
     """Raise `Unsupported` for a model in PEFT's wrapper without a known adapter: nothing would load its names."""
     wrapped = next((name for name in names if f".{WRAPPER}" in f".{name}"), None)
     config = find_adapter_config(component.path) if may_be_adapted(names) else None
-    if config is not None and (wrapped or config.method != "LORA"):
-        message = f"{config.path} says {config.method}, but the checkpoint contains no LoRA matrices"
+    if config is not None and (wrapped or config.peft_type != "LORA"):
+        message = f"{config.path} says {config.peft_type}, but the checkpoint contains no LoRA matrices"
         raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
     if wrapped and any(".base_layer." in name for name in names):
         message = "the name has PEFT's prefix, but the checkpoint contains no adapter that ckptkit knows"

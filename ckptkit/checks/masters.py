@@ -70,11 +70,11 @@ def compare_low_precision_copies(
         yield f"{count(same, 'tensor')} equal their rounded copies"
 
 
-def differing_copy_error(layout: Layout, name: str, entry: str, compared: Comparison, different: int) -> Corrupt:
-    """Return the problem of a tensor that differs from its copy; `different` is the number of such tensors."""
+def differing_copy_error(layout: Layout, name: str, entry: str, compared: Comparison, tensor_count: int) -> Corrupt:
+    """Return the problem of a tensor that differs from its copy; there are `tensor_count` such tensors."""
     twin, distance = layout.twins[name], compared.distances[name]
     by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""
-    others = f"; {count(different, 'tensor', 'differs')} in all" if different > 1 else ""
+    others = f"; {count(tensor_count, 'tensor', 'differs')} in all" if tensor_count > 1 else ""
     message = (
         f"{distance.different} of {twin.spec.numel} elements differ from the copy in {twin.spec.dtype}{by}{others}"
     )

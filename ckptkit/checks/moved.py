@@ -95,7 +95,7 @@ class Movement:
     @property
     def equal(self) -> float:
         """Return the fraction of elements that are bit-equal; if the dtypes differ, that have the same value."""
-        return self.distance.equal
+        return self.distance.equal_fraction
 
     def merge(self, other: Movement) -> Movement:
         """Return both as one, under a name without the layer number. `other` must have changed less."""

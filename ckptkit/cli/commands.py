@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ckptkit.cli.settings import name_options
-from ckptkit.cli.values import PlainCommand, UsageError, parse_plain_values, print_help
+from ckptkit.cli.values import PlainCommand, UsageError, exit_with_help, parse_plain_values
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
 from ckptkit.version import __version__
@@ -244,7 +244,7 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line up to the command; print the help if there is no command."""
         if not args and not ctx.resilient_parsing:  # a shell that asks for completions parses resiliently
-            print_help(ctx)
+            exit_with_help(ctx)
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         parse_plain_values(self.get_params(ctx))

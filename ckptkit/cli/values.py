@@ -38,7 +38,7 @@ class PlainCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse a command line; print the help if it is empty and the command has `no_args_is_help`."""
         if self.no_args_is_help and not args and not ctx.resilient_parsing:
-            print_help(ctx)
+            exit_with_help(ctx)
         parse_plain_values(self.get_params(ctx))
         try:
             return super().parse_args(ctx, args)
@@ -71,7 +71,7 @@ class PlainCommand(TyperCommand):
         return pieces
 
 
-def print_help(ctx: Any) -> NoReturn:
+def exit_with_help(ctx: Any) -> NoReturn:
     """Print the help of a command to stderr, and exit with code 2 (usage)."""
     typer.echo(ctx.get_help(), err=True)
     raise typer.Exit(2)

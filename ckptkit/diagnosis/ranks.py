@@ -17,7 +17,7 @@ def find_rank_dependent_state(target: LoadTarget) -> Iterator[Finding]:
     wanted = target.world_size
     if wanted is None:
         return
-    yield from find_rank_count_mismatch(target, wanted)
+    yield from rank_count_findings(target, wanted)
     owners_by_group: dict[str, dict[str, int]] = defaultdict(dict)  # by the first word of the key path
     for name in target.layout.names:
         key = target.layout.key(name)
@@ -30,7 +30,7 @@ def find_rank_dependent_state(target: LoadTarget) -> Iterator[Finding]:
             yield Finding("rank_state", group, message, reshard_fix(target.checkpoint, wanted), tuple(owners))
 
 
-def find_rank_count_mismatch(target: LoadTarget, wanted: int) -> Iterator[Finding]:
+def rank_count_findings(target: LoadTarget, wanted: int) -> Iterator[Finding]:
     """Yield the per-rank files, if their number differs from the number of ranks that load them."""
     reader = target.checkpoint.model_component.reader
     ranks = target.layout.world_size or target.checkpoint.world_size

@@ -32,7 +32,7 @@ from ckptkit.layout import Layout
 from ckptkit.runs.deletion import delete_checkpoint, deleting
 from ckptkit.runs.keeper import protections_of
 from ckptkit.runs.readers import readers_in
-from ckptkit.storage.entries import archive_bytes_of, read_entry_archive
+from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
 from ckptkit.storage.ranks import to_rank_error
 from ckptkit.storage.writer import Writer
 
@@ -93,7 +93,7 @@ class CkptkitIO(TorchCheckpointIO):
         if Path(path).is_file():
             return super().load_checkpoint(Path(path), map_location, weights_only)
         layout = decompress_entries(Checkpoint.open(path).layout)
-        read = read_entry_bytes if weights_only is False else read_entry_archive
+        read = read_entry_bytes if weights_only is False else entry_as_torch_save
         entries = {name: torch.load(read(layout, name), weights_only=False) for name in layout.blobs}
         if FORM not in entries:
             raise Corrupt(f"no `{FORM}`: not a checkpoint of this plugin", path=path, hint="load it without the plugin")

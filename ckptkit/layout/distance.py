@@ -50,7 +50,7 @@ class Distance:
         )
 
     @property
-    def equal(self) -> float:
+    def equal_fraction(self) -> float:
         """Return the fraction of the elements that are not different; 1 if there are none."""
         return 1 - self.different / self.elements if self.elements else 1.0
 

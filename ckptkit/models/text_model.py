@@ -16,7 +16,7 @@ from ckptkit.models.transformers_model import (
     config_class,
     find_meta_model,
     quiet_transformers,
-    without_code_keys,
+    sanitized_config,
 )
 
 # text models without a class of their own, and the config keys of a type that computes the same for text: without an
@@ -56,7 +56,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
 
     model_type = str(config.get("model_type"))
     with quiet_transformers():
-        known = config_class(transformers, model_type).from_dict(without_code_keys(dict(config)))
+        known = config_class(transformers, model_type).from_dict(sanitized_config(dict(config)))
         inner = known.get_text_config()
         text_config: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
     if inner is known:

@@ -80,7 +80,7 @@ def find_meta_model(config: Mapping[str, Any]) -> MetaModel:
 
 @cache
 def build_meta_model(config_json: str) -> MetaModel:
-    config = without_code_keys(json.loads(config_json))
+    config = sanitized_config(json.loads(config_json))
     model_type = str(config.get("model_type"))
     try:
         transformers = import_transformers()
@@ -111,8 +111,8 @@ def build_meta_model(config_json: str) -> MetaModel:
         tied={target: source for target, source in ties.items() if target in shapes and source in shapes},
         unsaved=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
         in_fp32={
-            "bfloat16": find_glob_pattern(strict),
-            "float16": find_glob_pattern([*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())]),
+            "bfloat16": regex_for_globs(strict),
+            "float16": regex_for_globs([*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())]),
         },
     )
 
@@ -122,7 +122,7 @@ def find_with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     try:
         kind = config_class(import_transformers(), str(config.get("model_type")))
         with quiet_transformers():
-            full = kind.from_dict(without_code_keys(dict(config))).to_dict()
+            full = kind.from_dict(sanitized_config(dict(config))).to_dict()
     except Exception:  # noqa: BLE001 - transformers' own code may raise anything, and then the keys are what they are
         return None
     return {**full, **{key: config.get(key) for key in ("architectures", "auto_map")}}
@@ -194,7 +194,7 @@ def modeling_module_of(config_class: Any) -> Any:
         return None
 
 
-def find_glob_pattern(globs: Collection[str]) -> re.Pattern[str] | None:
+def regex_for_globs(globs: Collection[str]) -> re.Pattern[str] | None:
     """Return a pattern for any of the globs, as transformers' `build_glob_alternation` does; None without globs."""
     return re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs))) if globs else None
 
@@ -233,13 +233,13 @@ def llama_sizes(meta: MetaModel) -> dict[str, Any]:
     return sizes | {"model_type": known.model_type}
 
 
-def without_code_keys(config: Any) -> Any:
+def sanitized_config(config: Any) -> Any:
     """Return a config without keys that could load code, and without dtypes, at any depth; decodes infinite numbers."""
     if isinstance(config, dict):
         if config.keys() == {_FLOAT}:
             return float(config[_FLOAT])
-        return {key: without_code_keys(value) for key, value in config.items() if not _DROPPED_KEYS.fullmatch(str(key))}
-    return [without_code_keys(one) for one in config] if isinstance(config, list) else config
+        return {key: sanitized_config(value) for key, value in config.items() if not _DROPPED_KEYS.fullmatch(str(key))}
+    return [sanitized_config(one) for one in config] if isinstance(config, list) else config
 
 
 def refuse_huge_counts(config: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ class NewVocabulary:
             shapes, longer = (shapes_in_all_forms(with_vocabulary_size(config, n), ask_base) for n in (rows, rows + 1))
         except Unsupported as error:
             raise Mismatch(f"config.json cannot describe a model with {rows} rows: {error.message}") from error
-        return cls(rows, {name: find_grown_axis(name, rows, shape, longer[name]) for name, shape in shapes.items()})
+        return cls(rows, {name: token_axis_between(name, rows, shape, longer[name]) for name, shape in shapes.items()})
 
     def find_token_axis(self, name: str) -> TokenAxis | None:
         """Return the token axis of a tensor with this name; None if it has none."""
@@ -119,7 +119,7 @@ def shapes_in_all_forms(config: Mapping[str, Any], ask_base: AskBase) -> dict[st
     return {name: shape for form in reversed(forms_of_model(config, ask_base)) for name, shape in form.shapes.items()}
 
 
-def find_grown_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis | None:
+def token_axis_between(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis | None:
     """Return the axis that is longer in a model with one more token than `rows`; None if there is none."""
     grown = [axis for axis, (size, more) in enumerate(zip(shape, longer, strict=True)) if size != more]
     if not grown:

@@ -89,7 +89,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
         dtypes = dtype_rules_for(Checkpoint.open(checkpoint).weights.layout)
         advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
         consolidate(checkpoint, model, dtype=dtypes, allow_unmatched=True, jobs=jobs, progress=advance)
-        copy_metrics(checkpoint, model)
+        add_metrics_to_model(checkpoint, model)
         for problem in verify_component(model, jobs=jobs, progress=progress).problems:
             raise problem
         wide = sum(map(is_wider_than_bfloat16, Checkpoint.open(model).weights.layout.specs.values()))
@@ -111,7 +111,7 @@ def dtype_rules_for(weights: Layout) -> list[str]:
     return [_NARROW.name, *(f"{glob.escape(name)}=keep" for name in others)]
 
 
-def copy_metrics(checkpoint: Path, model: Path) -> None:
+def add_metrics_to_model(checkpoint: Path, model: Path) -> None:
     """Write the metrics of a checkpoint next to its weights, and add them to the manifest."""
     content = metrics_file_content(checkpoint)
     manifest = read_manifest(model)

@@ -143,7 +143,7 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
         saved = verdict.saved
         entry = PruneEntry(saved.path, saved.step, nbytes_and_time_below(saved.path)[0], ", ".join(verdict.reasons))
         if not verdict.is_kept:
-            entry = decide_unkept_entry(saved, entry, keeper, demote=demote)
+            entry = plan_unkept_entry(saved, entry, keeper, demote=demote)
         (go if entry.freed_bytes else keep).append(entry)
     for path, reason in unfinished.items():
         nbytes = nbytes_and_time_below(path)[0]
@@ -152,7 +152,7 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
 
 
-def decide_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
+def plan_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
     """Return the entry of a checkpoint that no rule keeps. It stays, with `freed_bytes` 0, if it cannot free bytes."""
     if work := keeper.find_work_on(saved.path):
         return replace(entry, reason=work)

@@ -181,10 +181,10 @@ class Entries:
 
 def names_with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
     """Return the tensors whose bytes are used by other layouts, under any name, in full or in part."""
-    return frozenset(name for name, _ in pairs_with_bytes(read, names, used))
+    return frozenset(name for name, _ in tensors_sharing_bytes(read, names, used))
 
 
-def pairs_with_bytes(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> Iterator[tuple[str, str]]:
+def tensors_sharing_bytes(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> Iterator[tuple[str, str]]:
     """Yield each tensor with the name of a tensor in other layouts that uses its bytes, in full or in part."""
     starts: dict[Path, list[tuple[int, str]]] = defaultdict(list)
     for layout in used:

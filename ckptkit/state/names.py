@@ -41,14 +41,14 @@ def collect_name_arguments(
         names=names,
         config=config,
         trainer=source.trainer,
-        check=require_plain_weights,
+        check=refuse_quantized_weights,
         table=table,
         rows=rows,
         ask_base=ask_base,
     )
 
 
-def require_plain_weights(found: Weights, config: Mapping[str, Any] | None) -> None:
+def refuse_quantized_weights(found: Weights, config: Mapping[str, Any] | None) -> None:
     """Raise `Unsupported` for quantized weights: other names or rows would separate them from their scales."""
     from ckptkit.state.quantized.find import find_quantized  # imported late: needed only if names change
 

@@ -26,7 +26,7 @@ from ckptkit.models.names.weights import find_weights
 from ckptkit.models.tokens import notes_on_tokens
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.directories import files_of_format_in, files_to_copy_and_others, path_below
-from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_bytes_in, pairs_with_bytes
+from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_bytes_in, tensors_sharing_bytes
 from ckptkit.state.names import collect_name_arguments, weight_entry_names
 from ckptkit.state.optimizers import Completed, Rekeying, choose_optimizer_keys, complete_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
@@ -227,7 +227,7 @@ def draft_piece(
     casts: Mapping[str, str] = {}
     if dtype_rules:
         both = zip(chosen.names, layout.names, strict=True)
-        pairs = pairs_with_bytes(chosen, chosen.tensors, [layout]) if is_named else both
+        pairs = tensors_sharing_bytes(chosen, chosen.tensors, [layout]) if is_named else both
         sources: dict[str, set[str]] = {name: set() for name in layout.names}
         for old, new in pairs:
             sources[new].add(old)

@@ -13,7 +13,7 @@ from ckptkit.models.names.weights import JOINED
 from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.text_model import find_text_model
 from ckptkit.state.model import Model
-from ckptkit.state.names import require_plain_weights
+from ckptkit.state.names import refuse_quantized_weights
 
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -27,7 +27,7 @@ def extract_text_model(model: Model) -> Model:
     if model.companions.config is None:
         hint = "pass --base MODEL, the model that the training began with"
         raise Usage("--text-only needs config.json, but none was found", path=model.part.path, hint=hint)
-    require_plain_weights(model.weights, model.config)
+    refuse_quantized_weights(model.weights, model.config)
     try:
         return extract_by_memory_names(model)
     except CkptError as error:

@@ -91,7 +91,7 @@ _REPLACED = frozenset(name for _, name in STAND_INS)
 _globals_lock = Lock()  # torch's list of safe globals is process-wide
 
 
-def read_entry_archive(layout: Layout, name: str) -> BytesIO:
+def entry_as_torch_save(layout: Layout, name: str) -> BytesIO:
     """Return an entry's value in the format of torch.save.
 
     Raises `Unsupported` for a value that `torch.load(weights_only=True)` refuses (except `io.BytesIO`), `Corrupt` if a

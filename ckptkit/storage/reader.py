@@ -44,7 +44,7 @@ from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB, KEEP, require_known_family_name
 from ckptkit.models.names.naming import name_training
 from ckptkit.state.names import NameOptions, collect_name_arguments
-from ckptkit.storage.entries import read_entry_archive
+from ckptkit.storage.entries import entry_as_torch_save
 from ckptkit.storage.memory import (
     Buffers,
     is_row_major_on_cpu,
@@ -310,7 +310,7 @@ def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner)
     items = {item.storage_index.fqn: item for item in plan if item.type == LoadItemType.BYTE_IO}
     entries = decompress_entries(edits.select_entries(layout, items.__contains__))
     for name, item in items.items():
-        planner.load_bytes(item, read_entry_archive(entries, name))
+        planner.load_bytes(item, entry_as_torch_save(entries, name))
 
 
 def unrequested_keys(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:

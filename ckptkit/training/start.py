@@ -140,7 +140,7 @@ def start_training(
         message = f"--batch-size: expected at least {mesh.size()}, a sequence for each rank, found {config.batch_size}"
         raise Usage(message)
     ranks = Ranks()
-    findings = ranks.run_on_first_rank(partial(find_inputs, config))
+    findings = ranks.run_on_first_rank(partial(resolve_training_inputs, config))
     blueprint = choose_blueprint(findings.model, tied=not config.untied, vocab_size=findings.vocab_size)
     weights = config.weights or blueprint.weights
     if config.lora_rank is not None:
@@ -169,7 +169,7 @@ def start_training(
     return trainer, run
 
 
-def find_inputs(config: TrainConfig) -> Findings:
+def resolve_training_inputs(config: TrainConfig) -> Findings:
     """Find the checkpoint, the model and the tokenizer, and check that the run's directory is writable."""
     candidates = find_resume_candidates(config)
     require_writable(config.run)

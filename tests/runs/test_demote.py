@@ -184,7 +184,7 @@ def test_what_does_not_read_as_it_was_written_is_not_shown(tmp_path: Path, monke
         data[-1] ^= 1
         (model / "model.safetensors").write_bytes(data)
 
-    monkeypatch.setattr("ckptkit.runs.demote.copy_metrics", damage)
+    monkeypatch.setattr("ckptkit.runs.demote.add_metrics_to_model", damage)
     with pytest.raises(Corrupt, match="CRC-32"):
         demote(tmp_path)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before

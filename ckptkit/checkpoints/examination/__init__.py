@@ -15,12 +15,12 @@ from ckptkit.checkpoints.examination.facts import Facts
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency, merge_same_in_layers
 from ckptkit.checkpoints.examination.optimizers import (
     find_empty_groups,
-    find_group_list_errors,
     find_missing_state_kinds,
     find_train_mode_schedule_free,
     find_unknown_names,
     find_wrapper_prefix_mismatch,
     find_wrong_state_shapes,
+    group_list_inconsistencies,
 )
 from ckptkit.checkpoints.examination.weights import (
     find_empty_weights,
@@ -48,7 +48,7 @@ OF_STATES: tuple[Rule, ...] = (
     find_wrapper_prefix_mismatch,
     find_unknown_names,
 )
-RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, find_group_list_errors)
+RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, group_list_inconsistencies)
 
 
 _UNREADABLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)

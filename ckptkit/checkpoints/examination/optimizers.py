@@ -218,7 +218,7 @@ def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:
                     yield Inconsistency("empty_group", optimizer.name, {"number": number})
 
 
-def find_group_list_errors(facts: Facts) -> Iterator[Inconsistency]:
+def group_list_inconsistencies(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the parameters that groups list twice, and known parameters with a state that no group lists."""
     for optimizer in facts.optimizers:
         above = optimizer.above

@@ -137,7 +137,7 @@ class Tables:
         """Return the replacement for the instances at an offset, and the offset after them; None for too few."""
         if self._is_off or self._memo_size < _FEWEST_BEFORE:
             return None
-        shapes = shapes_at(self._data, at)
+        shapes = instance_shapes_at(self._data, at)
         if not shapes or (len(shapes) > 1 and not self._is_key_next):
             return None
         end = min(at + _WINDOW, len(self._data))
@@ -241,7 +241,7 @@ def decode_text(opcodes: bytes) -> str:
     return opcodes[2 : 2 + opcodes[1]].decode("utf-8", "surrogatepass")
 
 
-def shapes_at(data: bytes, at: int) -> tuple[InstanceShape, ...]:
+def instance_shapes_at(data: bytes, at: int) -> tuple[InstanceShape, ...]:
     """Return the shapes of the instance at an offset, and of the next one if its class differs; () without one."""
     first = find_shape_at(data, at)
     if first is None:

@@ -52,7 +52,7 @@ class Example:
         return self.grid._replace(shape=(world // prod(rest), *rest))
 
 
-def example_from_layout(wanted: Layout) -> Example:
+def example_of_checkpoint(wanted: Layout) -> Example:
     """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
     rank_files = find_model_files(names_in(wanted.root), skip_problem) if wanted.format == "ranks" else None
     if rank_files is None:

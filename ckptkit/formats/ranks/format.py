@@ -16,7 +16,7 @@ from ckptkit.formats.archives.state_files import archive_extents_of, check_files
 from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.formats.ranks.example import example_from_layout
+from ckptkit.formats.ranks.example import example_of_checkpoint
 from ckptkit.formats.ranks.names import (
     BARE,
     CONFIG,
@@ -159,11 +159,11 @@ class FilePerRank(FormatWriter):
 
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, named and sharded like the files of `wanted`, if any."""
-        return tuple(lay_out_rank_files(wanted, example_from_layout(wanted), options.world_size))
+        return tuple(lay_out_rank_files(wanted, example_of_checkpoint(wanted), options.world_size))
 
     def remarks_on_changes(self, wanted: Layout) -> Iterator[str]:
         """Yield a sentence that ShardedTensors become DTensors."""
-        if example_from_layout(wanted).was_sharded:
+        if example_of_checkpoint(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 
     def patches_after_data(self, written: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:

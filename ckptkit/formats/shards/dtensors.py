@@ -73,7 +73,7 @@ def mesh_shape_and_ranks(layout: Record, every: tuple[int, ...], rank: int) -> t
     """Return shape and ranks of the mesh that a layout forms from a map of ranks; of several, the one with `rank`."""
     if len(every) > _MOST_RANKS:
         raise ValueError("ranks")
-    axes = sizes_and_strides_by_axis(layout.attributes())
+    axes = sizes_and_strides_of_axes(layout.attributes())
     shape = tuple(prod(size for size, _ in axis) for axis in axes)
     steps = [step for axis in axes for step in axis]
     if prod(shape) > len(every) or any(step < 0 for _, step in steps):
@@ -88,15 +88,15 @@ def mesh_shape_and_ranks(layout: Record, every: tuple[int, ...], rank: int) -> t
     return shape, tuple(every[index] for index in indices)
 
 
-def sizes_and_strides_by_axis(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
+def sizes_and_strides_of_axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """Return sizes and strides of each axis of a layout: several of a flattened axis, none of an axis of size 1.
 
     torch 2.9 stores all shapes in one tuple, all strides too.
     """
-    if "axes" in state:
-        nested = [(axis.attributes()["shape"], axis.attributes()["stride"]) for axis in state["axes"]]
+    if "axes" in layout:
+        nested = [(axis.attributes()["shape"], axis.attributes()["stride"]) for axis in layout["axes"]]
     else:
-        shape, stride = (one if isinstance(one, tuple) else (one,) for one in (state["shape"], state["stride"]))
+        shape, stride = (one if isinstance(one, tuple) else (one,) for one in (layout["shape"], layout["stride"]))
         nested = [(n, step) if isinstance(n, tuple) else ((n,), (step,)) for n, step in zip(shape, stride, strict=True)]
     return [list(zip(as_shape(n), as_shape(step), strict=True)) for n, step in nested]
 

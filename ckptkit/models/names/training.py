@@ -108,7 +108,7 @@ def list_parameter_entries(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace
     if entry or key[-3:-2] != (GROUP_MAP,):
         return [entry] if entry else []
     place = EntryPlace(key[:-2], "{}", key[-1:])
-    return [half for end in HALVES if (half := find_own_entry(place, f"{key[-2]}{end}", own))]
+    return [half for end in HALVES if (half := find_entry_of_own_parameter(place, f"{key[-2]}{end}", own))]
 
 
 def find_parameter_entry(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
@@ -120,12 +120,14 @@ def find_parameter_entry(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] 
     if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
         raise Unsupported("expected parameter names in the optimizer, found indices", tensor=dotted_key(key), hint=hint)
-    return find_own_entry(place, parameter, own)
+    return find_entry_of_own_parameter(place, parameter, own)
 
 
-def find_own_entry(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
-    name = model_name_of(parameter, own)
-    return (place, name) if name in own else None
+def find_entry_of_own_parameter(
+    place: EntryPlace, parameter: str, own_names: set[str]
+) -> tuple[EntryPlace, str] | None:
+    name = model_name_of(parameter, own_names)
+    return (place, name) if name in own_names else None
 
 
 def translate_states(

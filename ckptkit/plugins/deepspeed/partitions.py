@@ -87,17 +87,17 @@ def read_partition(file: StateFile) -> Partition:
     counts = rank_counts_by_group(saved.get("partition_count"), len(masters))
     paddings = paddings_by_group(saved.get("param_alignment_paddings"), len(masters))
     groups = tuple(
-        read_group(flattening, masters[i], states.get(i), counts[i], numbers[i], paddings[i])
+        read_group_shard(flattening, masters[i], states.get(i), counts[i], numbers[i], paddings[i])
         for i in range(len(masters))
     )
     others = {key: value for key, value in saved.items() if key not in _USED}
     return Partition(file.name, flattening, groups, tuple(settings), others, cuts_each)
 
 
-def read_group(
-    flattening: Flattening, masters: Any, state: Any, ranks: int, settings: int, paddings: tuple[int, ...]
+def read_group_shard(
+    flattening: Flattening, masters: Any, state: Any, rank_count: int, settings: int, paddings: tuple[int, ...]
 ) -> PartitionedGroup:
-    """Return the shard of a group on one rank; `ranks` ranks share the group."""
+    """Return the shard of a group on one rank; `rank_count` ranks share the group."""
     moments: dict[str, Chunk] = {}
     values: dict[str, Any] = {}
     entries = dict_or_empty(state, "state")
@@ -112,7 +112,7 @@ def read_group(
     flat = find_flat_buffer(flattening, masters, "fp32") if is_tensor(masters) else None
     if flat is None:
         raise Corrupt("the fp32 parameters of a group are not a one-dimensional tensor")
-    return PartitionedGroup(flattening, flat, moments, values, ranks, settings, paddings)
+    return PartitionedGroup(flattening, flat, moments, values, rank_count, settings, paddings)
 
 
 def find_flat_buffer(flattening: Flattening, value: Any, name: str) -> Chunk | None:

@@ -181,7 +181,7 @@ class Consolidated(FormatReader):
 
     def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each file that is truncated or missing."""
-        root, files = find_consolidated(path, report)
+        root, files = consolidated_directory_and_files(path, report)
         check_files(root, (name for name in files if is_existing_path(root / name)), report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
@@ -190,7 +190,7 @@ class Consolidated(FormatReader):
         `world_size` is None if it is unknown whether the only file contains the full model. Raises `Corrupt` if the
         ranks do not add up to the model in params.json, `Unsupported` for a tensor without a splitting rule.
         """
-        root, files = find_consolidated(path, report)
+        root, files = consolidated_directory_and_files(path, report)
         saved, params = read_consolidated_files(root, files, report), find_model_sizes(root)
         first = next(iter(saved.values()))
         count = count_sharing_ranks(first.tensors, params)
@@ -244,7 +244,7 @@ def read_rank(root: Path, name: str) -> FlatState:
         raise error.blame(path=root / name) from None
 
 
-def find_consolidated(path: Path, report: Report) -> tuple[Path, list[str]]:
+def consolidated_directory_and_files(path: Path, report: Report) -> tuple[Path, list[str]]:
     """Return the directory of a model, and the file names of all ranks in order.
 
     `path` may be the directory, or the only file in it. Reports missing files before the highest rank. Raises

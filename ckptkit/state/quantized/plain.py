@@ -124,7 +124,7 @@ def dequantize_chosen(
     """Return a model with a recipe for each chosen weight. Its numbers and scales become a further source."""
     number = len(model.others) + 1
     source = edits.select_entries(quantized.layout, quantized.members.__contains__)
-    weights = with_dequantized_specs(model.weights, quantized, chosen, dtype)
+    weights = plan_dequantized_weights(model.weights, quantized, chosen, dtype)
     dequantized = {new: old for new, old in weights.came_from.items() if old in chosen}
     recipes = {
         new: recipe_for_any_tensor(dequantizing_recipe_of(quantized, old, number)) for new, old in dequantized.items()
@@ -138,7 +138,7 @@ def dequantize_chosen(
     return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).with_remarks(note)
 
 
-def with_dequantized_specs(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
+def plan_dequantized_weights(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
     """Return the weights of a checkpoint with plain ones for the chosen weights; these have no bytes yet."""
     names = {new: dequantized_name(new) if old in chosen else new for new, old in weights.came_from.items()}
     kept = [new for new, old in weights.came_from.items() if old in chosen or old not in quantized.members]

@@ -53,7 +53,7 @@ def check_saves_adapters_alone(runs: SmokeRuns) -> str:
 
 def check_resumes_adapters(runs: SmokeRuns) -> str:
     """Check that a resumed LoRA training takes the same steps, and ends with the same tensors."""
-    compare_steps(runs.lora_accounts, runs.resumed_lora_accounts, ADAPTED // 2)
+    require_equal_steps(runs.lora_accounts, runs.resumed_lora_accounts, ADAPTED // 2)
     return compare_checkpoints(
         runs.adapter_checkpoint_path, runs.scratch / "adapters-again" / runs.adapter_checkpoint_path.name
     )
@@ -185,10 +185,12 @@ def check_resumes_state(runs: SmokeRuns) -> str:
 
 
 def check_resumes_losses(runs: SmokeRuns) -> str:
-    return f"{compare_steps(runs.first_accounts, runs.resumed_accounts, SAVED)} losses and norms equal, bit for bit"
+    return (
+        f"{require_equal_steps(runs.first_accounts, runs.resumed_accounts, SAVED)} losses and norms equal, bit for bit"
+    )
 
 
-def compare_steps(original: list[RankAccount], resumed: list[RankAccount], saved: int) -> int:
+def require_equal_steps(original: list[RankAccount], resumed: list[RankAccount], saved: int) -> int:
     """Compare the steps after step `saved` of a run with the steps of a run resumed there, and return their number.
 
     Raises `CheckFailed` unless losses and gradient norms are equal, bit for bit.

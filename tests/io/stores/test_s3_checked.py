@@ -80,7 +80,7 @@ def test_an_object_of_other_bytes_is_refused(there: S3Destination, place: Place)
     send(there, data)
     with pytest.raises(IOFailure, match=OTHER_BYTES):
         there.finish_file("large", crc32(data) ^ 1)
-    for put in (there.put_small_file, there.mark):
+    for put in (there.put_small_file, there.put_marker):
         with pytest.raises(IOFailure, match=OTHER_BYTES):
             put("small", data[:1000], crc32(data[:1000]) ^ 1)
     assert place.names() == {CLAIM}
