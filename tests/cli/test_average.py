@@ -82,14 +82,14 @@ def run_and_die(how: str, *arguments: object) -> subprocess.CompletedProcess[str
         "import os, signal, sys\n"
         "from ckptkit.engine.visit import Worker\n"
         "from ckptkit.cli import main\n"
-        "write, written = Worker.write, []\n"
+        "write, written = Worker.write_block, []\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"
         "def write_and_die(*arguments):\n"
         "    write(*arguments)\n"
         "    written.append(1)\n"
         "    if len(written) == 2:\n"
         "        os.kill(os.getpid(), number)\n"
-        "Worker.write = write_and_die\n"
+        "Worker.write_block = write_and_die\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, how, *map(str, arguments)]

@@ -9,11 +9,11 @@ import sys
 def test_stdout_can_be_kept_for_data() -> None:
     code = (
         "import os\n"
-        "from ckptkit.cli.output import reserve_stdout, say\n"
-        "say('before')\n"
+        "from ckptkit.cli.output import reserve_stdout, print_text_line\n"
+        "print_text_line('before')\n"
         "reserve_stdout()\n"
         "os.write(1, b'noise')\n"
-        "say('after')\n"
+        "print_text_line('after')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("before\nafter\n", "noise")
@@ -22,8 +22,8 @@ def test_stdout_can_be_kept_for_data() -> None:
 def progress_of(*told: tuple[int, int], quiet: bool = False) -> list[str]:
     """The lines that go to a log where a command tells of (bytes more, bytes in all)."""
     code = (
-        "from ckptkit.cli.output import be_quiet, progress_bar\n"
-        f"be_quiet({quiet})\n"
+        "from ckptkit.cli.output import set_quiet, progress_bar\n"
+        f"set_quiet({quiet})\n"
         "with progress_bar('convert') as tell:\n"
         f"    for nbytes, total in {told}:\n"
         "        tell(nbytes, total)\n"

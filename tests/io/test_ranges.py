@@ -35,15 +35,15 @@ class Shelf:
     short: int = 0
     pause: float = 0
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         if key in self.files:
             return StoreEntry(key, False, len(self.files[key]), tag=str(id(self.files[key])))
         return None if key else StoreEntry("", is_dir=True)
 
-    def entries(self, key: str) -> list[StoreEntry]:
-        return [entry for name in self.files if (entry := self.find(name))]
+    def list_entries(self, key: str) -> list[StoreEntry]:
+        return [entry for name in self.files if (entry := self.find_entry(name))]
 
-    def open(self, key: str, entry: StoreEntry) -> Read:
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
         def read(start: int, stop: int) -> bytes:
             self.reads.append((key, start, stop))
             time.sleep(self.pause)
@@ -51,7 +51,7 @@ class Shelf:
 
         return read
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         pass
 
 

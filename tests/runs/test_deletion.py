@@ -37,7 +37,7 @@ def test_a_checkpoint_goes_out_of_sight_first_and_whoever_comes_next_goes_on(
 ) -> None:
     make(tmp_path / name)
     with monkeypatch.context() as patch:
-        patch.setattr("ckptkit.runs.deletion.remove", interrupt)
+        patch.setattr("ckptkit.runs.deletion.remove_path", interrupt)
         with pytest.raises(KeyboardInterrupt), deleting(tmp_path):
             delete_checkpoint(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == [f".{name}.leaving"]

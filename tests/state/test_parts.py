@@ -206,14 +206,14 @@ def run_and_die(after: int, how: str, arguments: Sequence[str]) -> subprocess.Co
         "import os, signal, sys\n"
         "from ckptkit.engine.ledger import Journal\n"
         "from ckptkit.cli import main\n"
-        "note, left = Journal.note, [int(sys.argv.pop(1))]\n"
+        "note, left = Journal.record_unit, [int(sys.argv.pop(1))]\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"
         "def note_and_die(self, unit, ledger):\n"
         "    note(self, unit, ledger)\n"
         "    left[0] -= 1\n"
         "    if not left[0]:\n"
         "        os.kill(os.getpid(), number)\n"
-        "Journal.note = note_and_die\n"
+        "Journal.record_unit = note_and_die\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, str(after), how, *arguments]

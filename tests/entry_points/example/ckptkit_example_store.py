@@ -13,18 +13,22 @@ class Folder:
     def __init__(self, url: str) -> None:
         self.root = Path("/") / url.partition("://")[2]
 
-    def find(self, key: str) -> StoreEntry | None:
+    def find_entry(self, key: str) -> StoreEntry | None:
         path = self.root / key
         if not path.exists():
             return None
         return StoreEntry(path.name, path.is_dir(), 0 if path.is_dir() else path.stat().st_size)
 
-    def entries(self, key: str) -> list[StoreEntry]:
-        return [entry for path in (self.root / key).iterdir() if (entry := self.find(str(path.relative_to(self.root))))]
+    def list_entries(self, key: str) -> list[StoreEntry]:
+        return [
+            entry
+            for path in (self.root / key).iterdir()
+            if (entry := self.find_entry(str(path.relative_to(self.root))))
+        ]
 
-    def open(self, key: str, entry: StoreEntry) -> Read:
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
         data = (self.root / key).read_bytes()
         return lambda start, end: data[start:end]
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         pass

@@ -135,8 +135,8 @@ def test_the_package_is_named_if_it_is_missing(produce: Produce) -> None:
     code = (
         "import sys; sys.modules['zstandard'] = None\n"
         "from pathlib import Path; from ckptkit.errors import Unsupported\n"
-        "from ckptkit.checkpoints.checkpoint import open_layout; from ckptkit.formats import unpack\n"
-        "try: unpack(open_layout(Path(sys.argv[1])))\n"
+        "from ckptkit.checkpoints.checkpoint import open_layout; from ckptkit.formats import decompress_entries\n"
+        "try: decompress_entries(open_layout(Path(sys.argv[1])))\n"
         "except Unsupported as error: print(error.path, error.hint)"
     )
     root = produce(producers.zstd).root

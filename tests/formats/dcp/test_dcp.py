@@ -510,9 +510,9 @@ import sys
 from pathlib import Path
 from ckptkit.errors import CkptError
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.formats import locate
+from ckptkit.formats import locate_all_chunks
 try:
-    locate(open_layout(Path(sys.argv[1])))
+    locate_all_chunks(open_layout(Path(sys.argv[1])))
 except CkptError as error:
     assert len(str(error)) < 10_000, len(str(error))
     sys.exit(error.exit_code)

@@ -157,7 +157,7 @@ def test_checking_imports_no_torch(tmp_path: Path) -> None:
     three(tmp_path / "there")
     code = (
         "import sys; from pathlib import Path; from ckptkit.formats import get_writer\n"
-        "writer = get_writer('hf'); writer.check(writer.read(Path(sys.argv[1])))\n"
+        "writer = get_writer('hf'); writer.check_with_own_library(writer.read(Path(sys.argv[1])))\n"
         "print(*{'torch', 'safetensors'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "there"], capture_output=True, text=True, check=True)

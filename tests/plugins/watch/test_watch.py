@@ -302,12 +302,12 @@ def test_two_of_the_same_do_not_run_together_and_two_others_do(run: Path, tmp_pa
 KILLED = """
 import os, sys, ckptkit
 from ckptkit.plugins.watch.journal import WatchJournal
-note = WatchJournal.note
+note = WatchJournal.write_record
 def die(self, name, entry):
     if entry.state == sys.argv[2]:
         os.kill(os.getpid(), 9)
     note(self, name, entry)
-WatchJournal.note = die
+WatchJournal.write_record = die
 ckptkit.watch(sys.argv[1], do="consolidate {ckpt} {out} --quiet", every=0.02, once=True)
 """
 

@@ -48,7 +48,7 @@ def make_runs(root: Path, *, heard: Sequence[RankAccount] = (), resumed: Sequenc
     (root / "room").mkdir(exist_ok=True)
     config = TrainConfig(run=root / "run", untied=True, sequence_length=128)
     runs = SmokeRuns(config, 2, root / "out", root / "room")
-    runs.__dict__.update({"first": list(heard), "resumed": list(resumed)})
+    runs.__dict__.update({"first_accounts": list(heard), "resumed_accounts": list(resumed)})
     return runs
 
 
@@ -155,18 +155,21 @@ def test_checkpoints_are_compared_tensor_by_tensor(runs: SmokeRuns) -> None:
 
 
 def test_a_resharded_checkpoint_that_differs_is_found(runs: SmokeRuns) -> None:
-    runs.__dict__["resharded"] = [runs.last_checkpoint_path, runs.last_checkpoint_path]
+    runs.__dict__["resharded_paths"] = [runs.last_checkpoint_path, runs.last_checkpoint_path]
     assert check(runs, "reshard").ok is True
-    runs.__dict__["resharded"] = [runs.last_checkpoint_path.with_name("ckpt-4"), runs.last_checkpoint_path]
+    runs.__dict__["resharded_paths"] = [runs.last_checkpoint_path.with_name("ckpt-4"), runs.last_checkpoint_path]
     assert "84 of 84 tensors differ" in check(runs, "reshard").detail
 
 
 def test_another_step_after_resharding_is_found(tmp_path: Path) -> None:
     found = make_runs(tmp_path)
     for others, is_good in (({}, True), ({"loss": 0.5}, False), ({"grad_norm": 2.0}, False)):
-        found.__dict__["stepped"] = [account(0, taken(0, 5), taken(0, 5, **others)), account(1, *[taken(1, 5)] * 2)]
+        found.__dict__["next_step_accounts"] = [
+            account(0, taken(0, 5), taken(0, 5, **others)),
+            account(1, *[taken(1, 5)] * 2),
+        ]
         assert check(found, "resume after reshard").ok is is_good, others
-    found.__dict__["stepped"] = [account(0, taken(0, 5))]
+    found.__dict__["next_step_accounts"] = [account(0, taken(0, 5))]
     assert check(found, "resume after reshard").ok is False
 
 
