@@ -164,7 +164,7 @@ class Merging:
         return own, kind(a, b, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b), scaling)
 
     def lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
-        """Return the name by which PEFT looks up rank and alpha: `own` if it is a target itself, else the module's."""
+        """Return the name by which PEFT looks up rank and alpha: `own` if that is a target, else the module's name."""
         if own in source.config.target_parameters_of(update.module):
             return own
         return self.find_attention_around(source, update) or update.module

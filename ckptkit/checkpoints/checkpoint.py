@@ -78,6 +78,10 @@ if TYPE_CHECKING:
     from ckptkit.models.names.family import Family
 
 
+# errors of a checkpoint that cannot be read
+UNREADABLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint: the directory or file at `path`, and its components, the model first.
@@ -382,16 +386,22 @@ class Checkpoint:
         around = detect_format(path.parent) if path.parent != self.path else None
         if around is not None and not around.is_model_only:
             return False
+        layout = self.find_layout_of_file(path)
+        try:
+            return layout is not None and bool(find_copies_in(layout, layout.tensors, self.weights.layout.shapes))
+        except UNREADABLE:
+            return False
+
+    def find_layout_of_file(self, path: Path) -> Layout | None:
+        """Return the layout of a file or component in its directory; None if it has no known format or is damaged."""
         reader = detect_format(path)
         if reader is None:
-            return False
+            return None
         opened = next((component for component in self.components if component.path == path), None)
         try:
-            shapes = self.weights.layout.shapes
-            layout = (opened or Component("", path, reader)).layout
-        except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported):
-            return False
-        return bool(find_copies_in(layout, layout.tensors, shapes))
+            return (opened or Component("", path, reader)).layout
+        except UNREADABLE:
+            return None
 
     @property
     def unread_files(self) -> list[LeftBehind]:

@@ -35,7 +35,7 @@ def check_replaceable(dst: Path, output_files: Iterable[str] = (), *, output_is_
     """Raise `Occupied` if `dst` is not a checkpoint, or a directory with entries that ckptkit does not know.
 
     The files `output_files` are about to be written under the same names, so they may always be replaced. A training
-    checkpoint may only be replaced `output_is_training`, unless ckptkit made it from another one.
+    checkpoint that ckptkit did not make from another one may only be replaced if the output is one, too.
     """
     if dst.is_symlink() or not dst.exists():
         return
@@ -162,8 +162,8 @@ def unknown_entries(root: Path, output_files: set[Path], *, output_is_training: 
     """Yield the entries of directory `root`, except those of its checkpoint and the files `output_files`.
 
     A file with tensors belongs to it if its components read it or its manifest lists it, not by its name: it may be
-    another model. The same is true of every file beside the manifest of an export. A later save `output_is_training`
-    replaces them, too.
+    another model. The same is true of every file beside the manifest of an export. An output that is a training
+    checkpoint, such as a later save, replaces them, too.
     """
     parts, files = component_paths_and_files(Checkpoint.at(root))
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)

@@ -78,7 +78,7 @@ def is_about_model_file(checkpoint: Checkpoint, problem: CkptError) -> bool:
 
 
 def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
-    """Return the latest other checkpoint of the run without missing or truncated files; None if there is none."""
+    """Return the latest other checkpoint of the run that is complete; None if there is none."""
     if checkpoint.step_in_name is None:
         return None
     try:

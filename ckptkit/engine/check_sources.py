@@ -113,7 +113,7 @@ class Sources:
         del self._waiting[place]
 
     def plan_unread_ranges(self) -> Plan:
-        """Return the plan that completes ranges with a CRC-32, except shared ones of which little was requested."""
+        """Return the plan with the rest of each range with a CRC-32, unless little of a shared one was requested."""
         targets = (target for place, run in self._waiting.items() for target in self._targets_for_gaps(place, *run))
         return replace(self._plan, targets=in_file_order(targets))
 

@@ -83,24 +83,24 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
             super()._save_checkpoint(model, trial)
             return
         stage = Stage(run / name)
-        self._folder = self._ranks.run_on_first_rank(lambda: stage.open().path)
-        folder = self._folder / name
-        self._ranks.run_on_first_rank(folder.mkdir)
         try:
+            self._folder = self._ranks.run_on_first_rank(lambda: stage.open().path)
+            folder = self._folder / name
+            self._ranks.run_on_first_rank(folder.mkdir)
             super()._save_checkpoint(model, trial)
             if self.state.best_model_checkpoint == str(folder):
                 self.state.best_model_checkpoint = str(run / name)
             if self.is_world_process_zero():
                 self.state.save_to_json(str(folder / STATE))
                 save_config_and_tokenizer(folder, {"model": self.model, "processing_class": self.processing_class})
-            pending = copy_to_cpu(self._take())
+            pending = copy_to_cpu(self._state_to_write())
         except BaseException:
             stage.discard()
             raise
         finally:
             self._folder = None
         rotate = partial(rotate_checkpoints, str(run), self.args.save_total_limit, self.state.best_model_checkpoint)
-        self._saving = self._thread.submit(self._finish, stage, folder, pending, rotate)
+        self._saving = self._thread.submit(self._write_and_publish, stage, folder, pending, rotate)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._folder is None:
@@ -108,7 +108,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         elif self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
-    def _take(self) -> Tree:
+    def _state_to_write(self) -> Tree:
         """Return what the Trainer saves: the model's state, or that of its adapter, and the optimizer's."""
         peft = sys.modules.get("peft")
         if peft and isinstance(self.model, peft.PeftModel):
@@ -117,7 +117,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
             model = get_model_state_dict(self.model)
         return {"model": model, "optimizer": take_optimizer_state(self.model, self.optimizer, self._ranks)}
 
-    def _finish(self, stage: Stage, folder: Path, pending: Tree, rotate: Callable[[], None]) -> None:
+    def _write_and_publish(self, stage: Stage, folder: Path, pending: Tree, rotate: Callable[[], None]) -> None:
         """Write the state and make the checkpoint visible. Runs in a thread."""
         saver = Saver(self._ranks, "sharded", {})
         try:
@@ -126,7 +126,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
                     self._ranks.run_on_first_rank((stage.path / name).mkdir)
                     writer = RoomWriter(stage.path / name, "dcp")
                     saver.write_state(writer, PendingState({entry: pending[entry]}), stage.dst / name)
-                self._ranks.run_on_first_rank(partial(show, stage, folder))
+                self._ranks.run_on_first_rank(partial(publish_folder, stage, folder))
         except BaseException:
             stage.discard()
             raise
@@ -134,7 +134,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
             rotate()
 
 
-def show(stage: Stage, folder: Path) -> None:
+def publish_folder(stage: Stage, folder: Path) -> None:
     """Make the files in `folder` the output of the stage that contains it."""
     for file in folder.iterdir():
         file.rename(stage.path / file.name)

@@ -219,7 +219,7 @@ def draft_piece(
     is_named = bool(weights) and options.changes_names
     if is_named:
         layout, remarks = name_piece_tensors(piece, layout, options.wanted_names, options)
-    refuse_copies(chosen, layout, weights)
+    refuse_untranslated_copies(chosen, layout, weights)
     if len(piece.parts) > 1:
         layout = edits.nest_below_key(layout, ())
     if options.under:
@@ -239,8 +239,8 @@ def draft_piece(
     return Draft.of([layout], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
 
 
-def refuse_copies(layout: Layout, changed: Layout, weights: frozenset[str]) -> None:
-    """Raise `Unsupported` for a copy of the weights, such as an EMA, if they got other names or rows: it did not."""
+def refuse_untranslated_copies(layout: Layout, changed: Layout, weights: frozenset[str]) -> None:
+    """Raise `Unsupported` if the weights got other names or rows, and a copy of them, such as an EMA, did not."""
     if all(changed.specs.get(name) == layout.specs[name] for name in weights):
         return
     if copies := find_copies_in(layout, layout.tensors.keys() - weights, find_weights(layout).layout.shapes):

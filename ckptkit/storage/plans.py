@@ -22,7 +22,7 @@ from ckptkit.storage.memory import require_known_dtype
 
 
 class PlannedWriter(StorageWriter):
-    """A writer with which all ranks write one checkpoint together."""
+    """A writer of a checkpoint that all ranks write together."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raise `Unsupported` for several ranks without collectives: they must coordinate to write one checkpoint."""

@@ -7,10 +7,8 @@ inconsistencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
-from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.checkpoint import UNREADABLE, Checkpoint
 from ckptkit.checkpoints.examination.facts import Facts
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency, merge_same_in_layers
 from ckptkit.checkpoints.examination.optimizers import (
@@ -30,8 +28,7 @@ from ckptkit.checkpoints.examination.weights import (
     find_misfit_routers,
     find_odd_layers,
 )
-from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
-from ckptkit.formats import detect_format, is_main_file
+from ckptkit.formats import is_main_file
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 
@@ -51,9 +48,6 @@ OF_STATES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, group_list_inconsistencies)
 
 
-_UNREADABLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
-
-
 def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
     """Return the inconsistencies of a checkpoint; () if its components cannot be read or joined.
 
@@ -61,7 +55,7 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
     """
     try:
         found = examine_layout(checkpoint.layout, rules)
-    except _UNREADABLE:  # the reader reports these errors in more detail
+    except UNREADABLE:  # the reader reports these errors in more detail
         return ()
     if not any(one.code == "state_size" for one in found):
         return found
@@ -71,12 +65,9 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
 
 def shapes_of_other_parameters(checkpoint: Checkpoint) -> set[Shape]:
     """Return the shapes of the tensors in files beside the components of a checkpoint."""
-    shapes: set[Shape] = set()
-    for path in {left.path for left in checkpoint.unread_files}:
-        with suppress(*_UNREADABLE):
-            if is_main_file(path.name) and (reader := detect_format(path)):
-                shapes.update(Component("", path, reader).layout.shapes.values())
-    return shapes
+    paths = {left.path for left in checkpoint.unread_files if is_main_file(left.path.name)}
+    layouts = filter(None, map(checkpoint.find_layout_of_file, paths))
+    return {shape for layout in layouts for shape in layout.shapes.values()}
 
 
 def examine_layout(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:

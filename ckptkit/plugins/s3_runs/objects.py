@@ -37,7 +37,7 @@ class StoreRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SentParts:
-    """The bytes of the parts that a store has, and the time of the latest part; 0 if there are none."""
+    """The bytes of the parts of an upload that a store has, and the time of the latest; both are 0 without parts."""
 
     nbytes: int
     changed: float
