@@ -63,7 +63,7 @@ from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.names import find_family_of
 from ckptkit.models.names.copies import find_copies_in
-from ckptkit.models.names.weights import COPY, TRAINING, Weights, find_weights
+from ckptkit.models.names.weights import COPY, TRAINING, Weights
 from ckptkit.trainers import (
     NUMBER,
     ONE_FILE,
@@ -277,10 +277,10 @@ class Checkpoint:
         components = [model, *(component for component in self.components if component is not model)]
         return join_layouts(root, components, [component.layout_in_checkpoint for component in components])
 
-    @cached_property
+    @property
     def weights(self) -> Weights:
         """Return the model's tensors, under the model's own names. Raises `Mismatch` if there are none."""
-        return find_weights(self.model_component.layout)
+        return self.model_component.weights
 
     @cached_property
     def family(self) -> Family | None:

@@ -30,7 +30,7 @@ from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, Layout, StoredTensor, edits
 from ckptkit.layout.box import full_box
 from ckptkit.layout.wrappers import is_flat_name
-from ckptkit.models.names.weights import may_have_weights
+from ckptkit.models.names.weights import Weights, find_weights, may_have_weights
 from ckptkit.trainers import (
     find_completion_marker,
     find_step_of_path,
@@ -113,6 +113,11 @@ class Component:
             layout = self.with_manifest_checksums(layout, self.manifest)
             check_headers(layout)
         return edits.with_low_precision_copies(layout) if self.takes_twins else layout
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Return the model's tensors, under the model's own names. Raises `Mismatch` if there are none."""
+        return find_weights(self.layout)
 
     def nest_and_unflatten(self, layout: Layout) -> Layout:
         """Return the layout with flat parameters split into the original ones, nested below the keys of `under`."""

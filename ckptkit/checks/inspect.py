@@ -23,7 +23,7 @@ from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_model_config
 from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
-from ckptkit.models.names.weights import OF_ONE, find_weights, has_weights
+from ckptkit.models.names.weights import OF_ONE
 from ckptkit.state.quantized.signs import may_be_quantized_model
 from ckptkit.summary import Summarized
 from ckptkit.trainers import has_epoch_only
@@ -270,7 +270,7 @@ def find_model_tensor_names(component: Component) -> dict[str, str]:
     if not component.is_model:
         return {}
     try:
-        return dict(find_weights(component.layout).came_from) if has_weights(component.layout) else {}
+        return component.weights.came_from
     except (Mismatch, Unsupported):
         return {}
 

@@ -20,7 +20,7 @@ from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import KeyPath, Layout, Spec, edits
 from ckptkit.layout.counting import Count
 from ckptkit.models.names.parameters import find_key_in_optimizer
-from ckptkit.state.matching import find_weights_or_none
+from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.state.selection import Edits
 from ckptkit.summary import Summarized
 

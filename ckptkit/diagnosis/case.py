@@ -23,7 +23,7 @@ from ckptkit.models.expected import Form, closest_form, forms_of_model
 from ckptkit.models.fit import without_extra_state
 from ckptkit.models.names import HUB
 from ckptkit.models.names.naming import name_weights
-from ckptkit.models.names.weights import Weights, find_weights, has_weights
+from ckptkit.models.names.weights import Weights, find_weights_or_none
 from ckptkit.models.vocabulary import find_vocabulary_size, is_by_token
 from ckptkit.state.names import collect_name_arguments
 from ckptkit.state.quantized.find import find_quantized
@@ -52,11 +52,7 @@ class LoadTarget:
     @cached_property
     def weights(self) -> Weights | None:
         """Return the model's tensors under the model's names; None if there are none, or several models."""
-        layout = self.checkpoint.model_component.layout
-        try:
-            return find_weights(layout) if has_weights(layout) else None
-        except (Mismatch, Unsupported):
-            return None
+        return find_weights_or_none(self.checkpoint.model_component.layout)
 
     @property
     def shapes(self) -> Mapping[str, Shape]:

@@ -30,7 +30,7 @@ from ckptkit.models.names import HUB
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import NewName, rename_in_group_lists, rename_in_key_path
-from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
+from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights_or_none, has_weights
 from ckptkit.state.names import AS_THEY_ARE, NameOptions, collect_name_arguments
 from ckptkit.state.optimizers import describe_names, names_from_models
 
@@ -226,14 +226,6 @@ def match_layouts(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
 def has_unstorable_entries(layout: Layout, other: Layout) -> bool:
     """Return whether a layout has non-tensor entries, and the other one has a format that cannot store them."""
     return bool(layout.blobs) and get_format(other.format).is_model_only
-
-
-def find_weights_or_none(layout: Layout) -> Weights | None:
-    """Return the model's tensors; None if there are none, or several models."""
-    try:
-        return find_weights(layout) if has_weights(layout) else None
-    except (Mismatch, Unsupported):
-        return None
 
 
 def unchanged_side(layout: Layout) -> Side:

@@ -19,7 +19,7 @@ from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate_all_ch
 from ckptkit.io.allocation import write_patches
 from ckptkit.io.crc32 import crc32_from_contributions
 from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, WriterOptions, edits
-from ckptkit.models.names.weights import find_model_key, keys_below, training_state_keys
+from ckptkit.models.names.weights import find_model_key_and_training_state, keys_below
 from ckptkit.storage.plans import written_entries
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -96,14 +96,13 @@ def divide_into_portions(planned: Layout, to: str) -> tuple[Portion, ...]:
     if isinstance(get_writer(to), EntryWriter):
         return whole
     try:
-        prefix = find_model_key(planned)
+        prefix, training_at = find_model_key_and_training_state(planned)
     except (Mismatch, SeveralModels):
         if planned.blobs:
             raise
         return whole
-    rest = training_state_keys(planned, prefix)
-    names = {name: key[len(prefix) :] for name, key in keys_below(planned, prefix) if key[len(prefix)] not in rest}
-    weights = {name: ".".join(map(str, key)) for name, key in names.items()}
+    below = {name: key[len(prefix) :] for name, key in keys_below(planned, prefix)}
+    weights = {name: ".".join(map(str, key)) for name, key in below.items() if key[0] not in training_at[-1]}
     for name in planned.blobs:
         if prefix and planned.key(name)[: len(prefix)] == prefix:
             inner = ".".join(map(str, planned.key(name)[len(prefix) :]))

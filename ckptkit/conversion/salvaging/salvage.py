@@ -43,10 +43,10 @@ from ckptkit.models.computation import describe_differences
 from ckptkit.models.names import HUB
 from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import NewName
-from ckptkit.models.names.weights import find_weights, has_weights
+from ckptkit.models.names.weights import find_weights, find_weights_or_none, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
-from ckptkit.state.matching import comparison_keys, find_weights_or_none
+from ckptkit.state.matching import comparison_keys
 from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.state.options import ConvertOptions
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from itertools import accumulate
 from shlex import quote
 
-from ckptkit.errors import Corrupt, Mismatch, SeveralModels
+from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename_tensors, select_entries
 from ckptkit.layout.wrappers import find_average_kind, without_ddp, without_inner_prefixes
@@ -87,8 +87,8 @@ class Weights:
 
 def find_weights(layout: Layout) -> Weights:
     """Return the model's tensors in a checkpoint with any nesting. Raises `Mismatch` if there are none."""
-    prefix = find_model_key(layout)
-    training = training_state_keys(layout, prefix)
+    prefix, training_at = find_model_key_and_training_state(layout)
+    training = training_at[-1]
     check_ranks_agree(layout, prefix, training)
     below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
     names = {
@@ -97,11 +97,20 @@ def find_weights(layout: Layout) -> Weights:
     averaged = names_without_average(layout, prefix, names)
     counters, names = names.keys() - averaged.keys(), without_ddp(averaged)
     weights = rename_tensors(select_entries(layout, names.__contains__), names.__getitem__)
-    left_out = reasons_not_in_model(layout, prefix, [name for name in layout.names if name not in names])
+    others = [name for name in layout.names if name not in names]
+    left_out = reasons_not_in_model(layout, prefix, training_at, others)
     left_out |= dict.fromkeys(sorted(counters), AVERAGE)
     of_training = [name for name, why in left_out.items() if why == TRAINING]
     left_out |= dict.fromkeys(find_copies_in(layout, of_training, weights.shapes), COPY)
     return Weights(weights, prefix, {new: old for old, new in names.items()}, left_out, layout)
+
+
+def find_weights_or_none(layout: Layout) -> Weights | None:
+    """Return the model's tensors; None if there are none, or several models."""
+    try:
+        return find_weights(layout)
+    except (Mismatch, Unsupported):
+        return None
 
 
 def names_without_average(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) -> dict[str, str]:
@@ -121,9 +130,10 @@ def names_without_average(layout: Layout, prefix: KeyPath, names: Mapping[str, s
     return {entry: name.removeprefix(average.text) for entry, name in models.items()}
 
 
-def reasons_not_in_model(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[str, str]:
-    """Return why entries do not belong to the model under `prefix`."""
-    training = [training_state_keys(layout, prefix[:depth]) for depth in range(len(prefix) + 1)]
+def reasons_not_in_model(
+    layout: Layout, prefix: KeyPath, training_at: Sequence[Container[str | int]], names: Iterable[str]
+) -> dict[str, str]:
+    """Return why entries do not belong to the model under `prefix`, with the training state's keys at each depth."""
 
     def reason(name: str) -> str:
         key = layout.key(name)
@@ -131,7 +141,7 @@ def reasons_not_in_model(layout: Layout, prefix: KeyPath, names: Iterable[str]) 
             is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_generator_state(key)
             return TRAINING if is_state else UNKNOWN
         depth = shared_depth(key, prefix)
-        if depth < len(key) and (key[depth] in training[depth] or is_generator_state(key)):
+        if depth < len(key) and (key[depth] in training_at[depth] or is_generator_state(key)):
             return TRAINING
         return VALUE if name in layout.blobs else UNKNOWN
 
@@ -176,10 +186,16 @@ def may_have_weights(layout: Layout) -> bool:
 
 def find_model_key(layout: Layout) -> KeyPath:
     """Return the key path of the model: descends through `state`, `app`, `model` to the level of parameter names."""
+    return find_model_key_and_training_state(layout)[0]
+
+
+def find_model_key_and_training_state(layout: Layout) -> tuple[KeyPath, list[set[str | int]]]:
+    """Return the key path of the model and, for each depth of that path, the keys that lead to training state."""
     prefix: KeyPath = ()
+    training_at: list[set[str | int]] = []
     while True:
-        training = training_state_keys(layout, prefix)
-        below = [key[len(prefix) :] for _, key in keys_below(layout, prefix) if key[len(prefix)] not in training]
+        training_at.append(training_state_keys(layout, prefix))
+        below = [key[len(prefix) :] for _, key in keys_below(layout, prefix) if key[len(prefix)] not in training_at[-1]]
         branches = Counter(key[0] for key in below if len(key) > 1)
         known = next((name for name in _MODEL_KEYS if name in branches), None)
         if known is not None:  # a conventional key such as `model`, even beside other branches
@@ -187,7 +203,7 @@ def find_model_key(layout: Layout) -> KeyPath:
         elif branches.keys() == {_FLAX}:
             prefix = (*prefix, _FLAX)
         elif branches.keys() >= _MAXTEXT or len(branches) < len({key[0] for key in below}):
-            return prefix  # some tensors are directly here, so this is the level of parameter names
+            return prefix, training_at  # some tensors are directly here, so this is the level of parameter names
         elif len(branches) == 1:
             prefix = (*prefix, *branches)
         else:
