@@ -31,6 +31,7 @@ def home(produce: Produce) -> Path:
     return produce(lora).root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_the_directory_is_that_of_save_pretrained(home: Path, tmp_path: Path, run: str) -> None:
     """Shards, files of ranks, one file, the adapter alone, and what PEFT itself has saved."""

@@ -552,6 +552,7 @@ def test_a_base_of_another_name_is_said(produce: Produce, tmp_path: Path) -> Non
         assert any(said in note for note in done.notes) is is_noted
 
 
+@pytest.mark.slow
 def test_a_base_on_the_hub_is_read_where_it_lies(produce: Produce, tmp_path: Path) -> None:
     """By its id, of a server that speaks the Hub's calls: only what is needed, and nothing is downloaded first."""
     made = produce(lora)

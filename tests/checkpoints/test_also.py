@@ -55,6 +55,7 @@ CASES: list[tuple[Producer, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("producer", "place"), CASES, ids=lambda case: getattr(case, "__name__", case))
 def test_it_is_the_whole(producer: Producer, place: str, produce: Produce, tmp_path: Path) -> None:
     source = produce(producer).root / place

@@ -210,6 +210,7 @@ BY_RANK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", BY_RANK)
 def test_files_of_ranks_are_complete_with_those_of_all_ranks(trainer: str, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -48,6 +48,7 @@ def check(place: Place) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_one_request_a_file_proves_a_checkpoint(place: Place, source: Path) -> None:
     ckptkit.cp(source, place.url)
     place.server.requests.clear()
@@ -113,6 +114,7 @@ def test_objects_of_others_say_what_they_have(kind: str, place: Place, source: P
     assert found.unchecked_bytes > PART
 
 
+@pytest.mark.slow
 def test_a_store_that_keeps_no_checksums_proves_nothing(simple: Place, source: Path) -> None:
     ckptkit.cp(source, simple.url)
     found = check(simple)
@@ -131,6 +133,7 @@ def test_without_a_manifest_nothing_is_proved(place: Place, tmp_path: Path) -> N
     assert "--fast cannot verify the files without a manifest; the store has CRC-32 of 1 file" in found.notes
 
 
+@pytest.mark.slow
 def test_the_command_line(place: Place, simple: Place, source: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return cli("verify", simple.url, "--fast", *words)

@@ -168,6 +168,7 @@ def test_bad_options(arguments: list[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_warning_stands_last(run: Path) -> None:
     ran = ckptkit("consolidate", "ckpt-2", "out", cwd=run)
     last = ran.stderr.splitlines()[-1]

@@ -30,6 +30,7 @@ from tests.test_matrix import assert_same, leaves, load_dcp, load_hf, load_pt, n
 # -- Hugging Face weights into a training ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_job_of_fsdp2_starts_from_hugging_face_weights(tmp_path: Path, tied: bool) -> None:
     model = make_model(tie_word_embeddings=tied)

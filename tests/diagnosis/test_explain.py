@@ -147,6 +147,7 @@ def test_files_that_are_not_there(produce: Produce, tmp_path: Path) -> None:
     assert "did not finish" in explain(error, root)[0].message
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks(produce: Produce, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     from tests.trainers.produced_zero import on_two

@@ -51,6 +51,7 @@ def test_the_command_line_uses_what_a_package_adds(installed: Path, checkpoint: 
     assert "skipped ckptkit.formats `dcp` of ckptkit-example 1.0: ValueError: the name `dcp` is already in use" in said
 
 
+@pytest.mark.slow
 def test_the_family_of_a_package_is_known(installed: Path) -> None:
     code = (
         "from ckptkit.models.names import families_with; print([f.name for f in families_with({'example.0.w': (3,)})])"

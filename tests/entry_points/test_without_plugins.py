@@ -57,6 +57,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_without_any_the_main_jobs_are_done(bare: Path, produce: Produce, tmp_path: Path) -> None:
     root = produce(producers.fsdp2).root
     assert "prove" not in run("-m", "ckptkit", "--help", at=bare)

@@ -190,6 +190,7 @@ def _train_by_ranks(home: Path) -> None:
         torch.save(state, home / "truth.pt")
 
 
+@pytest.mark.slow
 def test_whole_models_of_strategies_that_shard_are_files_as_they_load_nothing_else(tmp_path: Path) -> None:
     spawn(2, _train_by_ranks, tmp_path)
     path = next(tmp_path.glob("*-step=4.ckpt"))

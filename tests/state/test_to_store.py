@@ -65,6 +65,7 @@ def bytes_at(place: Place) -> dict[str, bytes]:
     return {name: place.content(name) for name in place.names()}
 
 
+@pytest.mark.slow
 def test_from_one_prefix_to_another(place: Place, source: Path, tmp_path: Path) -> None:
     ckptkit.cp(source, f"s3://{place.name}/from")
     ckptkit.reshard(f"s3://{place.name}/from", place.url, to=4)
@@ -74,6 +75,7 @@ def test_from_one_prefix_to_another(place: Place, source: Path, tmp_path: Path) 
     assert there == here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hf shards", "dcp", "pt"])
 def test_several_processes_share_the_work(way: str, place: Place, source: Path, tmp_path: Path) -> None:
     convert, options = WAYS[way]
@@ -144,6 +146,7 @@ def test_an_interrupted_output_is_continued(place: Place, source: Path) -> None:
     assert all(part.is_ok for part in ckptkit.verify(place.url))
 
 
+@pytest.mark.slow
 def test_visible_shards_without_their_metadata_are_an_upload(place: Place, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "ckpt-5", no_dist=True)
@@ -159,6 +162,7 @@ def test_visible_shards_without_their_metadata_are_an_upload(place: Place, tmp_p
     assert found.problems[0].message.startswith("found no complete checkpoint: an upload")
 
 
+@pytest.mark.slow
 def test_another_output_is_not_mixed_in(place: Place, source: Path) -> None:
     place.server.fail("POST .*uploadId", status=403)
     with pytest.raises(IOFailure):
@@ -188,6 +192,7 @@ def test_files_that_repeat_data_are_refused(place: Place, source: Path) -> None:
     assert not place.names()
 
 
+@pytest.mark.slow
 def test_the_manifest_has_what_the_store_computed(place: Place, source: Path) -> None:
     ckptkit.consolidate(source, place.url)
     files = json.loads(place.content("ckptkit.json"))["files"]

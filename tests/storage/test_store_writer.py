@@ -50,6 +50,7 @@ def crc_in_store(place: Place, name: str) -> int:
     return int.from_bytes(b64decode(found["ChecksumCRC32"]))
 
 
+@pytest.mark.slow
 def test_torch_reads_what_was_saved_and_the_store_has_its_checksums(place: Place, tmp_path: Path) -> None:
     tensors = every_kind() | {"large": torch.rand(LARGE), "parts": two_parts(), "deep": counted(3, 4, 5)}
     turned = torch.rand(6, 5)
@@ -124,6 +125,7 @@ class FailingPlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_middle_leaves_no_half_file_as_torch_does(place: Place) -> None:
     state = {f"w{i}": two_parts() + i for i in range(4)}
     theirs = f"s3://{place.name}/theirs"
@@ -135,6 +137,7 @@ def test_an_error_in_the_middle_leaves_no_half_file_as_torch_does(place: Place) 
     assert place.names() == {CLAIM}
 
 
+@pytest.mark.slow
 def test_what_is_there_is_refused_or_replaced(place: Place) -> None:
     dcp.save({"w": counted(3)}, storage_writer=Writer(place.url))
     with pytest.raises(CheckpointException) as refused:
@@ -258,6 +261,7 @@ def load_on_ranks(url: str, place: RankPlace, report: Report) -> None:
         report(torch.equal(rows.full_tensor(), counted(7, 3)))
 
 
+@pytest.mark.slow
 def test_every_rank_sends_its_part(place: Place, tmp_path: Path) -> None:
     heard: list[Any] = []
     launch(partial(save_on_ranks, place.url), 2, heard.append)

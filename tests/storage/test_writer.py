@@ -122,6 +122,7 @@ def test_one_writer_saves_to_several_places(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "1/model.safetensors")["w"], counted(3) + 2)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()

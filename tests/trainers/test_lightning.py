@@ -40,6 +40,7 @@ def without_callbacks(found: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: raw(tensor) for name, tensor in found.items() if not name.startswith("callbacks.")}
 
 
+@pytest.mark.slow
 def test_a_sharded_one_is_a_directory_with_everything(produce: Produce) -> None:
     made = produce(produced_lightning.lightning_sharded)
     found = ckptkit.inspect(made.root)
@@ -52,6 +53,7 @@ def test_a_sharded_one_is_a_directory_with_everything(produce: Produce) -> None:
     assert without_callbacks(read(made.root)) == as_saved(made.truth, "optimizer_0")
 
 
+@pytest.mark.slow
 def test_resharded_it_is_lightnings_still(produce: Produce, tmp_path: Path) -> None:
     """Lightning itself goes on from it on another number of ranks, with the state that it had."""
     made = produce(produced_lightning.lightning_sharded)
@@ -94,6 +96,7 @@ def test_a_whole_one_gets_names_as_shards(produce: Produce, tmp_path: Path) -> N
     assert trainer.global_step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded.ckpt", "whole.ckpt"])
 def test_fabric_has_the_users_keys(produce: Produce, name: str) -> None:
     made = produce(produced_lightning.fabric)

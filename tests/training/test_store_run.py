@@ -235,6 +235,7 @@ def test_a_store_that_fails_ends_the_training_and_keeps_what_is_there(user: User
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_found_before_the_first_step(user: User) -> None:
     user.place.server.fail("PUT .*probe", status=403, code="AccessDenied", times=100)
     denied = user.type("train", *TINY, "--steps", "1", user.run, code=4)

@@ -24,6 +24,7 @@ from tests.trainers import produced_ranks as produced
 KINDS = ("units", "orig")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_holds_the_live_state(produce: Produce, tmp_path: Path, kind: str) -> None:
     made = produce(produced.flat_parameters)
@@ -46,6 +47,7 @@ def test_says_what_is_needed_without_an_optimizer(produce: Produce, tmp_path: Pa
     assert "optimizer_0" in str(raised.value.hint)
 
 
+@pytest.mark.slow
 def test_refuses_the_optimizer_of_another_model(produce: Produce, tmp_path: Path) -> None:
     root = Path(shutil.copytree(produce(produced.flat_parameters).root / "units", tmp_path / "there"))
     shutil.rmtree(root / "optimizer_0")

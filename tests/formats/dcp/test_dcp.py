@@ -412,6 +412,7 @@ def test_damaged_metadata_gives_a_layout_or_an_error(
         read_fully(root)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(data=st.data())
 def test_a_damaged_item_gives_the_same_layout_or_an_error(

@@ -78,6 +78,7 @@ def test_moments_have_a_way_to_them(made: Produced) -> None:
     assert torch.equal(ckptkit.open(made.root / "swiglu" / "torch_dist")[name].torch(), expected)
 
 
+@pytest.mark.slow
 def test_the_library_loads_it_after_resharding(made: Produced, tmp_path: Path) -> None:
     source, result = made.root / "moe" / "torch_dist", tmp_path / "torch_dist" / STEP
     ckptkit.reshard(source, result, to=3)

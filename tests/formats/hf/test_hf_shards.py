@@ -255,6 +255,7 @@ def test_shards_below_what_was_consolidated_of_them(produce: Produce, tmp_path: 
     assert_holds(open_layout(tmp_path / "out" / "sharded"), shards.truth)
 
 
+@pytest.mark.slow
 def test_any_damage_to_a_shard_is_an_error_of_ours(produce: Produce, tmp_path: Path) -> None:
     shutil.copytree(produce(producers.hf_shards).root, tmp_path / "in")
     path = tmp_path / "in" / "shard-00002-model-00001-of-00001.safetensors"

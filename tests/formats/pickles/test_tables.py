@@ -120,6 +120,7 @@ def test_tables_say_the_same(kind: str, protocol: int, tmp_path: Path, monkeypat
         assert (protocol > 2) == bool(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["copies", "paths are shared"])
 def test_damage_is_found_as_without_tables(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, random = pickle.dumps(KINDS[kind](), 4), Random(kind)

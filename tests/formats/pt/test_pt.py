@@ -393,6 +393,7 @@ def test_every_cut_is_incomplete_and_corrupt(tmp_path: Path) -> None:
             open_layout(path)
 
 
+@pytest.mark.slow
 def test_random_bit_flips_are_never_wrong_in_silence(tmp_path: Path) -> None:
     path, out = tmp_path / "in" / "f.pt", tmp_path / "out"
     path.parent.mkdir()

@@ -59,6 +59,7 @@ def records(value: Any, name: str) -> list[Record]:
     return [p for p in walk_members(value) if isinstance(p, Record) and isinstance(p.of, Global) and p.of.name == name]
 
 
+@pytest.mark.slow
 def test_a_missing_file_is_named_by_its_rank(good: Path) -> None:
     (good / FILE).unlink()
     assert "of rank 1" in error_of(good).message

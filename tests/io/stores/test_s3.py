@@ -63,6 +63,7 @@ def test_it_becomes_what_a_local_one_becomes(
     assert str(made.source).startswith(url)
 
 
+@pytest.mark.slow
 def test_files_of_torch_and_safetensors(bucket: Bucket, tmp_path: Path) -> None:
     tensors = every_kind()
     write_pt(bucket.root / "model.pt", tensors)
@@ -91,6 +92,7 @@ def test_other_numbers_of_ranks_and_the_files_beside(produce: Produce, bucket: B
     assert files_of(tmp_path / "from-s3") == files_of(tmp_path / "from-disk")
 
 
+@pytest.mark.slow
 def test_a_run_is_listed_and_its_latest_checkpoint_taken(produce: Produce, bucket: Bucket, tmp_path: Path) -> None:
     for step in (5, 10):
         shutil.copytree(produce(producers.fsdp2).root, bucket.root / f"run/ckpt-{step}")
@@ -124,6 +126,7 @@ def test_odd_names_are_keys_as_they_stand(name: str, bucket: Bucket, tmp_path: P
     assert load_file(tmp_path / "out/model.safetensors")["t"].equal(torch.arange(9.0))
 
 
+@pytest.mark.slow
 def test_many_small_tensors_take_few_requests(bucket: Bucket, tmp_path: Path) -> None:
     tensors = many_tensors(1000)
     write_hf(tmp_path / "hf", tensors)
@@ -141,6 +144,7 @@ def test_many_small_tensors_take_few_requests(bucket: Bucket, tmp_path: Path) ->
         assert bucket.server.nbytes < 4 * size + (1 << 20)
 
 
+@pytest.mark.slow
 def test_where_large_tensors_lie_is_found_by_their_ends(bucket: Bucket, tmp_path: Path) -> None:
     save_file({str(i): torch.zeros(1 << 18) for i in range(40)}, tmp_path / "model.safetensors")
     convert(tmp_path / "model.safetensors", bucket.root / "dcp", to="dcp", world_size=1)
@@ -159,6 +163,7 @@ def test_looking_reads_headers_only(bucket: Bucket, tmp_path: Path) -> None:
         assert bucket.server.nbytes <= 3 << 18
 
 
+@pytest.mark.slow
 def test_large_reads_are_in_parallel_and_read_nothing_twice(bucket: Bucket, tmp_path: Path) -> None:
     save_file({str(i): torch.randn(1 << 21) for i in range(4)}, bucket.root / "model.safetensors")
     consolidate(f"{bucket.url}/model.safetensors", tmp_path / "out")
@@ -198,6 +203,7 @@ def test_a_file_that_is_missing_or_short_is_named(produce: Produce, bucket: Buck
         consolidate(f"{bucket.url}/ckpt", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_dropped_connections_and_busy_servers_are_waited_for(bucket: Bucket, tmp_path: Path) -> None:
     tensors = {str(i): torch.randn(1 << 20) for i in range(4)}
     save_file(tensors, bucket.root / "model.safetensors")
@@ -208,6 +214,7 @@ def test_dropped_connections_and_busy_servers_are_waited_for(bucket: Bucket, tmp
     assert all(found.equal(tensors[name]) for name, found in load_file(tmp_path / "out/model.safetensors").items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(bucket: Bucket, tmp_path: Path) -> None:
     for folder, value in (("ckpt", 1.0), ("new", 2.0)):
         (tmp_path / folder).mkdir()
@@ -285,6 +292,7 @@ def test_a_manifest_is_not_written_there(bucket: Bucket) -> None:
     assert not bucket.server.requests
 
 
+@pytest.mark.slow
 def test_the_command_line(produce: Produce, bucket: Bucket, tmp_path: Path) -> None:
     shutil.copytree(produce(producers.fsdp2).root, bucket.root / "run/ckpt-5")
     url = f"{bucket.url}/run"

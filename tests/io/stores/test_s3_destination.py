@@ -88,6 +88,7 @@ def size_of(source: Path) -> int:
     return sum(path.stat().st_size for path in source.iterdir())
 
 
+@pytest.mark.slow
 def test_a_copy_is_whole_and_has_the_checksums_of_the_source(place: Place, source: Path, tmp_path: Path) -> None:
     done = ckptkit.cp(source, place.url)
     assert is_whole(place, source)
@@ -174,6 +175,7 @@ def test_a_killed_copy_is_resumed(place: Place, source: Path, where: str) -> Non
     assert any("were there already" in line for line in done.summary())
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_lost_is_no_failure(place: Place, source: Path) -> None:
     for where in ("POST .*uploads", "POST .*uploadId", "PUT .*metadata", f"PUT .*{CLAIM}", f"DELETE .*{CLAIM}"):
         place.server.fail(where, lost=True)
@@ -286,6 +288,7 @@ def test_another_upload_is_refused_or_abandoned(place: Place, source: Path, tmp_
     assert not uploads.get("Uploads")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_two_disks_becomes_one(place: Place, source: Path, tmp_path: Path) -> None:
     for name, kept in (("one", ".metadata"), ("two", "__0_0.distcp")):
         (tmp_path / name).mkdir()
@@ -324,6 +327,7 @@ def test_errors_name_the_bucket_and_what_to_do(place: Place, source: Path, monke
         ckptkit.cp(source, "memory://bucket/x")
 
 
+@pytest.mark.slow
 def test_the_command_line(place: Place, source: Path) -> None:
     ran = cli("cp", source, place.url, "--json")
     assert ran.returncode == 0

@@ -43,6 +43,7 @@ def assert_holds(layout: Layout, truth: Mapping[str, Tensor]) -> None:
         assert contents(found, name) == raw_bytes(tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", zero.KINDS)
 def test_two_ranks(kind: str, produce: Produce) -> None:
     made = produce(zero.on_two)
@@ -167,6 +168,7 @@ def test_the_missing_file_of_a_rank_is_named(rank: int, copy: Any) -> None:
     assert not Checkpoint.at(root).is_complete
 
 
+@pytest.mark.slow
 def test_files_of_an_older_larger_run_are_named(copy: Any, produce: Produce) -> None:
     root = copy("zero2-fp32")
     older = produce(zero.on_three).root / "zero2-fp32" / "global_step2" / OPTIMIZER.format(2)

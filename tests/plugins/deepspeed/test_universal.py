@@ -25,6 +25,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 TAG = "global_step2_universal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", zero.CONVERTED)
 def test_reads_what_deepspeed_makes(kind: str, produce: Produce) -> None:
     made = produce(zero.universal)
@@ -67,6 +68,7 @@ def test_ours_holds_what_the_source_has(kind: str, tmp_path: Path, produce: Prod
     torch.load(tmp_path / "out" / "global_step2" / "zero" / "embed.weight" / "fp32.pt")  # weights only
 
 
+@pytest.mark.slow
 def test_deepspeed_resumes_at_another_stage_with_another_number_of_ranks(tmp_path: Path, produce: Produce) -> None:
     """With the losses that the run itself had: only the order of sums differs, so a few units in the last place."""
     made = produce(zero.going_on)

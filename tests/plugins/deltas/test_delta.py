@@ -292,6 +292,7 @@ def test_positions_beyond_31_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert files(tmp_path / "out") == files(new)
 
 
+@pytest.mark.slow
 def test_to_a_store(place: Place, tmp_path: Path) -> None:
     """Deltas, their bases and what `apply` makes may be in S3; `cp` takes a delta from there and back."""
     before, after = policy(), step(policy())

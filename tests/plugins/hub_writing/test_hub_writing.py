@@ -169,6 +169,7 @@ def test_transformers_opens_what_the_hub_has(hub: Hub, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "words"),
     [("repo", "consolidate"), ("folder", "cp"), ("bucket", "convert --to dcp")],
@@ -198,6 +199,7 @@ def test_doctor_sends_nothing(hub: Hub, small: Path) -> None:
     assert not hub.requests
 
 
+@pytest.mark.slow
 def test_somebody_else_pushes_meanwhile(hub: Hub, source: Path) -> None:
     hub.put("org/name", {"README.md": b"theirs"})
     fault = hub.fail("POST .*/commit/", "stall")

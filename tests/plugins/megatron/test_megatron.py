@@ -54,6 +54,7 @@ def below(opened: ckptkit.LazyCheckpoint, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): lazy.torch() for name, lazy in opened.items() if name.startswith(prefix)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tensor_parallel_ranks_are_joined_as_the_library_joins_them(made: Produced, variant: str) -> None:
     opened = ckptkit.open(made.root / variant / "legacy")

@@ -355,6 +355,7 @@ def started(made: Produced, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "strides" in TensorProperties.__dataclass_fields__,
     reason="megatron-core 0.16.1 reads no metadata under this torch, not even its own: it has no place for strides",

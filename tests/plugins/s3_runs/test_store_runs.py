@@ -89,6 +89,7 @@ def steps(entries: tuple[object, ...]) -> list[object]:
     return [getattr(entry, "step", None) for entry in entries]
 
 
+@pytest.mark.slow
 def test_the_same_rules_as_in_a_directory(either: Place, fill: Fill) -> None:
     fill(either, 1, 2, 3, 4, 10)
     before = keys(either)
@@ -105,6 +106,7 @@ def test_the_same_rules_as_in_a_directory(either: Place, fill: Fill) -> None:
     assert all(found.is_ok for found in ckptkit.verify(url_of(either)))
 
 
+@pytest.mark.slow
 def test_what_makes_it_visible_goes_first_and_the_claim_last(place: Place, fill: Fill) -> None:
     fill(place, 1, 2, producer=producers.accelerate)
     seen: list[tuple[set[str], bool]] = []
@@ -124,6 +126,7 @@ def test_what_makes_it_visible_goes_first_and_the_claim_last(place: Place, fill:
     assert steps_in(place) == {"ckpt-2"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ckptkit.checkpoints.checkpoint.LatestDiffers")
 def test_what_is_held_stays(place: Place, fill: Fill) -> None:
     fill(place, 1, 2, 3, 4, 5)
@@ -146,6 +149,7 @@ def test_what_is_held_stays(place: Place, fill: Fill) -> None:
         ckptkit.pin(f"{url_of(place)}/ckpt-3")
 
 
+@pytest.mark.slow
 def test_a_pin_that_comes_before_the_first_file_goes_is_seen(either: Place, fill: Fill) -> None:
     fill(either, 1, 2)
 
@@ -160,6 +164,7 @@ def test_a_pin_that_comes_before_the_first_file_goes_is_seen(either: Place, fill
     assert not any(CLAIM in key for key in keys(either))
 
 
+@pytest.mark.slow
 def test_a_pin_that_comes_later_is_refused_and_taken_back(
     place: Place, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +317,7 @@ def test_two_at_once_end_one_deletion_together(place: Place, fill: Fill) -> None
     assert steps_in(place) == {"ckpt-3"}
 
 
+@pytest.mark.slow
 def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: Produce, tmp_path: Path) -> None:
     fill(place, 1, 2)
     source = produce(producers.under_model).root
@@ -410,6 +416,7 @@ def wait_a_second() -> None:
     time.sleep(1.1)
 
 
+@pytest.mark.slow
 def test_a_training_keeps_by_its_rules_and_ends_what_died(place: Place) -> None:
     run = Run(url_of(place), keep_last=2)
     for step in (1, 2):

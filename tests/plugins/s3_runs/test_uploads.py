@@ -69,6 +69,7 @@ def names(done: PrunedUploads) -> set[str]:
     return {str(one.path).removeprefix("s3://").partition("/")[2] for one in done.stale}
 
 
+@pytest.mark.slow
 def test_what_did_not_end_is_listed_and_aborted(place: Place, source: Path) -> None:
     let_one_die(place, source)
     for key in ("run/ckpt-6/__0_0.distcp", "run-2/other.bin"):
@@ -103,6 +104,7 @@ def sorted_like(done: PrunedUploads, shown: PrunedUploads) -> tuple[object, ...]
     return done.stale
 
 
+@pytest.mark.slow
 def test_the_claim_goes_last(place: Place, source: Path) -> None:
     """Whatever fails before, the same command finds the upload again."""
     let_one_die(place, source)
@@ -119,6 +121,7 @@ def test_the_claim_goes_last(place: Place, source: Path) -> None:
     assert ckptkit.diff(source, place.url).is_equal
 
 
+@pytest.mark.slow
 def test_an_upload_that_was_aborted_under_way_shows_nothing(place: Place, source: Path) -> None:
     place.server.fail("PUT .*00002-of", first=lambda: prune_uploads(run_of(place), older=0, yes=True))
     with pytest.raises((IOFailure, Occupied)):  # its parts are gone, or its claim
@@ -158,6 +161,7 @@ def test_a_file_is_claimed_beside_it(place: Place, tmp_path: Path) -> None:
     assert place.files.find(f"{place.name}/run", refresh=True) == [f"{place.name}/run/ckpt-1/__0_0.distcp"]
 
 
+@pytest.mark.slow
 def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
     let_one_die(place, source)
     shown = cli("prune", "--uploads", run_of(place), "--older", "0s")

@@ -66,6 +66,7 @@ def test_what_is_saved_comes_back(place: Place, background: bool) -> None:
     assert all(part.is_ok for part in ckptkit.verify(f"{url_of(place)}/ckpt-3"))
 
 
+@pytest.mark.slow
 def test_a_save_that_died_is_in_nobodys_way(place: Place) -> None:
     trainee = Trainee.make("plain", seed=0)
     trainee.learn(1)
@@ -84,6 +85,7 @@ def test_a_save_that_died_is_in_nobodys_way(place: Place) -> None:
     assert not any(one.sent for one in place.server.requests)
 
 
+@pytest.mark.slow
 def test_what_others_left_is_not_replaced(place: Place, tmp_path: Path) -> None:
     trainee = Trainee.make("plain", seed=0)
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
