@@ -105,7 +105,7 @@ def test_a_run_is_listed_and_its_latest_checkpoint_taken(produce: Produce, bucke
         with suppress(threading.BrokenBarrierError):
             three.wait(timeout=30)
 
-    bucket.server.fail("GET .*prefix=run/ckpt", first=wait_for_others, times=6)
+    bucket.server.fail("GET .*prefix=run/ckpt", first=wait_for_others, times=3)
     found = list_run(f"{bucket.url}/run")
     assert bucket.server.most >= 3
     assert [(listed.step, listed.is_complete) for listed in found.checkpoints] == [(5, True), (10, True), (15, False)]
