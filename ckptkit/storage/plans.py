@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -144,6 +145,16 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
     if tuple(tensor.shape) != box.size:
         raise Mismatch(f"expected {list(box.size)} as in the plan, found {list(tensor.shape)}", tensor=name)
     return cast_without_loss(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
+
+
+def resolve_entry(item: WriteItem, planner: SavePlanner) -> memoryview:
+    """Return the bytes of a non-tensor entry. Raises `Unsupported` if Python cannot pickle it, such as a lambda."""
+    try:
+        data = planner.resolve_data(item)
+    except (PicklingError, AttributeError, TypeError) as error:
+        raise Unsupported(f"entry `{item.index.fqn}` cannot be saved: {error}") from error
+    assert not isinstance(data, Tensor)
+    return data.getbuffer()
 
 
 def cast_without_loss(tensor: Tensor, planned: DType, name: str) -> Tensor:

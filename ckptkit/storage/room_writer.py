@@ -41,6 +41,7 @@ from ckptkit.storage.plans import (
     PlannedWriter,
     completed_state_lines,
     plan_layout,
+    resolve_entry,
     resolve_tensor,
     spec_and_box_of_item,
     split_items,
@@ -86,9 +87,8 @@ class RoomWriter(PlannedWriter):
         super().__init__()
         self.room = to_local_path(os.fspath(room))
         self.sync = sync
-        get_writer(format)
         self._format = format
-        self._files = to_bytes(files, self.room)
+        self._files = to_bytes(files, self.room, get_writer(format))
         self._max_shard_size = max_shard_size
         self._tied = dict(tied or {})
         self._portions: tuple[Portion, ...] = ()  # set on the coordinator, from plan to finish
@@ -166,9 +166,7 @@ class RoomWriter(PlannedWriter):
         end = 0
         with OpenFiles(root, writable=True) as files:
             for item in items:
-                data = planner.resolve_data(item)
-                assert not isinstance(data, Tensor)
-                content = data.getbuffer()
+                content = resolve_entry(item, planner)
                 files[file].write_at(content, end)
                 blob = Blob(file, end, len(content), crc32=crc32(content))
                 results.append(WriteResult(item.index, len(content), blob))

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import Usage
+from ckptkit.formats import FormatWriter
 from ckptkit.io.file import read_small, require_plain_file_name
 from ckptkit.models.companions import dump_config
 
@@ -26,13 +28,17 @@ class Config(Protocol):
 SmallFile = bytes | str | Mapping[str, Any] | Path | Config
 
 
-def to_bytes(files: Mapping[str, SmallFile] | None, root: Path) -> dict[str, bytes]:
+def to_bytes(files: Mapping[str, SmallFile] | None, root: Path, writer: FormatWriter) -> dict[str, bytes]:
     """Return the content of each file: a `Path` is read, a dict or config becomes JSON. `root` is the destination.
 
-    Raises `Usage` for any other value, `Unsafe` for a name with path traversal.
+    Raises `Usage` for any other value and for a name that the checkpoint's own files have, `Unsafe` for a name with
+    path traversal.
     """
     for name in files or {}:
         require_plain_file_name(name, root)
+        if name == MANIFEST or writer.owns_file(name):
+            message = f"files[{name!r}]: the checkpoint has files of its own with such names"
+            raise Usage(message, hint="use another name")
     return {name: small_file_content(name, value) for name, value in (files or {}).items()}
 
 

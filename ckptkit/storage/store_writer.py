@@ -13,7 +13,6 @@ from functools import partial
 from itertools import chain
 from uuid import uuid4
 
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -25,6 +24,7 @@ from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.checkpoints.replaceable import marker_files_in_store
 from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
+from ckptkit.formats import get_writer
 from ckptkit.formats.dcp.read_metadata import METADATA, entries_file_name, tensors_file_name
 from ckptkit.formats.dcp.shards import ShardItem, bytes_around_data, checksum_of_items, lay_out, size_of_file
 from ckptkit.formats.dcp.write_metadata import dump_metadata
@@ -45,6 +45,7 @@ from ckptkit.storage.plans import (
     PlannedWriter,
     completed_state_lines,
     plan_layout,
+    resolve_entry,
     resolve_tensor,
     spec_and_box_of_item,
     split_items,
@@ -92,7 +93,7 @@ class StoreWriter(PlannedWriter):
     ) -> None:
         super().__init__()
         self.path = path
-        self._files = to_bytes(files, path)
+        self._files = to_bytes(files, path, get_writer(FORMAT))
         self._overwrite = overwrite
         self._takes_over = takes_over
         self._begun: RemotePath | None = None  # destination of this writer's unfinished save
@@ -108,8 +109,6 @@ class StoreWriter(PlannedWriter):
         planned = plan_layout(plans, self.path)
         items = {tensors_file_name(rank): lay_out_items(split_items(plan.items)[0]) for rank, plan in enumerate(plans)}
         sizes = {name: size_of_file(own_items) for name, own_items in items.items()}
-        for name in {*sizes, *map(entries_file_name, range(len(plans))), *_MARKS} & self._files.keys():
-            raise Usage(f"`{name}` is a file of the checkpoint itself", path=self.path, hint="give it another name")
         upload = uuid4().hex
         destination = open_destination(self.path, sizes, _MARKS, plan=upload)
         self._claim_destination(destination)
@@ -255,9 +254,7 @@ def send_entries(
     name = entries_file_name(task.rank)
     content = bytearray()
     for item in items:
-        data = planner.resolve_data(item)
-        assert not isinstance(data, Tensor)
-        data_view = data.getbuffer()
+        data_view = resolve_entry(item, planner)
         yield WriteResult(item.index, len(data_view), Blob(name, len(content), len(data_view), crc32=crc32(data_view)))
         content += data_view
     if items:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported
+from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.storage.plans import plan_layout
 from ckptkit.storage.room_writer import PieceWriter
@@ -133,7 +133,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path: Path) -> N
         ({"w": w.to_sparse()}, tmp_path / "out", {}, Unsupported, "w"),
         ({"w": w.to("meta")}, tmp_path / "out", {}, Unsupported, "w"),
         ({"w": w}, tmp_path / "taken", {}, Occupied, None),
-        ({"w": w}, tmp_path / "out", {"files": {"model.safetensors": b""}}, IOFailure, None),
+        ({"w": w, "f": lambda: 1}, tmp_path / "out", {"format": "dcp"}, Unsupported, None),
     ]
     for state, path, options, kind, name in cases:
         with pytest.raises(CheckpointException) as caught:
@@ -146,6 +146,9 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path: Path) -> N
         assert names_in(tmp_path) == {"taken"}
     with pytest.raises(Unsafe):
         Writer(tmp_path / "out", files={"../config.json": b""})
+    for to, file in (("hf", "model.safetensors"), ("dcp", ".metadata"), ("dcp", "__0_0.distcp"), ("hf", MANIFEST)):
+        with pytest.raises(Usage, match="own"):
+            Writer(tmp_path / "out", to, files={file: b""})
 
 
 @pytest.mark.parametrize("to", FORMATS)
