@@ -53,6 +53,7 @@ _DTYPES = {spelling: DTYPES[name] for name, spelling in SPELLINGS.items()}
 _RANK = {name: rank for rank, name in enumerate(SPELLINGS)}
 _OWN = re.compile("format$|DCP_")  # keys that describe the file, not the model
 _PACKED = "float4_e2m1fn_x2"  # torch counts two numbers as one element; the header counts numbers
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_header_chunks(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
@@ -178,7 +179,7 @@ def require_storable_spec(name: str, spec: Spec) -> None:
         raise Unsupported("safetensors cannot store a 0-d tensor of 4-bit numbers", tensor=name)
     if name == "__metadata__":
         raise Unsupported("safetensors reserves this name", tensor=name)
-    if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
+    if _SURROGATE.search(name):
         raise Unsupported("the name is not valid Unicode", tensor=name, hint="rename the tensor with --rename")
 
 

@@ -6,6 +6,7 @@ of a model may be wrapped, so a prefix may be anywhere in a name, and more than 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -150,7 +151,7 @@ INSIDE = (
 WRAPPERS = (DDP, *INSIDE)
 
 PROMPT = "prompt_embeddings"  # the only tensor that PEFT's prompt learning saves
-_ADAPTED = ("lora_", "base_model.", ".base_layer.", "trainable_tokens_delta", ".adapter.")
+_ADAPTED = re.compile(r"lora_|base_model\.|\.base_layer\.|trainable_tokens_delta|\.adapter\.")
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
 
 
@@ -195,4 +196,4 @@ def is_flat_name(name: str) -> bool:
 
 def may_be_adapted(names: Collection[str]) -> bool:
     """Return whether tensors of these names may belong to an adapter: a quick check without its config."""
-    return PROMPT in names or any(any(marker in name for marker in _ADAPTED) for name in names)
+    return PROMPT in names or any(map(_ADAPTED.search, names))

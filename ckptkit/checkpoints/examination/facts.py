@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -20,14 +21,16 @@ from ckptkit.errors import Corrupt, Unsafe, Unsupported
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import without_ddp, without_inner_prefixes
+from ckptkit.layout.wrappers import may_be_adapted, without_ddp, without_inner_prefixes
 from ckptkit.models.names.parameters import FLATTENED, split_flattened_key
 from ckptkit.models.names.weights import training_state_names
 
+_NUMBERED = re.compile(r"(.*?\b(?:layers|layer|h|blocks|block|experts))\.(\d+)\.(.+)")
 _STATE, _GROUPS = "state", "param_groups"
 _UNREADABLE = (Corrupt, Unsafe, Unsupported)  # `verify` reports such entries in more detail
 
 
+Members = Mapping[str, Mapping[int, Mapping[str, str]]]  # list of modules -> number -> rest of the path -> entry
 States = Mapping[str, Mapping[str, str]]  # parameter -> kind of state -> entry name
 
 
@@ -50,6 +53,19 @@ class Facts:
         training = training_state_names(self.layout)
         keys = {name: self.layout.key(name) for name in self.layout.tensors if name not in training}
         return {name: ".".join(map(str, key)) for name, key in keys.items() if _STATE not in key[:-1]}
+
+    @cached_property
+    def numbered_modules(self) -> Members:
+        """Return the tensors in each list of layers or experts, also nested; {} for an adapter: it has few layers."""
+        members: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+        if may_be_adapted(self.weights.values()):
+            return {}
+        for name, path in self.weights.items():
+            at = 0
+            while match := _NUMBERED.match(path, at):
+                members[path[: match.end(1)]][int(match[2])][match[3]] = name
+                at = match.start(3)
+        return members
 
     @cached_property
     def shapes_by_name(self) -> Mapping[str, set[Shape]]:

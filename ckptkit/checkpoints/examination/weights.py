@@ -13,7 +13,6 @@ from ckptkit.layout.wrappers import may_be_adapted
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
 _FEWEST_ALIKE = 3  # with fewer other layers, a layer that differs from them proves nothing
-_NUMBERED = re.compile(r"(.*?\b(?:layers|layer|h|blocks|block|experts))\.(\d+)\.(.+)")
 _EXPERTS = re.compile(r"(?:(.*)\.)?experts\.(.+)")
 _ROUTER = re.compile(r"(?:gate|router)(?:\.(?:gate|layer|linear|wg|proj|classifier))?\.weight|gate_weight")
 _MATRIX = 2  # dimensions of the weight of one expert
@@ -22,7 +21,6 @@ _EMBEDDING = re.compile(
     r"(?:(?:model|transformer|decoder|gpt_neox|language_model|text_model|backbone)\.)*"
     r"(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight"
 )  # below the module of the head: another part of the model may have an embedding of its own
-Members = Mapping[str, Mapping[int, Mapping[str, str]]]  # list of modules -> number -> rest of the path -> entry
 
 
 def find_empty_weights(facts: Facts) -> Iterator[Inconsistency]:
@@ -46,25 +44,12 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
     Members of an `nn.Sequential` without parameters leave gaps, too. So only modules that contain modules count, and
     only if most numbers are present.
     """
-    for above, numbered in numbered_modules(facts).items():
+    for above, numbered in facts.numbered_modules.items():
         missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
         has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
         if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
             numbers = f"{', '.join(map(str, missing[:4]))}{and_more(len(missing) - 4)}"
             yield Inconsistency("layer_gap", above, {"expected": max(numbered) + 1, "missing": numbers})
-
-
-def numbered_modules(facts: Facts) -> Members:
-    """Return the tensors in each list of layers or experts, also nested ones; {} for an adapter: it has few layers."""
-    members: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-    if may_be_adapted(facts.weights.values()):
-        return {}
-    for name, path in facts.weights.items():
-        at = 0
-        while match := _NUMBERED.match(path, at):
-            members[path[: match.end(1)]][int(match[2])][match[3]] = name
-            at = match.start(3)
-    return members
 
 
 def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
@@ -73,7 +58,7 @@ def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
     Some layers differ on purpose, and are left out: the first and the last one, a layer with a tensor that no other
     layer has, and a layer with several other shapes, such as full attention among windows.
     """
-    for above, numbered in numbered_modules(facts).items():
+    for above, numbered in facts.numbered_modules.items():
         if len(numbered) <= _FEWEST_ALIKE:
             continue
         for layer, odd in odd_tensors_by_layer(facts, numbered).items():
