@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from ckptkit import consolidate, convert, doctor, finalize, make_manifest, reshard, storage, verify
@@ -545,3 +546,16 @@ def test_an_empty_tensor_where_another_begins_is_not_damaged(tmp_path: Path) -> 
     torch.save({"a.empty": torch.zeros(0, 3), "b": torch.ones(4)}, tmp_path / "model.pt")
     consolidate(tmp_path / "model.pt", tmp_path / "out")
     assert all(part.is_ok for part in verify(tmp_path / "out"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_directory_of_checkpoints_without_steps_is_verified_with_all_their_components(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(64)}, "optimizer": {"state": {"w": {"exp_avg": torch.ones(64)}}}}
+    for name in ("first", "second"):
+        dcp.save(state, storage_writer=storage.Writer(tmp_path / name), no_dist=True)
+    assert len(verify(tmp_path)) == 4
+    (shard,) = (tmp_path / "second/training").glob("*.distcp")
+    flip(shard, shard.read_bytes().index(torch.ones(2).numpy().tobytes()) + 3)
+    assert [part.path for part in verify(tmp_path) if not part.is_ok] == [tmp_path / "second/training"]
+    shard.unlink()
+    assert [part.path for part in verify(tmp_path, fast=True) if not part.is_ok] == [tmp_path / "second/training"]
