@@ -27,6 +27,12 @@ class NumberKey(str):
         return self == "True" if self in ("True", "False") else int(self)
 
 
+class DTypeKey(str):
+    """A step of a key path for a dict whose key is a dtype or a tuple of them: `(torch.bfloat16, torch.float32)`."""
+
+    __slots__ = ()
+
+
 class TuplePlace(int):
     """A step of a key path to a member of a tuple, as opposed to a list."""
 

@@ -17,7 +17,7 @@ from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Blob, Chunk, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
+from ckptkit.layout import Blob, Chunk, DTypeKey, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
 from ckptkit.layout.box import full_box
 
 # Unflatten: a string in a key path is a key of a dict, an integer is an index of a list or tuple. Missing members of a
@@ -54,8 +54,8 @@ def build_nested(node: Tree | str, value_of: Callable[[str], Any]) -> Any:
         return value_of(node)
     positions = [step for step in node if isinstance(step, int)]
     if not positions:
-        steps = {step: step.number if isinstance(step, NumberKey) else step for step in node}
-        return with_integer_state_keys({steps[step]: build_nested(child, value_of) for step, child in node.items()})
+        nested = {dict_key_of(step): build_nested(child, value_of) for step, child in node.items()}
+        return with_integer_state_keys(nested)
     if len(positions) < len(node):
         at_index, at_key = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
         raise clash_error(at_index, first_name_below(at_key))
@@ -65,6 +65,26 @@ def build_nested(node: Tree | str, value_of: Callable[[str], Any]) -> Any:
         raise Unsupported(message, tensor=first_name_below(node))
     members = [build_nested(node[i], value_of) if i in node else None for i in range(length)]
     return tuple(members) if all(isinstance(step, TuplePlace) for step in positions) else members
+
+
+def dict_key_of(step: str | int) -> Any:
+    """Return the key of a dict that a step of a key path stands for."""
+    if isinstance(step, NumberKey):
+        return step.number
+    if isinstance(step, DTypeKey):
+        dtypes = tuple(Global(*name.rsplit(".", 1)) for name in step.strip("()").split(", "))
+        return dtypes if step.startswith("(") else dtypes[0]
+    return step
+
+
+def step_of_dict_key(key: Any) -> str | None:
+    """Return the step of a key path for the key of a dict; None for a key of an unsupported type."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int):
+        return NumberKey(key)
+    dtypes = key if isinstance(key, tuple) and len(key) > 1 else (key,)
+    return DTypeKey(key) if all(isinstance(dtype, Global) and dtype.module == "torch" for dtype in dtypes) else None
 
 
 def clash_error(node: Tree | str, name: str) -> Unsupported:
@@ -169,8 +189,9 @@ class Flattening:
     def find_children(self, value: Any) -> list[tuple[str | int, Any]] | None:
         """Return the members of a dict or list, each with its step of the key path; None for a single entry."""
         pairs = find_dict_items(value)
-        if pairs and all(isinstance(key, (str, int)) for key, _ in pairs):
-            return [(key if isinstance(key, str) else NumberKey(key), child) for key, child in pairs]
+        steps = [step for key, _ in pairs or () if (step := step_of_dict_key(key)) is not None]
+        if pairs and len(steps) == len(pairs):
+            return [(step, child) for step, (_, child) in zip(steps, pairs, strict=True)]
         if not is_list_to_flatten(value):
             return None
         return [(TuplePlace(i) if isinstance(value, tuple) else i, child) for i, child in enumerate(value)]

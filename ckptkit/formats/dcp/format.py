@@ -40,6 +40,7 @@ from ckptkit.formats.protocols import FormatWriter
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import (
+    DTypeKey,
     Extent,
     FileOffset,
     Layout,
@@ -74,10 +75,11 @@ class Dcp(FormatWriter):
         numbers = [
             name
             for name, way in ways.items()
-            if any(isinstance(step, NumberKey) and way[:i] not in optimizers for i, step in enumerate(way))
+            if any(isinstance(step, NumberKey | DTypeKey) and way[:i] not in optimizers for i, step in enumerate(way))
         ]
         if numbers:
-            yield f"integer keys become text in DCP, as torch writes them: `{numbers[0]}`{and_more(len(numbers) - 1)}"
+            what = "keys that are integers or dtypes become text in DCP, as torch writes them"
+            yield f"{what}: `{numbers[0]}`{and_more(len(numbers) - 1)}"
         tuples = [name for name, way in ways.items() if any(isinstance(step, TuplePlace) for step in way)]
         if tuples:
             yield f"tuples with tensors become lists in DCP: `{tuples[0]}`{and_more(len(tuples) - 1)}"

@@ -348,7 +348,7 @@ def walk_members(value: Any, members_of: Callable[[Any], Sequence[Any]] = member
 def require_cheap_hash(key: Any) -> None:
     """Raise `TypeError` for a dict key whose hash may take forever: nested tuples of shared tuples."""
     if isinstance(key, tuple):
-        if not all(isinstance(member, SCALARS) for member in key):
+        if not all(isinstance(member, (*SCALARS, Global)) for member in key):
             raise TypeError("key")
     elif not isinstance(key, (*SCALARS, Record, FlatInstance, Global)):
         raise TypeError("key")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ckptkit.errors import Unsupported
 from ckptkit.formats.pickles.inert_pickle import Dict, Global, PersistentId, Record
-from ckptkit.layout import NumberKey, TuplePlace
+from ckptkit.layout import DTypeKey, NumberKey, TuplePlace
 
 _i32, _u32, _f64 = Struct("<i"), Struct("<I"), Struct(">d")
 _SMALL_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -190,7 +190,7 @@ _P = Pickler
 _SAVES: Final[dict[type, Callable[[Pickler, Any], None]]] = {
     type(None): _P._save_none, bool: _P._save_boolean, int: _P._save_integer, float: _P._save_float,
     TuplePlace: _P._save_integer,
-    str: _P._save_string, NumberKey: _P._save_string, bytes: _P._save_bytes,
+    str: _P._save_string, NumberKey: _P._save_string, DTypeKey: _P._save_string, bytes: _P._save_bytes,
     tuple: _P._save_tuple, list: _P._save_list, dict: _P._save_dict, Dict: _P._save_dict,
     Global: _P._save_global, Record: _P._save_call, PersistentId: _P._save_persistent_id,
 }  # fmt: skip

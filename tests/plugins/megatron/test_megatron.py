@@ -285,7 +285,8 @@ def test_keys_beside_the_states_of_a_plain_optimizer_are_kept(tmp_path: Path) ->
     assert (found["scale"], found["ema"]) == (2.0, {"decay": 0.5})
 
 
-def test_buffers_of_a_shared_optimizer_are_carried_as_they_are(made: Produced, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), torch.bfloat16], ids=["tuple", "one"])
+def test_buffers_of_a_shared_optimizer_are_carried_as_they_are(made: Produced, tmp_path: Path, dtypes: object) -> None:
     root = copied(made, "swiglu", tmp_path)
     for rank in ("mp_rank_00", "mp_rank_01"):
         edit(
@@ -293,10 +294,10 @@ def test_buffers_of_a_shared_optimizer_are_carried_as_they_are(made: Produced, t
             lambda state: state.update(optimizer={"optimizer": {"param_groups": []}}),
         )
         torch.save(
-            {0: {"f": {"exp_avg": torch.arange(6.0)}}, "buckets_coalesced": True}, root / rank / "distrib_optim.pt"
+            {0: {dtypes: {"exp_avg": torch.arange(6.0)}}, "buckets_coalesced": True}, root / rank / "distrib_optim.pt"
         )
     opened = ckptkit.open(root)
-    assert torch.equal(opened["rank_state.1.distrib_optim.0.f.exp_avg"].torch(), torch.arange(6.0))
+    assert torch.equal(opened[f"rank_state.1.distrib_optim.0.{dtypes}.exp_avg"].torch(), torch.arange(6.0))
     assert_same(below(opened, "model."), whole(made, "swiglu"))
     assert consolidate(root, tmp_path / "out", names="keep").tensors == len(whole(made, "swiglu"))
 
