@@ -69,7 +69,7 @@ class Component:
 
     @property
     def is_model(self) -> bool:
-        return self.under is None and not is_other_component_name(self.place or self.path.name)
+        return self.under is None and not is_other_component_name(Path(self.place).name or self.path.name)
 
     @property
     def may_have_weights(self) -> bool:

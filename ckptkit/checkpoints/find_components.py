@@ -6,6 +6,7 @@ Looks at names and detects formats. Describes every other file by its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,11 +135,18 @@ def find_only_step_directory(path: Path, paths: Iterable[Path]) -> Path | None:
 
 
 def components_in_subdirectory(subdirectory: Path) -> list[Component]:
-    """Return the components in a subdirectory: itself, an optimizer's only file, or each of several state files."""
+    """Return the components in a subdirectory: itself with those beside it in it, or its state files."""
     reader = detect_format(subdirectory)
     if reader is not None:
         states = state_files_as_components(subdirectory, reader)
-        return states if len(states) > 1 else [Component(subdirectory.name, subdirectory, reader)]
+        if len(states) > 1:
+            return states
+        beside = [component for component in components_beside(subdirectory).values() if component]
+        above = subdirectory.name
+        return [
+            Component(above, subdirectory, reader),
+            *(replace(component, place=f"{above}/{component.place}") for component in beside),
+        ]
     names = names_in(subdirectory) if trainers.is_other_component_name(subdirectory.name) else []
     if len(names) != 1:
         return []

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,13 +246,7 @@ def verify_components(
 
     The first result lists the other files, without the `known` checkpoints.
     """
-    root = checkpoint.path
-    places = checkpoint.component_paths or [root]
-    if (
-        root not in places
-    ):  # directories in it, whose names have no step: each may be a checkpoint of several components
-        inside = (Checkpoint.at(place).component_paths or [place] for place in places)
-        places = list(dict.fromkeys(chain.from_iterable(inside)))
+    places, root = checkpoint.component_paths or [checkpoint.path], checkpoint.path
     results = [verify_path(path) for path in places]
     results[0] = replace(results[0], salvaged=read_account(root))
     unfinished = find_unfinished_error(root)
