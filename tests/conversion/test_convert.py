@@ -304,7 +304,7 @@ def test_dcp_has_text_and_lists_and_says_so(tmp_path: Path) -> None:
     save_typed(tmp_path)
     done = convert(tmp_path / "state.pt", tmp_path / "dcp", to="dcp", optimizer_keys="ids")
     assert done.notes == [
-        "integer keys become text in DCP, as torch writes them: `keyed.1` and 3 more",
+        "keys that are integers or dtypes become text in DCP, as torch writes them: `keyed.1` and 3 more",
         "tuples with tensors become lists in DCP: `tuples.pair.0` and 2 more",
     ]
     recorded = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().planner_data

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.checkpoints.component import Component
-from ckptkit.errors import Unsupported, Usage
+from ckptkit.errors import Caution, Mismatch, Unsupported, Usage
 from ckptkit.layout import Spec, StoredTensor, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand, Recipe
@@ -22,6 +22,7 @@ from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import read_quantization_config, without_quantization
 from ckptkit.state.quantized.find import Quantized, find_quantized, has_no_quantized_tensor
 from ckptkit.state.quantized.packed import dequantized_name, is_renamed_alike
+from ckptkit.state.quantized.signs import is_declared_quantized
 from ckptkit.state.selection import Edits, find_wanted_dtype
 from ckptkit.words import count
 
@@ -34,7 +35,8 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
     Raises `Unsupported` for an average of quantized weights, and for a second quantization.
     """
     asked = options.edits
-    is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
+    has_silent_config = model.companions.config is not None and not is_declared_quantized(model.config)
+    is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names or has_silent_config
     quantized = find_quantized_in(model.part, model.config) if is_concerned else None
     if options.weights and quantized is not None:
         message = f"the weights are quantized ({quantized.method}): ckptkit cannot average them without their scales"
@@ -46,6 +48,13 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
     chosen = weights_to_dequantize(quantized, model.weights, asked)
     if quantized is None or not chosen:
         require_scales_with_weights(quantized, model, asked)
+        if quantized is not None and has_silent_config:
+            message = f"config.json does not say that the weights are quantized ({quantized.method})"
+            message += ": loaders would take the stored numbers as they are"
+            if quantized.refusal is not None:  # ckptkit cannot dequantize these, and does not know what to declare
+                return model.with_remarks(Caution(message))
+            hint = "pass --dtype bf16 to dequantize them, or --base MODEL with `quantization_config` in its config.json"
+            raise Mismatch(message, path=model.part.path, hint=hint)
         return without_false_quantization(model)
     return dequantize_chosen(model, quantized, chosen)
 

@@ -362,3 +362,18 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
     for dtype in ((), "bf16"):
         with pytest.raises(Unsupported, match="separate them from their scales"):
             consolidate(root, tmp_path / "out", names="torchtitan", dtype=dtype)
+
+
+def test_a_config_that_does_not_declare_the_quantization_is_not_written_with_it(tmp_path: Path) -> None:
+    """Loaders would take the stored numbers for the weights: transformers computes something else without a word."""
+    weight = torch.ones(4, 8).to(E4M3)
+    root = written(tmp_path / "in", None, {"x.weight": weight, "x.weight_scale": torch.ones(4, 1)})
+    (root / "config.json").write_text('{"model_type": "none"}')
+    with pytest.raises(Mismatch, match="does not say that the weights are quantized") as refused:
+        consolidate(root, tmp_path / "out")
+    assert "--dtype bf16" in str(refused.value.hint)
+    assert not (tmp_path / "out").exists()
+    consolidate(root, tmp_path / "plain", dtype="bf16")
+    foreign = written(tmp_path / "foreign", None, FOREIGN["bitsandbytes in 8 bits"])
+    (foreign / "config.json").write_text('{"model_type": "none"}')
+    assert "does not say" in consolidate(foreign, tmp_path / "out").warnings[-1]
