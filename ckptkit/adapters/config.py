@@ -27,6 +27,7 @@ from ckptkit.models.companions import directories_to_search
 NAME = ADAPTER_CONFIG
 _LIMIT = 1 << 24  # bytes: the file may be hostile, so its size is bounded
 _MAX_RANK = 1 << 31
+_MAX_ALPHA = 1e30  # small enough for a float32 factor
 _MAX_REPEATS = 3  # in a pattern: the cost of a regex match grows with this power of the name's length
 _MAX_PATTERN = 500  # characters: bounds the time to compile and match a hostile pattern
 _SUPPORTED_KEYS = frozenset(
@@ -148,7 +149,9 @@ class AdapterConfig:
         """Return the factor of the product B A of a module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         alpha, rank = self.setting_for_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_usable_alpha(alpha):
-            raise Corrupt(f"alpha of `{module}`: expected a finite number, found {alpha!r}", path=self.path)
+            raise Corrupt(
+                f"alpha of `{module}`: expected a number below {_MAX_ALPHA:g}, found {alpha!r}", path=self.path
+            )
         return alpha / math.sqrt(rank) if self.bool_setting("use_rslora") else alpha / rank
 
     def setting_for_module(self, patterns: str, key: str, module: str, default: int) -> Any:
@@ -226,14 +229,17 @@ def config_bytes_for_inference(config: AdapterConfig) -> bytes:
 
 def is_usable_alpha(alpha: float) -> bool:
     """Return whether alpha is finite and small enough for a float32 factor."""
-    return abs(alpha) < 1e30
+    return abs(alpha) < _MAX_ALPHA
 
 
 def matches_module(pattern: str, module: str, path: Path) -> bool:
     """Return whether a pattern matches the end of a name. Raises `Unsupported` if it may take long, or `Corrupt`."""
     repeats = sum(pattern.count(sign) for sign in "*+{")
     if repeats > _MAX_REPEATS or len(pattern) > _MAX_PATTERN or re.search(r"\)[*+{]", pattern):
-        raise Unsupported(f"the pattern `{pattern[:60]}` could take long to match", path=path)
+        hint = "write the names of the modules in place of the pattern"
+        raise Unsupported(
+            f"ckptkit refuses the pattern `{pattern[:60]}`: matching it could take too long", path=path, hint=hint
+        )
     try:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
     except (re.error, OverflowError, RecursionError) as error:

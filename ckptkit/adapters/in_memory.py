@@ -20,6 +20,10 @@ from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.weights import Weights
 from ckptkit.state.names import collect_name_arguments
 
+_AS_IN_MEMORY = (
+    "pass a base that transformers saved with `save_pretrained(DIR, save_original_format=False)`, and --names keep"
+)
+
 
 class InMemoryLocation(NamedTuple):
     """The parameter in memory that contains a file's tensor, and the index of the tensor's first element in it."""
@@ -82,8 +86,7 @@ def translate_updates_to_files(merging: Merging, files: Layout) -> Merging:
             move_updates(merging, name, in_files, name, None)
         elif name not in reached:
             message = "the adapter changes this tensor, but the base's files store its elements in another order"
-            hint = "pass --names keep, and a base that was saved with the names in memory"
-            raise Unsupported(message, path=files.root, tensor=name, hint=hint)
+            raise Unsupported(message, path=files.root, tensor=name, hint=_AS_IN_MEMORY)
     return in_files
 
 
@@ -96,8 +99,8 @@ def move_updates(merging: Merging, name: str, target: Merging, new: str, start: 
         target.tensors[new] = merging.tensors[name]
         target.reach |= {new: merging.reach[name]} if name in merging.reach else {}
     elif begin is not None or name in merging.reach:
-        message = "the adapter changes the full tensor at once, but the base's files split it into several tensors"
-        raise Unsupported(message, path=merging.base.root, tensor=name)
+        message = "the adapter changes the full tensor, but the base's files split it into several tensors"
+        raise Unsupported(message, path=merging.base.root, tensor=name, hint=_AS_IN_MEMORY)
     else:
         steps = [SubBoxStep(step, start) for step in steps]
     if begin is not None:

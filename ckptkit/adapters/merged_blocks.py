@@ -130,11 +130,17 @@ class ExpertsProduct(Product):
         return result
 
 
+def not_finite_error(what: str) -> Corrupt:
+    """Return the error for infinite or NaN values in an adapter: its training diverged."""
+    hint = "run `ckptkit stats ADAPTER` to see which tensors have them, and pass an earlier adapter"
+    return Corrupt(f"{what} of the adapter has values that are infinite or NaN", hint=hint)
+
+
 def scaled_product(b: Array, a: Array, scaling: float) -> Array:
     """Return `scaling * b @ a`. Raises `Corrupt` for factors with infinite or NaN values."""
     for factor in (a, b):
         if not np.isfinite(factor).all():
-            raise Corrupt("a matrix of the adapter has values that are infinite or NaN")
+            raise not_finite_error("a matrix")
     if len(b) == 1:  # BLAS multiplies a vector with another routine, whose bits differ
         two: Array = scaled_product(np.repeat(b, 2, axis=0), a, scaling)
         return two[:1]
@@ -222,8 +228,11 @@ class DoraRescale:
         delta = self.product.delta(box, *factors)
         others = tuple(axis for axis in range(base.ndim) if axis != self.axis)
         lengths = np.sqrt(np.square(base + delta).sum(axis=others, keepdims=True))
-        if not (lengths.all() and np.isfinite(magnitude).all()):
-            raise Corrupt("weights of length 0, or magnitudes that are infinite or NaN: DoRA cannot divide by them")
+        if not lengths.all():
+            hint = "check that the adapter was trained on this base"
+            raise Corrupt("all weights of an output are 0: DoRA cannot divide by their length", hint=hint)
+        if not np.isfinite(magnitude).all():
+            raise not_finite_error("a magnitude vector")
         result: Array = magnitude.reshape(lengths.shape) / lengths * (values + delta)
         return result
 
@@ -242,7 +251,7 @@ class ScaledAddition:
     def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
         (added,) = inputs
         if not np.isfinite(added).all():
-            raise Corrupt("a tensor of the adapter has values that are infinite or NaN")
+            raise not_finite_error("a tensor")
         result: Array = values + added * added.dtype.type(self.scaling)
         return result
 

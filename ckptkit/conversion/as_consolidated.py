@@ -53,7 +53,8 @@ def open_as_consolidated(source: Source, options: Keywords, dst: Path) -> Consol
     if draft.recipes:
         name = min(draft.recipes)
         hint = f"run `ckptkit consolidate {checkpoint.path} OUT` first, and pass OUT"
-        raise Unsupported("the weights have to be computed first", path=checkpoint.path, tensor=name, hint=hint)
+        message = "expected a tensor of the checkpoint, found one that ckptkit computes (merged or dequantized)"
+        raise Unsupported(message, path=checkpoint.path, tensor=name, hint=hint)
     layout = replace(locate_all_chunks(draft.wanted), blobs={}, twins={}, keys={})
     return ConsolidatedView(checkpoint, conversion, layout)
 
