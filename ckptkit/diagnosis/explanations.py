@@ -31,7 +31,7 @@ _MAX_ENTRIES = 3  # in one finding
 _SIZE = re.compile(r"[0-9]+")
 _WORLD = re.compile(r"_world_size_([0-9]{1,7})_rank_")
 _OPERAND = re.compile(r"Unsupported operand ([0-9]+)")  # the first byte of a file that is not a pickle
-_NO_FILE = {"118": ", but a pointer of git-lfs: `git lfs pull` fetches it", "60": ", but a web page"}
+_NO_FILE = {"118": ": it is a git-lfs pointer; run `git lfs pull`", "60": ": it is a web page; download the file again"}
 _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: (.*)")
 
 
@@ -62,9 +62,11 @@ def explain_missing_keys(matched: MatchedMessage, target: LoadTarget) -> Iterato
     present = tuple(name for name in wanted if name not in renamed and name in raw)
     if present:
         where = (
-            f"under `{target.weights.dotted_prefix}`" if target.weights and target.weights.dotted_prefix else "on top"
+            f"under `{target.weights.dotted_prefix}`"
+            if target.weights and target.weights.dotted_prefix
+            else "at the top level"
         )
-        message = f"the checkpoint contains it, {where}: load that part of the checkpoint"
+        message = f"the checkpoint contains it {where}: load that part of the checkpoint"
         yield Finding("key", present[0], message, None, present)
     yield from (missing_tensor_finding(target, name) for name in wanted if name not in renamed and name not in raw)
 
@@ -128,7 +130,7 @@ def explain_tensor_instead_of_value(matched: MatchedMessage, target: LoadTarget)
     """Yield a finding if the entry is a tensor in the checkpoint but a plain value in the state to load into."""
     name = matched.parts[0].strip()
     if name in target.layout.tensors:
-        message = "the checkpoint has a tensor, and the state to load into a plain value"
+        message = "expected a plain value as in the state that you load into, found a tensor"
         if ".param_groups." in f".{name}":
             message += ": build the optimizer as it was built for the save, for example with `lr=torch.tensor(...)`"
         yield Finding("kind", name, message)
@@ -144,7 +146,10 @@ def explain_shape_mismatch(matched: MatchedMessage, target: LoadTarget) -> Itera
         message = f"expected {wanted[0]} rows as in the model, found {saved[0]}: one of the two is padded"
         yield Finding("vocabulary", name, message, rewrite_fix(target.checkpoint, vocab_size=wanted[0]))
     elif len(wanted) == 1 and len(saved) > 1:
-        message = f"expected {list(saved)}, found one axis of {wanted[0]} in the model: FSDP1 wrapped it for the load"
+        message = (
+            f"expected {list(saved)}, found {list(wanted)} in the model, FSDP1's flat parameter: load inside "
+            "`FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)`, or with `get_state_dict`"
+        )
         yield Finding("shape", name, message)
     else:
         message = f"expected {list(wanted)} as in the model, found {list(saved)}: check that it is the same model"

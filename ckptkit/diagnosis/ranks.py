@@ -35,9 +35,7 @@ def rank_count_findings(target: LoadTarget, wanted: int) -> Iterator[Finding]:
     reader = target.checkpoint.model_component.reader
     ranks = target.layout.world_size or target.checkpoint.world_size
     if ranks is not None and ranks != wanted and reader.is_bound_to_world_size(target.checkpoint.model_component.path):
-        message = (
-            f"saved by {count(ranks, 'rank')}: its own library loads it only with the same number, not with {wanted}"
-        )
+        message = f"the library that saved it loads it only with {count(ranks, 'rank')}, not with {wanted}"
         yield Finding("world_size", None, message, world_size_fix(target.checkpoint, wanted))
     path = target.checkpoint.path
     names = [name for name in names_in(path) if not is_optional_state(name)] if path.is_dir() else []
