@@ -146,7 +146,7 @@ class DeltaChain:
         different = [name for name, tensor in tensors.items() if sums.get(name) != tensor.crc32_base]
         if not different:
             return ": a tensor that the delta does not change differs"
-        return f": {len(different)} of {len(tensors)} tensors that it changes differ, such as `{different[0]}`"
+        return f": {len(different)} of {len(tensors)} tensors that the delta changes differ, such as `{different[0]}`"
 
     def check_specs(self, base: Layout) -> None:
         """Raise `Mismatch` unless the model has all changed tensors with the same dtypes and shapes."""

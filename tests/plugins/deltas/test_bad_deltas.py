@@ -110,7 +110,7 @@ def test_a_file_outside(made: tuple[Path, Path]) -> None:
 def test_another_base(made: tuple[Path, Path], tmp_path: Path) -> None:
     _, delta = made
     other = as_hf(tmp_path / "other", policy(torch.float32, seed=5))
-    refused(other, delta, Mismatch, r"expected base \w{12}, found \w{12}: 4 of 4 tensors that it changes differ")
+    refused(other, delta, Mismatch, r"expected base \w{12}, found \w{12}: 4 of 4 tensors that the delta changes differ")
     near = as_hf(tmp_path / "near", updated(policy(torch.float32), {"layers.0.up.bias": 1}))
     refused(near, delta, Mismatch, "a tensor that the delta does not change differs")
     with pytest.raises(Mismatch, match="the delta is applied already"):

@@ -194,7 +194,7 @@ def test_what_is_refused_changes_nothing(tmp_path: Path, states: list[State]) ->
     before = files(other)
     with pytest.raises(Mismatch, match=r"expected a delta of base .*, found 3 deltas of others"):
         apply_in_place(other, root)
-    with pytest.raises(Mismatch, match="4 of 4 tensors that it changes differ"):
+    with pytest.raises(Mismatch, match="4 of 4 tensors that the delta changes differ"):
         apply_in_place(other, root / "c")
     assert files(other) == before
     (root / "a" / "delta-00001-of-00001.safetensors").write_bytes(b"")
