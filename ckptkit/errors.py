@@ -158,6 +158,12 @@ class Usage(CkptError):
     code, exit_code = "usage", 2
 
 
+def choose_from(names: Iterable[str]) -> str:
+    """Return the hint for an unknown name: `use a`, or `use one of a, b`."""
+    known = list(names)
+    return f"use {known[0]}" if len(known) == 1 else f"use one of {', '.join(known)}"
+
+
 def too_small_error(name: str, least: float, found: object) -> Usage:
     """Return the error for an option or argument `name` below its minimum."""
     return Usage(f"--{name.replace('_', '-')}: expected {least} or more, found {found}")

@@ -40,7 +40,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: ckptkit.estimate("8b", world_size=8, gpu_memory="80 potatoes"), "expected a size, found `80 potatoes`"),
     (lambda: ckptkit.push("out", None), "`repo_id`: expected str, found None"),  # type: ignore[arg-type]
     (lambda: ckptkit.train("run", steps="5"), "steps: expected a whole number, found '5'"),
-    (lambda: ckptkit.train("run", stepz=5), "unknown setting `stepz` .hint: use one of steps"),
+    (lambda: ckptkit.train("run", stepz=5), "unknown setting `stepz` .hint: use steps"),
     (lambda: Checkpoint.open(None), "`source`: expected str, Path or Checkpoint, found None"),  # type: ignore[arg-type]
     (lambda: Run(None), "`root`: expected str or Path, found None"),  # type: ignore[arg-type]
     (lambda: Run("run", keep_last="3"), r"`keep_last`: expected int or None, found '3' \(str\)"),  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_numbers_of_numpy_and_dtypes_of_torch_are_taken(tmp_path: Path) -> None:
 
 def test_best_metric_that_no_checkpoint_has_deletes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_best="los:min")
-    with pytest.warns(UserWarning, match="no checkpoint has a finite metric `los` .hint: use one of loss"):
+    with pytest.warns(UserWarning, match="no checkpoint has a finite metric `los` .hint: use loss"):
         run.save(1, nn.Linear(2, 2), metrics={"loss": 1.0})
     with pytest.warns(UserWarning, match="was not deleted"):
         run.save(2, nn.Linear(2, 2), metrics={"loss": 2.0})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import Corrupt, Usage, too_small_error
+from ckptkit.errors import Corrupt, Usage, choose_from, too_small_error
 from ckptkit.io.file import read_small
 from ckptkit.runs.keeper import protections_of
 from ckptkit.runs.readers import Readers, readers_in
@@ -148,7 +148,7 @@ def require_known_metric(root: Path, complete: Sequence[SavedCheckpoint], policy
     """Raise `Usage` if no checkpoint has the metric of `best`, because a typo would delete all but the newest."""
     if policy.best and complete and not best_checkpoints_by(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
-        hint = f"use one of {', '.join(known)}" if known else "drop --keep-best, or save checkpoints with metrics"
+        hint = choose_from(known) if known else "drop --keep-best, or save checkpoints with metrics"
         raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.errors import Usage, choose_from, translate_os_errors
 from ckptkit.io.destination import require_multi_process_store
 from ckptkit.io.file import read_small
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
@@ -225,7 +225,7 @@ def parse_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[
     """
     for name in values.keys() - train_settings().keys():
         near = get_close_matches(name, train_settings())
-        raise Usage(f"unknown setting `{name}`", path=path, hint=f"use one of {', '.join(near or train_settings())}")
+        raise Usage(f"unknown setting `{name}`", path=path, hint=choose_from(near or train_settings()))
     return {name: parse_setting(name, value, path) for name, value in values.items()}
 
 

@@ -206,7 +206,7 @@ def test_a_metric_that_no_checkpoint_has_is_a_slip(produce: Produce, tmp_path: P
         place(produce, tmp_path / f"ckpt-{step}", {"loss": step})
     with pytest.raises(Usage, match="no checkpoint has a finite metric `los`") as raised:
         prune(tmp_path, keep_best="los:min", yes=True)
-    assert raised.value.hint == "use one of loss"
+    assert raised.value.hint == "use loss"
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt-1", "ckpt-2"}
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.errors import Usage, choose_from, translate_os_errors
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.outline import outline_of
@@ -233,7 +233,7 @@ def require_keys(table: Mapping[str, Any], known: tuple[str, ...], what: str) ->
     """Raise `Usage` for an unknown key."""
     unknown = next((key for key in table if key not in known), None)
     if unknown is not None:
-        hint = f"use one of {', '.join(known)}" if known else "remove the key"
+        hint = choose_from(known) if known else "remove the key"
         raise Usage(f"{what} does not have a key `{unknown}`", hint=hint)
 
 
