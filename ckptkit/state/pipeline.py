@@ -229,9 +229,19 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, notes
         return
     parts = ", ".join(f"{number}/{theirs['--part']}" for number in parts_done[:8])
     name = different[0]
-    message = f"parts {parts} were made with other options: {name}: expected {theirs.get(name)}, found {ours[name]}"
+    expected, found = describe_option(name, theirs.get(name)), describe_option(name, ours[name])
+    message = f"parts {parts} of an unfinished output have other options: {name}: expected {expected}, found {found}"
     hint = f"pass the same sources and options; to start over, delete {notes_directory.parent}"
     raise Occupied(message, path=conversion.output, hint=hint)
+
+
+def describe_option(name: str, value: Any) -> str:
+    """Return the value of an option in a key, as users pass it."""
+    if name == "--part":
+        return f"I/{value}" if value > 1 else "none"
+    if isinstance(value, list):
+        return ", ".join(describe_option("", one) for one in value) or "none"
+    return str(value)
 
 
 def options_in_key(key: bytes) -> dict[str, Any]:

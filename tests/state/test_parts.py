@@ -153,10 +153,10 @@ def test_a_changed_source_is_begun_anew(large: Path, tmp_path: Path) -> None:
     [
         (
             {"dtype": "bf16", "part": "2/2"},
-            "parts 1/2 were made with other options: dtype: expected [], found ['bf16']",
+            "parts 1/2 of an unfinished output have other options: dtype: expected none, found bf16",
         ),
-        ({"part": "2/3"}, "parts 1/2 were made with other options: part: expected 2, found 3"),
-        ({}, "parts 1/2 were made with other options: part: expected 2, found 1"),
+        ({"part": "2/3"}, "parts 1/2 of an unfinished output have other options: part: expected I/2, found I/3"),
+        ({}, "parts 1/2 of an unfinished output have other options: part: expected I/2, found none"),
     ],
 )
 def test_parts_are_not_discarded_for_other_options(
