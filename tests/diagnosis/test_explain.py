@@ -195,7 +195,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "a pointer of git-lfs"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "it is a git-lfs pointer"),
         (b"<!doctype html>", "a web page"),
         (bytes(5000), "only zeros"),
         (b"", "the file is empty"),
