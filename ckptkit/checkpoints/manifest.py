@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.problems import join_first_names
-from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsupported, warn
+from ckptkit.errors import RESTORE, CheckpointWarning, CkptError, Corrupt, Incomplete, Unsupported, warn
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.file import find_stored_sum, is_existing_path, read_small, require_plain_file_name
@@ -211,7 +211,7 @@ def explain_deleted_metadata(error: CkptError, root: Path) -> CkptError:
     if manifest is None or not manifest.files.keys() >= set(lost):
         return error
     message = f"{', '.join(f'`{name}`' for name in lost)} is missing: it was deleted after the save ({NAME} lists it)"
-    hint = f"restore the file from a copy{f', or {error.hint}' if error.hint else ''}"
+    hint = f"{RESTORE}{f', or {error.hint}' if error.hint else ''}"
     return Incomplete(message, path=error.path, files=names, hint=hint)
 
 

@@ -169,8 +169,13 @@ def require_described_tensors(layout: Layout, form: Form, found_in: str) -> None
     missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
     if missing:
         rule = find_prefix_rule(missing, layout.tensors)
-        hint = f"--rename '{rule}'" if rule else f"the checkpoint has {join_few_names(sorted(layout.tensors))}"
         number, total = len(missing), len(needed)
+        hint = "check that config.json belongs to this model, and that no file of the checkpoint is missing"
+        if rule:
+            hint = f"--rename '{rule}'"
+        elif number == total:
+            names = join_few_names(sorted(layout.tensors))
+            hint = f"pass --rename 'REGEX=>TEXT' for each name that differs: the checkpoint has {names}"
         message = f"missing: the checkpoint lacks {number} of {total} tensors of the config.json in {found_in}"
         raise Mismatch(message, path=layout.path, tensor=missing[0], hint=hint)
     for name, shape in form.shapes.items():

@@ -306,8 +306,8 @@ def test_all_files_of_a_rank_are_named(produce: Produce, tmp_path: Path) -> None
         (root / f"{kind}_world_size_3_rank_1.pt").unlink()
     for messages in ([problem.message for problem in one(root).problems], [f.message for f in doctor(root).findings]):
         assert len(messages) == 2
-        assert "like `model_world_size_3_rank_0.pt` are missing: of rank 1; 13 tensors" in messages[0]
-        assert "like `optim_world_size_3_rank_0.pt` are missing: of rank 1; 26 tensors" in messages[1]
+        assert "like `model_world_size_3_rank_0.pt` are missing, for rank 1; 13 tensors" in messages[0]
+        assert "like `optim_world_size_3_rank_0.pt` are missing, for rank 1; 26 tensors" in messages[1]
 
 
 def test_of_a_last_rank_only_the_tensors_tell(produce: Produce, tmp_path: Path) -> None:

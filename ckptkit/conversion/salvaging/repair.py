@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, check_metadata_checksums
-from ckptkit.checkpoints.manifest import Manifest
+from ckptkit.checkpoints.manifest import Manifest, explain_deleted_metadata
 from ckptkit.checkpoints.replicas import find_differing_copies
 from ckptkit.conversion.salvaging.copies import Faults, replace_lost_by_replicas, replace_lost_from_copy
 from ckptkit.engine.visit import byte_range_of_chunk, find_damaged_ranges, nbytes_to_check
@@ -89,7 +89,7 @@ def survey_structure_and_locate(layout: Layout) -> tuple[Survey, Layout]:
         damage.entries[str(name)] = error
     for name, i, chunk in chunks_with_bytes(located):
         if chunk.wrapper is not None:
-            unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
+            unknown = Corrupt("the zip entry of this tensor cannot be read", path=layout.root / chunk.path)
             damage.chunks[name, i] = reported_by_place.get((name, chunk.offset), unknown)
     return damage, located
 
@@ -169,12 +169,13 @@ def repair_checkpoint(
     for component in checkpoint.components:
         try:
             parts.append(repair_component(component, other, faults, survey))
-        except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
+        except (Corrupt, IOFailure, Mismatch, Unsupported) as caught:
+            error = explain_deleted_metadata(caught, component.path)
             if component is model:
                 if not isinstance(error, Mismatch):  # a mismatch already has a hint about --fill-from
                     hint = RESTORE if error.hint == DAMAGED else error.hint
                     error.hint = f"nothing can be salvaged without it{f': {hint}' if hint else ''}"
-                raise
+                raise error from None
             faults.unnamed.append(Fault.of(error.blame(path=component.path)))
             faults.places.append(component.path)
     faults.unnamed += [Fault("no known format", path) for path in checkpoint.strange]

@@ -330,6 +330,6 @@ def metadata_by_rank(path: Path) -> dict[int, Path]:
             "no `.metadata`: the save did not finish",
             path=path,
             files=[METADATA],
-            hint=f"use an older checkpoint, or run `ckptkit reshard` with --salvage --fill-from OLDER; {ELSEWHERE}",
+            hint=f"{ELSEWHERE}, or run `ckptkit reshard` with --salvage --fill-from OLDER, an older checkpoint",
         )
     return dict(sorted(ranks.items()))

@@ -31,6 +31,7 @@ from ckptkit.words import natural_sort_key
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_COPY = f"copy the missing files here, or {ELSEWHERE}"
 _SUFFIX = ".safetensors"
 _INDEX = f"{_SUFFIX}.index.json"
 _NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
@@ -234,8 +235,8 @@ def find_missing_number(pattern: str, numbers: set[int], last: int, path: Path) 
     missing = next(number for number in count(1) if number not in numbers)
     if missing > last:
         return None
-    message = f"`{pattern.format(missing)}` of {last} files is missing"
-    return Incomplete(message, path=path, hint=f"check whether every rank finished its save; {ELSEWHERE}")
+    message = f"`{pattern.format(missing)}` is missing: expected numbers 1 to {last}, found {len(numbers)} of them"
+    return Incomplete(message, path=path, hint=_COPY)
 
 
 def two_exports_error(path: Path, other: str) -> Corrupt:
@@ -291,7 +292,7 @@ def read_indexed_files(path: Path, described_by: str, present: set[str], report:
     missing = [name for name in names if name not in present]
     if missing:
         message = f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}"
-        report(Incomplete(message, path=path, files=missing))
+        report(Incomplete(message, path=path, files=missing, hint=_COPY))
     available = [name for name in names if name in present]
     return IndexedFiles(path, available, index, missing, described_by=described_by)
 

@@ -123,7 +123,7 @@ def check_ranks_have_files(files: RankFiles, report: Report) -> None:
         name = next(iter(by_rank.values()))
         if missing:
             ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            message = f"{len(missing)} of {files.world} files like `{name}` are missing: of rank {ranks_text}"
+            message = f"{len(missing)} of {files.world} files like `{name}` are missing, for rank {ranks_text}"
             names = [files.file_name_of(kind, rank) for rank in missing]
             report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=names, ranks=missing))
         if len(by_rank) > files.world:
