@@ -83,8 +83,12 @@ def is_optimizer(layout: Layout, name: str) -> bool:
 Tie = tuple[str, ...]  # names of the same tensor
 
 
-def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping[str, str]) -> list[Tie]:
+def find_ties(
+    layout: Layout, config: Mapping[str, Any] | None, weights: Mapping[str, str]
+) -> tuple[list[Tie], str | None]:
     """Return the groups of names with the same byte ranges, and the head that `config` ties to the embedding.
+
+    Also returns a remark on a head that `config` ties although it differs from the embedding, or was not compared.
 
     `weights` maps the model's names to the checkpoint's; the checkpoint may lack the head. If it has the head, its
     bytes are read and must equal the embedding's. Scalars never count as tied: a whole parameter group may share one
@@ -100,24 +104,26 @@ def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping
     embedding = find_embedding(weights) if config and has_tied_head(config) else None
     if embedding is not None:
         head = (weights.get(HEAD, HEAD), weights[embedding])
-        if not any(set(head) <= set(tie) for tie in ties) and (
-            head[0] not in stored or have_equal_bytes(layout, *head)
-        ):
+        if not any(set(head) <= set(tie) for tie in ties):
+            if head[0] in stored and (why := find_reason_not_equal(layout, *head)):
+                return ties, f"config.json ties `{head[0]}` to `{head[1]}`, but {why}"
             ties.append(head)
-    return ties
+    return ties, None
 
 
-def have_equal_bytes(layout: Layout, name: str, other: str) -> bool:
-    """Return whether two tensors have the same bytes; False if they are in a store, or cannot be read."""
+def find_reason_not_equal(layout: Layout, name: str, other: str) -> str | None:
+    """Return why two tensors do not count as equal; None if they have the same bytes."""
     if is_remote(layout.root):
-        return False
+        return "ckptkit did not compare their bytes, because they are in a store"
     from ckptkit.models.fit import require_equal_tied  # deferred: imports the engine, which is rarely needed
 
     try:
         require_equal_tied(layout, name, other)
-    except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
-        return False
-    return True
+    except Mismatch:
+        return "they differ"
+    except (Corrupt, IOFailure, Unsafe, Unsupported) as error:
+        return f"ckptkit could not compare them: {error.message}"
+    return None
 
 
 def group_tensors_by(
@@ -208,7 +214,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     model = checkpoint.model_component
     weights = find_model_tensor_names(model)
     quantized = inspect_quantized_if_any(model)
-    ties = find_ties(model.layout, find_model_config(model.path), weights)
+    ties, tie_remark = find_ties(model.layout, find_model_config(model.path), weights)
     layout = locate_all_chunks(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
     return Inspected(
         layout,
@@ -228,11 +234,11 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         quantized,
         read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
         tuple(checkpoint.unread_files),
-        tuple(remarks_on_checkpoint(checkpoint, ties)),
+        tuple(remarks_on_checkpoint(checkpoint, tie_remark)),
     )
 
 
-def remarks_on_checkpoint(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
+def remarks_on_checkpoint(checkpoint: Checkpoint, tie_remark: str | None) -> Iterator[str]:
     """Yield remarks: it is one of several files, its steps differ, or a tied head differs from the embedding."""
     if part := find_partial_file_error(checkpoint):
         yield part.message
@@ -241,10 +247,8 @@ def remarks_on_checkpoint(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterat
     named, noted = checkpoint.step_in_name, checkpoint.recorded_step
     if named is not None and noted not in (None, named) and not has_epoch_only(checkpoint.path):
         yield f"the name contains step {named:,}, but the checkpoint records step {noted:,}"
-    weights = find_model_tensor_names(checkpoint.model_component)
-    head, config = weights.get(HEAD), find_model_config(checkpoint.model_component.path)
-    if head and config and has_tied_head(config) and not any(head in tie for tie in ties):
-        yield f"config.json ties `{head}` to the embedding, but their bytes differ or were not read"
+    if tie_remark:
+        yield tie_remark
 
 
 def inspect_adapters_if_any(model: Component) -> tuple[InspectedAdapter, ...]:
