@@ -60,7 +60,7 @@ def find_partial_file_error(checkpoint: Checkpoint) -> Unsupported | None:
     if siblings and not is_joined:
         names = f"{', '.join(siblings[:_NAMES_SHOWN])}{and_more(len(siblings) - _NAMES_SHOWN)}"
         which = f"one of {len(siblings)}" if len(siblings) > 1 else "one of several"
-        hint = f"{JOIN}; if this one has all of the model, rename a copy of it"
+        hint = f"{JOIN}; if this file has the full model, copy it under a name without a number"
         return partial_file_error(checkpoint, file, f"this is {which}: {names}", hint)
     return None
 

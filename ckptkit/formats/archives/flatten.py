@@ -15,7 +15,7 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
-from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
+from ckptkit.formats.pickles.tensor_calls import OR_EXCLUDE, as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, DTypeKey, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
 from ckptkit.layout.box import full_box
@@ -212,7 +212,7 @@ class Flattening:
         try:
             located = locate_storage_of(as_tensor_record(value), self.entries)
         except CkptError as error:
-            error.hint = error.hint and "save a plain dense tensor instead"
+            error.hint = error.hint and error.hint.removesuffix(OR_EXCLUDE)
             raise
         dtype, shape = located.tensor.dtype, located.tensor.shape
         return StoredTensor(Spec(dtype, shape), (located.as_chunk(full_box(shape), self.path),))

@@ -63,6 +63,7 @@ _HOLDERS = {
     "BitNetTrainingLinearWeight": "_data",
 }
 _WRAPPING = ("torchao", "transformer_engine")  # packages of tensor classes, which are never imported
+OR_EXCLUDE = ", or drop the entry with --exclude"
 _MADE_ANEW = "._make_in_reduce_ex"  # the function with which Transformer Engine rebuilds a tensor
 _TORCH_NAMES = frozenset(
     [
@@ -159,7 +160,10 @@ def as_tensor_record(value: object) -> TensorRecord:
             what = f"a tensor subclass, `{str(call.of).removesuffix(_MADE_ANEW)}`"
         if isinstance(call, Record) and call.of == REBUILD_OF_TYPE and len(call.args) > 1:
             what += f", `{call.args[1]}`"
-        raise Unsupported(f"the entry holds {what}", hint="save a plain dense tensor, or drop the entry with --exclude")
+        hint = f"save a plain dense tensor{OR_EXCLUDE}"
+        if is_subclass(call, "DTensor", "torch.distributed"):
+            hint = "pass the directory with the files of all ranks, or save `tensor.full_tensor()`"
+        raise Unsupported(f"the entry holds {what}", hint=hint)
     return parse_rebuild(call)
 
 

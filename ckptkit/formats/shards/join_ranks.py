@@ -42,7 +42,7 @@ def require_join_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
     """Return the rule for a tensor. Raises `Unsupported` without a rule: ckptkit does not guess."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
-        hint = "report the tensor's name; to open one rank's file, rename a copy of it"
+        hint = "report the tensor's name as an issue; to open one rank's file, copy it under a name without a number"
         raise Unsupported(f"there is no rule for how the tensor is split over {ranks} ranks", tensor=name, hint=hint)
     return found
 
@@ -57,7 +57,9 @@ def join_by_rule(shards: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor
         if shard.spec.dtype != first.dtype or replace_sizes_at(shard.spec.shape, rule.axis, 1, ()) != rest:
             raise Corrupt(f"expected a tensor that fits {first} of another rank, found {shard.spec}")
     if len(first.shape) <= rule.axis:
-        raise Corrupt(f"expected a tensor that ranks split along axis {rule.axis}, found {first}")
+        raise Corrupt(
+            f"expected at least {rule.axis + 1} axes, because the ranks split axis {rule.axis}; found {first}"
+        )
     sections = zip(*(split_sections(shard, rule.axis, rule) for shard in shards), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))

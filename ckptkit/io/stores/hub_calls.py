@@ -18,6 +18,8 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe
 from ckptkit.io.stores.hub import make_hub_client
 from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
 
+_AGAIN = "run the same command again"
+
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
@@ -63,10 +65,10 @@ def require_repository(repo_id: str, revision: str) -> HubRepository:
     files = {}
     for file in info.siblings or ():
         if file.size is None or file.blob_id is None:
-            raise Corrupt(f"the Hub does not say what `{file.rfilename!a}` is", path=info.id)
+            raise Corrupt(f"the Hub returned no size or id of the file `{file.rfilename!a}`", path=info.id, hint=_AGAIN)
         files[file.rfilename] = HubFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
     if info.sha is None:
-        raise Corrupt("the Hub does not say which commit this is", path=info.id)
+        raise Corrupt("the Hub returned no commit id", path=info.id, hint=_AGAIN)
     return HubRepository(info.id, info.sha, bool(info.private), files)
 
 
