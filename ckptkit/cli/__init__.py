@@ -86,7 +86,7 @@ def main() -> None:
     try:
         from ckptkit.cli.commands import app
 
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(standalone_mode=False, prog_name="ckptkit"))
     except (CkptError, OSError, MemoryError, SystemError, ImportError) as error:
         from ckptkit.cli.output import print_error
 
