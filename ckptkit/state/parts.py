@@ -78,7 +78,7 @@ class Piece:
         written = frozenset(chosen.names).difference(lost)
         if options.changes_names:
             unused = (written - chosen.blobs.keys()) - names_with_bytes_in(chosen, chosen.tensors, sources)
-            dropped |= dict.fromkeys(unused, f"{options.names} names cannot express this tensor")
+            dropped |= dict.fromkeys(unused, f"no name in `{options.names}`")
             written -= unused
         return Entries.of(layout, written, dropped)
 

@@ -90,7 +90,7 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
         for new, olds in named_tensors.came_from.items()
     }
     named = replace(layout, tensors=named_tensors.tensors, blobs={}, keys={}, twins={})
-    why = f"{asked.names} names cannot express this tensor"
+    why = f"no name in `{asked.names}`"
     left_out = {**weights.left_out, **dict.fromkeys(weights.origins_of(named_tensors.unplaced), why)}
     notes = notes_on_translation(weights.layout, change, named_tensors, asked.config, vocabulary)
     notes += warn_of_contradictions(weights.whole, change, asked)
@@ -124,7 +124,8 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     here = change.here if change else None
     dropped = {name for name, step in last_steps.items() if here and here.is_unknown_to_hub(step)}
     if dropped:
-        notes.append(f"dropped {count(len(dropped), 'entry')} under old names of layers, such as `{min(dropped)}`")
+        what = f"{count(len(dropped), 'non-tensor entry')} of layers"
+        notes.append(f"dropped {what} for which `{asked.names}` has no name, such as `{min(dropped)}`")
     return edits.select_entries(named, lambda name: name not in dropped), notes
 
 
@@ -247,7 +248,7 @@ def notes_on_translation(
         tensors, unplaced = count(len(uses), "tensor"), translated.unplaced
         notes.append(f"translated {tensors} from the names of {old} to {len(translated.came_from)} of {new}")
         if unplaced:
-            what = f"{count(len(unplaced), 'tensor')} that {new} does not have"
+            what = f"{count(len(unplaced), 'tensor')} for which {new} has no name"
             notes.append(f"dropped {what}, such as `{unplaced[0]}`")
     return notes
 
@@ -304,10 +305,10 @@ def check_layer_numbers(present: Iterable[int], wanted: int, extra: int, name: s
     numbers = set(present)
     missing = next((number for number in range(wanted) if number not in numbers), None)
     if missing is not None:
-        message = f"missing: expected {wanted} of them (config.json), found {len(numbers)}"
+        message = f"missing: expected numbers 0 to {wanted - 1} (config.json), found {len(numbers)} of them"
         raise Mismatch(message, path=path, tensor=name.format(missing))
     if max(numbers) >= wanted + extra:
-        message = f"expected only {wanted} of them (config.json), found this one too"
+        message = f"expected numbers 0 to {wanted - 1} (config.json), found this one too"
         raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
 
 

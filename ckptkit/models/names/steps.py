@@ -233,7 +233,7 @@ class FlatFront:
         """Return the two extents that the first axis is split into."""
         count, extent = sizes[self.symbol], tensor.spec.shape[0]
         if extent % count:
-            raise Mismatch(f"expected rows of {count} {self.symbol}, found {extent} rows")
+            raise Mismatch(f"expected a multiple of {count} rows (number of {self.symbol}), found {extent}")
         return count, extent // count
 
 

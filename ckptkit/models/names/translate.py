@@ -172,7 +172,9 @@ def combine(rule: DirectedRule, by_place: Found, numbers: Numbers, sizes: Sizes)
         return names, rule.step(tensors, sizes)
     except IndexError:  # a step needs an axis that the tensor does not have
         shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
-        raise Mismatch(f"found shape {shapes}: an axis that the rule needs is missing", tensor=names[0]) from None
+        raise Mismatch(
+            f"expected more axes, to convert the tensor to other names; found shape {shapes}", tensor=names[0]
+        ) from None
     except CkptError as error:
         raise error.blame(tensor=names[0]) from None
 

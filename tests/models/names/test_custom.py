@@ -221,7 +221,7 @@ def test_an_axis_that_a_tensor_has_not(tmp_path: Path) -> None:
     hub = saved(config_of("llama"), tmp_path / "hub")
     torch.save(own_of(hub) | {"last_norm.weight": torch.ones(1, HIDDEN, 1)}, tmp_path / "own.pt")
     text = TABLE.replace('hub = "model.norm.weight"', 'hub = "model.norm.weight"\nstep = {transposed = [0, 5]}')
-    with pytest.raises(Mismatch, match=r"found shape \[1, 32, 1\]: an axis that the rule needs is missing") as caught:
+    with pytest.raises(Mismatch, match=r"expected more axes, .*; found shape \[1, 32, 1\]") as caught:
         ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", base=tmp_path / "hub", map=table_in(tmp_path, text))
     assert caught.value.tensor == "last_norm.weight"
 

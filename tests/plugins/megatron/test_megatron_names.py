@@ -134,7 +134,7 @@ def test_states_of_layers_are_left_out_and_said(made: Produced, tmp_path: Path) 
     source = save(tmp_path / STEP, state)
     done = ckptkit.consolidate(source, tmp_path / "out", base=str(made.root / "llama"))
     assert any(
-        note.startswith("dropped 1 tensor that the Hub does not have, such as `decoder.layers.0.self")
+        note.startswith("dropped 1 tensor for which the Hub has no name, such as `decoder.layers.0.self")
         for note in done.notes
     )
 
@@ -193,11 +193,31 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
         "expected 40 (config.json), found 48 along axis 0",
         change_config(intermediate_size=20),
     ),
-    "experts": ("mixtral", Mismatch, "expected 8 of them (config.json), found 6", change_config(num_local_experts=8)),
-    "fewer experts": ("mixtral", Mismatch, "expected only 5 of them", change_config(num_local_experts=5)),
+    "experts": (
+        "mixtral",
+        Mismatch,
+        "expected numbers 0 to 7 (config.json), found 6 of them",
+        change_config(num_local_experts=8),
+    ),
+    "fewer experts": (
+        "mixtral",
+        Mismatch,
+        "expected numbers 0 to 4 (config.json), found this one too",
+        change_config(num_local_experts=5),
+    ),
     "expert size": ("qwen3_moe", Mismatch, "expected 44", change_config(moe_intermediate_size=22)),
-    "layers": ("mixtral", Mismatch, "expected 3 of them (config.json), found 2", change_config(num_hidden_layers=3)),
-    "fewer layers": ("qwen3_moe", Mismatch, "expected only 1 of them", change_config(num_hidden_layers=1)),
+    "layers": (
+        "mixtral",
+        Mismatch,
+        "expected numbers 0 to 2 (config.json), found 2 of them",
+        change_config(num_hidden_layers=3),
+    ),
+    "fewer layers": (
+        "qwen3_moe",
+        Mismatch,
+        "expected numbers 0 to 0 (config.json), found this one too",
+        change_config(num_hidden_layers=1),
+    ),
     "vocabulary": (
         "llama",
         Mismatch,
