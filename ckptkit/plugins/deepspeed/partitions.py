@@ -131,7 +131,7 @@ def parameter_group_indices(settings: list[dict[str | int, Any]], count: int) ->
     lists = [require_type(group.get("params"), list, "params") for group in settings]
     listed = sorted(require_count(number, "params") for numbers in lists for number in numbers)
     if listed != list(range(count)):
-        raise Corrupt(f"expected {count} buffers, found {listed[:8]} in the parameter groups")
+        raise Corrupt(f"expected numbers 0 to {count - 1} in the parameter groups, each once; found {listed[:8]}")
     group_of = {number: i for i, numbers in enumerate(lists) for number in numbers}
     return [group_of[number] for number in range(count)]
 

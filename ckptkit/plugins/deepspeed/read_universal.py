@@ -51,7 +51,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
             known.update({name: full_shape(model, name, shape) for name, shape in group.items()})
     expert = next((name for group in shapes for name in group if find_name_around_number(name)), None)
     if expert is not None:
-        message = "expected an expert's number in the model, found its number on one rank, which several experts share"
+        message = "expected an expert's number in the full model, found its number on one rank, which other ranks reuse"
         raise Unsupported(message, path=root / tag, tensor=expert)
     gathering = Gathering()
     described = {model.path for model in models}
@@ -217,7 +217,7 @@ def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Seq
             ]
             if any(number >= len(shapes) for number in numbers):
                 raise Corrupt(
-                    f"expected {len(shapes)} buffers (`param_shapes`), found {numbers[:8]} in the parameter groups"
+                    f"expected numbers below {len(shapes)} (`param_shapes`) in a parameter group, found {numbers[:8]}"
                 )
             gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
         for number, named in enumerate(shapes):

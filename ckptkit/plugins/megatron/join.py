@@ -43,7 +43,9 @@ def with_current_row_order(tensor: StoredTensor, local: str, version: float, hea
     fused = 3 if match[1] == "query_key_value" else 2
     width, remainder = divmod(tensor.spec.shape[0], fused * heads)
     if remainder:
-        raise Corrupt(f"expected {fused} x {heads} heads to divide the rows, found {tensor.spec.shape[0]} rows")
+        raise Corrupt(
+            f"expected a multiple of {fused * heads} rows ({fused} x {heads} heads), found {tensor.spec.shape[0]}"
+        )
     extents, order = ((fused, heads, width), (1, 0, 2)) if version == 0 else ((heads, width, fused), (0, 2, 1))
     split = axes.split_axis(tensor, 0, extents)
     moved = axes.permute_axes(split, (*order, *range(3, len(split.spec.shape))))
@@ -113,7 +115,7 @@ def global_index(numbers: range, text: str) -> int:
     local = parse_index(text)
     if local >= len(numbers):
         raise Corrupt(
-            f"expected {len(numbers)} layers or experts, as the first of these ranks has, found number {local}"
+            f"expected numbers of layers or experts below {len(numbers)}, as on the first rank, found {local}"
         )
     return numbers[local]
 

@@ -73,7 +73,7 @@ def join_rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mappin
         return require_join_rule(name, _RULES, ranks)
     second = next((spec for layer in _SECOND if (spec := specs.get(f"{match[1]}{layer}.weight{match[2]}"))), None)
     if second is None or len(second.shape) != 2:
-        message = "the shape of the next layer says whether this layer is gated, and the next layer is missing"
+        message = f"{' or '.join(_SECOND)} is missing, whose shape shows whether this layer is gated"
         raise Unsupported(message, tensor=name)
     rows, inner = specs[name].shape[0], second.shape[1]
     if rows not in (inner, 2 * inner):
@@ -91,12 +91,13 @@ def join_rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, h
     """
     out, bias = others
     if out is None or bias is None or len(out.shape) != 2 or len(bias.shape) != 1:
-        raise Unsupported("the shapes of out_proj and dt_bias say where its parts begin, and one of these is missing")
+        raise Unsupported("out_proj or dt_bias is missing, whose shapes show where the parts of this tensor begin")
     (inner, heads) = out.shape[1], bias.shape[0]
     front, back = ((inner, inner), (heads,)) if has_gates else ((inner,), ())
     states, odd = divmod(rows - sum(front) - sum(back), 2)
     if odd or states < 0:
-        raise Corrupt(f"expected rows of {inner} channels and {heads} heads, found {rows}")
+        least = sum(front) + sum(back)
+        raise Corrupt(f"expected {least} rows ({inner} channels, {heads} heads) and an even number more, found {rows}")
     return JoinRule(0, extents=(*front, states, states, *back))
 
 

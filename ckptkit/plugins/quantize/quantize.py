@@ -231,8 +231,10 @@ def quantization_recipes(
         matrix = Matrix(Operand(number, name, spec.dtype), rows, columns)
         grid = Grid(*scheme.box_shape(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
-            rows_found = f"{grid.rows} rows of {count(columns, 'number')}"
-            message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {rows_found}"
+            size = (
+                f"{grid.rows} rows of {count(columns, 'number')} ({grid.rows * columns * spec.dtype.itemsize:,} bytes)"
+            )
+            message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes, found {size}"
             raise Unsupported(message, path=source.root, tensor=name)
         recipes[name], recipes[scales] = (
             recipe_for_any_tensor(QuantizedValues(matrix, grid)),

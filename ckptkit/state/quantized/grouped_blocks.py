@@ -175,7 +175,7 @@ class TwoLevels(Factors):
     def _factors(self, blocks: Sequence[memoryview]) -> Array:
         scales, level = scales_as_float32(self.operands[0], blocks[0]), scales_as_float32(self.operands[1], blocks[1])
         if not (np.isfinite(level).all() and (level > 0).all()):
-            worst = f"expected a scale in `{self.operands[1].name}`, found {level[0]:g}"
+            worst = f"expected a finite scale above 0 in `{self.operands[1].name}`, found {level[0]:g}"
             raise Corrupt(worst, hint="run `ckptkit verify`: these bytes may belong to another tensor")
         with np.errstate(over="ignore"):
             combined: Array = scales / level if self._divides else scales * level

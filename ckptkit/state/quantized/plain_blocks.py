@@ -133,7 +133,7 @@ def check_scale_factors(factors: Array, name: str, most: float) -> None:
     if factors.size and not (factors.min() >= 0 and factors.max() <= limit):
         worst = factors[~((factors >= 0) & (factors <= limit))][0]
         hint = "run `ckptkit verify`: these bytes may belong to another tensor"
-        raise Corrupt(f"expected a scale in `{name}`, found {worst:g}", hint=hint)
+        raise Corrupt(f"expected scales from 0 to {limit:g} in `{name}`, found {worst:g}", hint=hint)
 
 
 def check_zeros(values: Array, factors: Array, name: str) -> None:

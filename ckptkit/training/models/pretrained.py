@@ -57,7 +57,10 @@ class Pretrained:
         kinds = set(getattr(model, "_no_split_modules", None) or ())
         blocks = list(outermost_modules_of(model, kinds))
         if not blocks:
-            raise Unsupported(f"transformers names no blocks of a `{self.config.model_type}`", path=self.directory)
+            message = (
+                f"transformers does not name the transformer blocks of a `{self.config.model_type}`, which FSDP wraps"
+            )
+            raise Unsupported(message, path=self.directory, hint="use another model")
         return blocks
 
     @torch.no_grad()
@@ -98,7 +101,8 @@ class Pretrained:
             return logits
         if "position_ids" not in signature(self._skeleton.forward).parameters:
             hint = "pass data that is one document, or use another model"
-            raise Unsupported(f"a `{self.config.model_type}` does not accept positions", path=self.directory, hint=hint)
+            message = f"a `{self.config.model_type}` does not accept `position_ids`, which packed documents need"
+            raise Unsupported(message, path=self.directory, hint=hint)
         # many families do not derive the attention masks from positions
         shape = torch.empty(*positions.shape, 0, device=positions.device)
         # config, embeddings, attention mask, cache (whose name changed in transformers 5.24), positions

@@ -157,8 +157,8 @@ def with_a_row_less(model: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_output, "out_proj and dt_bias say where its parts begin"),
-        (with_a_row_less, "expected rows of 32 channels and 2 heads, found 77"),
+        (without_output, "out_proj or dt_bias is missing"),
+        (with_a_row_less, r"expected 66 rows \(32 channels, 2 heads\) and an even number more, found 77"),
     ],
 )
 def test_ranks_whose_shapes_do_not_tell_are_refused(

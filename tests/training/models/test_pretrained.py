@@ -171,8 +171,16 @@ LINEAR_ATTENTION = GROUPED | {
 @pytest.mark.parametrize(
     ("kind", "shape", "reason"),
     [
-        ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256}, "does not accept positions"),
-        ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256}, "does not accept positions"),
+        (
+            "BloomConfig",
+            {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256},
+            "does not accept `position_ids`",
+        ),
+        (
+            "MambaConfig",
+            {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256},
+            "does not accept `position_ids`",
+        ),
         ("Lfm2Config", GROUPED | {"layer_types": ["conv", "full_attention"]}, "see each other"),
         ("Qwen3NextConfig", LINEAR_ATTENTION, "see each other"),
     ],
