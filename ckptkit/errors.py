@@ -20,8 +20,8 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -280,6 +280,16 @@ class Unsafe(CkptError):
     """A path outside its directory, a link, a device, or a source inside the destination."""
 
     code, exit_code = "unsafe", 5
+
+
+@contextmanager
+def errors_naming(*, path: str | os.PathLike[str] | None = None, tensor: str | None = None) -> Iterator[None]:
+    """Fill in the file or the tensor of a `CkptError` that is raised inside the block, unless it is already known."""
+    try:
+        yield
+    except CkptError as error:
+        error.blame(path=path, tensor=tensor)
+        raise
 
 
 def with_torch_hint(error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more, first_of
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout.box import Box
@@ -171,7 +171,7 @@ def describe_lost_names(account: Mapping[str, Any]) -> str:
     """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
     entries = [entry for entry in account.get("lost") or () if isinstance(entry, dict)]
     names = [f"`{entry.get('name') or entry.get('path')}`" for entry in entries]
-    return f"{', '.join(names[:_NAMES_SHOWN])}{and_more(len(names) - _NAMES_SHOWN)}"
+    return first_of(names, _NAMES_SHOWN)
 
 
 def describe_account(account: Mapping[str, Any]) -> str:

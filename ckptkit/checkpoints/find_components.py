@@ -14,7 +14,7 @@ from ckptkit import trainers
 from ckptkit.checkpoints.component import MODEL, Component
 from ckptkit.checkpoints.evidence import read_json_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.errors import Unsupported, and_more
+from ckptkit.errors import Unsupported, first_of
 from ckptkit.formats import (
     FormatReader,
     detect_format,
@@ -312,10 +312,7 @@ def describe_not_copied(files: Iterable[LeftBehind], verb: str) -> list[str]:
     names: dict[str, dict[str, None]] = {}
     for left in files:
         names.setdefault(left.why, {})[left.name] = None  # several sources may have the same file: list it once
-    return [
-        f"{verb}: {', '.join(list(names_left)[:6])}{and_more(len(names_left) - 6)} ({why})"
-        for why, names_left in names.items()
-    ]
+    return [f"{verb}: {first_of([*names_left], 6)} ({why})" for why, names_left in names.items()]
 
 
 def unused_files(
@@ -331,7 +328,7 @@ def unused_files(
         step = find_step_of_path(path)
         is_unused = not any(path in used_path.parents for used_path in used)
         is_folder = path.is_dir() and not path.is_symlink()
-        if trainers.is_module_change_directory(path.name) and is_unused:
+        if path.name in trainers.module_change_directories() and is_unused:
             yield LeftBehind(path, CHANGES, name)
         elif path in components and path.is_dir() and is_unused:
             yield LeftBehind(path, TRAINING if trainers.is_other_component_name(path.name) else WEIGHTS, name)

@@ -175,8 +175,6 @@ def read_manifest(root: Path) -> Manifest | None:
         files = {name: FileSum.from_json(record) for name, record in value["files"].items()}
         tensors = {name: int(record["crc32"], 16) for name, record in value["tensors"].items()}
         source = value["source"]
-    except CkptError as error:
-        raise error.blame(path=path) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         hint = "run `ckptkit manifest` to make a new one: it reads every byte first"
         raise Corrupt("another version of ckptkit wrote the manifest", path=path, hint=hint) from error

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, and_more
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, first_of
 from ckptkit.formats.rank_names import (
     JOIN,
     has_number,
@@ -58,10 +58,9 @@ def find_partial_file_error(checkpoint: Checkpoint) -> Unsupported | None:
         siblings = [file.name]
     is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns_file, siblings))
     if siblings and not is_joined:
-        names = f"{', '.join(siblings[:_NAMES_SHOWN])}{and_more(len(siblings) - _NAMES_SHOWN)}"
         which = f"one of {len(siblings)}" if len(siblings) > 1 else "one of several"
         hint = f"{JOIN}; if this file has the full model, copy it under a name without a number"
-        return partial_file_error(checkpoint, file, f"this is {which}: {names}", hint)
+        return partial_file_error(checkpoint, file, f"this is {which}: {first_of(siblings, _NAMES_SHOWN)}", hint)
     return None
 
 
@@ -131,8 +130,7 @@ def find_partial_file_doubt(checkpoint: Checkpoint) -> str | None:
     if may_be_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "the file name contains a rank number"
     elif series and all(has_same_tensors(checkpoint, file.parent / name) for name in (series[0], series[-1])):
-        names = f"{', '.join(series[:_NAMES_SHOWN])}{and_more(len(series) - _NAMES_SHOWN)}"
-        why = f"{names} have the same tensors and shapes"
+        why = f"{first_of(series, _NAMES_SHOWN)} have the same tensors and shapes"
     else:
         return None
     return f"{why}, and nothing shows whether this file has the full model or only a part"

@@ -18,7 +18,16 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.other_kinds import find_known_kind, find_other_kind
-from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
+from ckptkit.errors import (
+    Corrupt,
+    Mismatch,
+    NotACheckpoint,
+    Occupied,
+    Unsupported,
+    and_more,
+    first_of,
+    translate_os_errors,
+)
 from ckptkit.formats import is_main_file
 from ckptkit.io.file import destination_exists_error, list_children, names_in
 from ckptkit.io.path import drop_cached_listing
@@ -55,7 +64,7 @@ def check_replaceable(dst: Path, output_files: Iterable[str] = (), *, output_is_
             str(path.relative_to(dst)) for path in unknown_entries(dst, known, output_is_training=output_is_training)
         ]
     if unknown:
-        named = ", ".join(unknown[:_MOST_NAMED]) + and_more(len(unknown) - _MOST_NAMED)
+        named = first_of(unknown, _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)

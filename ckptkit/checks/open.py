@@ -18,7 +18,7 @@ from ckptkit.checkpoints.several_disks import Others
 from ckptkit.checks.tree import Branch, fold_tree
 from ckptkit.conversion.build_model import build_model, choose_model_components
 from ckptkit.engine.read import SharedRuns, read_box
-from ckptkit.errors import CkptError, Mismatch
+from ckptkit.errors import Mismatch, errors_naming
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Box
@@ -255,11 +255,8 @@ class LazyTensor:
         return 1, 0
 
     def _convert(self, made: Callable[..., Loaded]) -> Loaded:
-        try:
-            data = self.checkpoint.read(self.name, self.view.box)
-            return made(data, self.spec.dtype, self.spec.shape)
-        except CkptError as error:
-            raise error.blame(tensor=self.name) from None
+        with errors_naming(tensor=self.name):
+            return made(self.checkpoint.read(self.name, self.view.box), self.spec.dtype, self.spec.shape)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> LazyTensor:
         return replace(self, view=self.view.indexed_by(index))

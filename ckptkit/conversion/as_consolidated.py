@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.convert import draft_conversion
-from ckptkit.errors import Mismatch, Unsupported, and_more
+from ckptkit.errors import Mismatch, Unsupported, first_of
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
@@ -94,8 +94,8 @@ def require_same_specs(one: ConsolidatedView, two: ConsolidatedView) -> None:
         (two.path, one.path, sorted(after.keys() - before.keys())),
     ):
         if names:
-            shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
-            message = f"expected the tensors of {other}, found others: {shown}{and_more(len(names) - _SHOWN)}"
+            shown = first_of([f"`{name}`" for name in names], _SHOWN)
+            message = f"expected the tensors of {other}, found others: {shown}"
             hint = "pass two checkpoints of one model; `ckptkit diff` shows what both contain"
             raise Mismatch(message, path=path, hint=hint)
     for name, spec in before.items():

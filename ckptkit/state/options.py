@@ -209,9 +209,7 @@ class ConvertOptions:
             require_known_family_name(self.names, self.table)
         if self.part not in (None, RANK):
             parse_part(self.part)
-        for one in CONTRADICTIONS:
-            if one.holds(self):
-                raise Usage(one.message.format(to=self.to), hint=one.hint)
+        refuse_contradictions(self)
         _ = self.order
 
     @property
@@ -279,151 +277,81 @@ CHOICES: dict[str, Collection[str]] = {
 }
 
 
-class Contradiction(NamedTuple):
-    """Options that contradict each other or the format, which the message calls `{to}`."""
-
-    holds: Callable[[ConvertOptions], object]
-    message: str
-    hint: str
-
-
-CONTRADICTIONS = (
-    Contradiction(
-        lambda asked: asked.world_size is not None and not asked.writer.is_sharded,
-        "--world-size has no effect: `{to}` is the same for any number of ranks",
-        "drop --world-size",
-    ),
-    Contradiction(
-        lambda asked: asked.under and asked.writer.is_model_only,
-        "--under: the weights of a Hugging Face model cannot be under a key",
-        "add a prefix with --rename '^=>KEY.'",
-    ),
-    Contradiction(
-        lambda asked: asked.optimizer_keys and asked.writer.is_model_only,
-        "--optimizer-keys has no effect: a Hugging Face model has no optimizer",
-        "drop --optimizer-keys",
-    ),
-    Contradiction(
-        lambda asked: asked.optimizer_order is not None and asked.writer.is_model_only,
-        f"{ORDER} has no effect: a Hugging Face model has no optimizer",
-        f"drop {ORDER}",
-    ),
-    Contradiction(
-        lambda asked: asked.complete_optimizer and (asked.writer.is_model_only or asked.merge),
-        "--complete-optimizer has no effect: the output has no optimizer",
-        "drop --complete-optimizer",
-    ),
-    Contradiction(
-        lambda asked: asked.max_shard_size != DEFAULT_SHARD_SIZE and not asked.writer.is_model_only,
-        "--max-shard-size has no effect: `{to}` does not write safetensors files",
-        "drop --max-shard-size",
-    ),
-    Contradiction(
-        lambda asked: asked.adapter_config and not (asked.merge or asked.writer.is_model_only),
-        "--adapter-config has no effect: `{to}` copies adapters unchanged",
-        "drop --adapter-config, or pass --merge",
-    ),
-    Contradiction(
-        lambda asked: asked.to == ADAPTER and asked.merge,
-        "--merge cannot be combined with --to adapter: a merged model is not an adapter",
-        "drop --merge, or pass --to hf",
-    ),
-    Contradiction(
-        lambda asked: asked.experts and (asked.merge or not asked.writer.is_model_only),
-        "--experts has no effect: the output is not an adapter",
-        "pass --to adapter, or drop --experts",
-    ),
-    Contradiction(
-        lambda asked: asked.experts_layout and not (asked.merge or asked.experts),
-        "--experts-layout has no effect without --merge or --experts",
-        "pass --merge or --experts, or drop --experts-layout",
-    ),
-    Contradiction(
-        lambda asked: asked.merge and asked.changes_names,
-        "--merge cannot be combined with --names, --map or --vocab-size: they would change the base first",
-        "merge first, then consolidate the result with --names, --map or --vocab-size",
-    ),
-    Contradiction(
-        lambda asked: asked.text_only and not asked.is_for_hub,
-        "--text-only writes a Hugging Face model under the Hub's names only",
-        "run `ckptkit consolidate SRC OUT --text-only` first, then convert OUT",
-    ),
-    Contradiction(
-        lambda asked: asked.text_only and (asked.merge or asked.from_base or asked.vocab_size),
-        "--text-only cannot be combined with --from-base, --merge or --vocab-size",
-        "consolidate with the other options first, then consolidate the result with --text-only",
-    ),
-    Contradiction(
-        lambda asked: asked.from_base and asked.base is None,
-        "--from-base copies tensors of --base, but --base is missing",
-        "pass --base MODEL",
-    ),
-    Contradiction(
-        lambda asked: asked.from_base and not asked.is_for_hub,
-        "--from-base writes a Hugging Face model under the Hub's names only",
-        "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, then convert OUT",
-    ),
-    Contradiction(
-        lambda asked: asked.from_base and asked.merge,
-        "--from-base cannot be combined with --merge or --quantize",
-        "consolidate with --merge first, then consolidate the result with --from-base",
-    ),
-    Contradiction(
-        lambda asked: asked.from_base and asked.quantize,
-        "--from-base cannot be combined with --merge or --quantize",
-        "consolidate with --from-base first, then consolidate the result with --quantize",
-    ),
-    Contradiction(
-        lambda asked: asked.from_base and asked.weights,
-        "--from-base cannot be combined with an average",
-        "average first, then consolidate the result with --from-base",
-    ),
-    Contradiction(
-        lambda asked: asked.weights and asked.quantize,
-        "ckptkit does not quantize an average",
-        "average first, then run `ckptkit consolidate MEAN OUT --quantize`",
-    ),
-    Contradiction(
-        lambda asked: asked.exclude_quantize and asked.quantize is None,
-        "--exclude-quantize does nothing without --quantize",
-        "add --quantize",
-    ),
-    Contradiction(
-        lambda asked: asked.quantize and not asked.writer.is_model_only,
-        "--quantize: `{to}` cannot store quantized weights",
-        "run `ckptkit consolidate SRC OUT --quantize` instead",
-    ),
-    Contradiction(
-        lambda asked: asked.quantize and asked.merge,
-        "ckptkit does not merge and quantize in one step",
-        "merge first, then consolidate the result with --quantize",
-    ),
-    Contradiction(
-        lambda asked: asked.quantize and asked.names not in (None, HUB),
-        "--names cannot be combined with --quantize: loaders of quantized weights look for the Hub's names",
-        "drop --names",
-    ),
-    Contradiction(
-        lambda asked: asked.fill_from is not None and not asked.salvage,
-        "--fill-from is only for damaged checkpoints, with --salvage",
-        "pass --salvage too",
-    ),
-    Contradiction(
-        lambda asked: asked.salvage and asked.part is not None,
-        "--salvage runs in one process only",
-        "drop --part, and reshard the result in parts",
-    ),
-    Contradiction(
-        lambda asked: asked.salvage and (asked.merge or asked.weights or asked.quantize),
-        "--salvage allows no other changes",
-        "salvage the checkpoint first, then convert the result",
-    ),
-    Contradiction(
-        lambda asked: asked.base and not (asked.writer.is_model_only or asked.merge or asked.changes_names),
-        "--base has no effect: ckptkit does not compare `{to}` with a config.json",
-        "drop --base",
-    ),
-)
+def refuse_contradictions(asked: ConvertOptions) -> None:  # noqa: C901, PLR0912, PLR0915 - one list
+    """Raise `Usage` for options that contradict each other or the format."""
+    to, is_for_model = asked.to, asked.writer.is_model_only
+    if asked.world_size is not None and not asked.writer.is_sharded:
+        raise Usage(f"--world-size has no effect: `{to}` is the same for any number of ranks", hint="drop --world-size")
+    if asked.under and is_for_model:
+        message = "--under: the weights of a Hugging Face model cannot be under a key"
+        raise Usage(message, hint="add a prefix with --rename '^=>KEY.'")
+    if asked.optimizer_keys and is_for_model:
+        message = "--optimizer-keys has no effect: a Hugging Face model has no optimizer"
+        raise Usage(message, hint="drop --optimizer-keys")
+    if asked.optimizer_order is not None and is_for_model:
+        raise Usage(f"{ORDER} has no effect: a Hugging Face model has no optimizer", hint=f"drop {ORDER}")
+    if asked.complete_optimizer and (is_for_model or asked.merge):
+        raise Usage("--complete-optimizer has no effect: the output has no optimizer", hint="drop --complete-optimizer")
+    if asked.max_shard_size != DEFAULT_SHARD_SIZE and not is_for_model:
+        message = f"--max-shard-size has no effect: `{to}` does not write safetensors files"
+        raise Usage(message, hint="drop --max-shard-size")
+    if asked.adapter_config and not (asked.merge or is_for_model):
+        message = f"--adapter-config has no effect: `{to}` copies adapters unchanged"
+        raise Usage(message, hint="drop --adapter-config, or pass --merge")
+    if asked.to == ADAPTER and asked.merge:
+        message = "--merge cannot be combined with --to adapter: a merged model is not an adapter"
+        raise Usage(message, hint="drop --merge, or pass --to hf")
+    if asked.experts and (asked.merge or not is_for_model):
+        message = "--experts has no effect: the output is not an adapter"
+        raise Usage(message, hint="pass --to adapter, or drop --experts")
+    if asked.experts_layout and not (asked.merge or asked.experts):
+        message = "--experts-layout has no effect without --merge or --experts"
+        raise Usage(message, hint="pass --merge or --experts, or drop --experts-layout")
+    if asked.merge and asked.changes_names:
+        message = "--merge cannot be combined with --names, --map or --vocab-size: they would change the base first"
+        raise Usage(message, hint="merge first, then consolidate the result with --names, --map or --vocab-size")
+    if asked.text_only and not asked.is_for_hub:
+        message = "--text-only writes a Hugging Face model under the Hub's names only"
+        raise Usage(message, hint="run `ckptkit consolidate SRC OUT --text-only` first, then convert OUT")
+    if asked.text_only and (asked.merge or asked.from_base or asked.vocab_size):
+        hint = "consolidate with the other options first, then consolidate the result with --text-only"
+        raise Usage("--text-only cannot be combined with --from-base, --merge or --vocab-size", hint=hint)
+    if asked.from_base and asked.base is None:
+        raise Usage("--from-base copies tensors of --base, but --base is missing", hint="pass --base MODEL")
+    if asked.from_base and not asked.is_for_hub:
+        hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, then convert OUT"
+        raise Usage("--from-base writes a Hugging Face model under the Hub's names only", hint=hint)
+    if asked.from_base and asked.merge:
+        message = "--from-base cannot be combined with --merge or --quantize"
+        raise Usage(message, hint="consolidate with --merge first, then consolidate the result with --from-base")
+    if asked.from_base and asked.quantize:
+        message = "--from-base cannot be combined with --merge or --quantize"
+        raise Usage(message, hint="consolidate with --from-base first, then consolidate the result with --quantize")
+    if asked.from_base and asked.weights:
+        message = "--from-base cannot be combined with an average"
+        raise Usage(message, hint="average first, then consolidate the result with --from-base")
+    if asked.weights and asked.quantize:
+        message = "ckptkit does not quantize an average"
+        raise Usage(message, hint="average first, then run `ckptkit consolidate MEAN OUT --quantize`")
+    if asked.exclude_quantize and asked.quantize is None:
+        raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
+    if asked.quantize and not is_for_model:
+        message = f"--quantize: `{to}` cannot store quantized weights"
+        raise Usage(message, hint="run `ckptkit consolidate SRC OUT --quantize` instead")
+    if asked.quantize and asked.merge:
+        message = "ckptkit does not merge and quantize in one step"
+        raise Usage(message, hint="merge first, then consolidate the result with --quantize")
+    if asked.quantize and asked.names not in (None, HUB):
+        message = "--names cannot be combined with --quantize: loaders of quantized weights look for the Hub's names"
+        raise Usage(message, hint="drop --names")
+    if asked.fill_from is not None and not asked.salvage:
+        raise Usage("--fill-from is only for damaged checkpoints, with --salvage", hint="pass --salvage too")
+    if asked.salvage and asked.part is not None:
+        raise Usage("--salvage runs in one process only", hint="drop --part, and reshard the result in parts")
+    if asked.salvage and (asked.merge or asked.weights or asked.quantize):
+        raise Usage("--salvage allows no other changes", hint="salvage the checkpoint first, then convert the result")
+    if asked.base and not (is_for_model or asked.merge or asked.changes_names):
+        raise Usage(f"--base has no effect: ckptkit does not compare `{to}` with a config.json", hint="drop --base")
 
 
 class Keywords(TypedDict, total=False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptkit.errors import and_more
+from ckptkit.errors import first_of
 from ckptkit.layout import OWN, Layout, edits
 from ckptkit.trainers import find_owner_rank_of_file, find_owner_rank_of_key
 from ckptkit.words import count
@@ -30,7 +30,7 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         if world_size not in (ranks, layout.world_size):
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
             inner = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
-            which = f" ({', '.join(inner[:_MAX_NAMED])}{and_more(len(inner) - _MAX_NAMED)})" if inner else ""
+            which = f" ({first_of(inner, _MAX_NAMED)})" if inner else ""
             words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
             notes.append(f"dropped `{group}`{which}: {words}")
         elif group == OWN:

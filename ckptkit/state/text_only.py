@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptkit.errors import CkptError, Usage
+from ckptkit.errors import Usage, errors_naming
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.models.names.between_families import make_translation
 from ckptkit.models.names.sizes import Sizes
@@ -28,10 +28,8 @@ def extract_text_model(model: Model) -> Model:
         hint = "pass --base MODEL, the model that the training began with"
         raise Usage("--text-only needs config.json, but none was found", path=model.part.path, hint=hint)
     refuse_quantized_weights(model.weights, model.config)
-    try:
+    with errors_naming(path=model.part.path):
         return extract_by_memory_names(model)
-    except CkptError as error:
-        raise error.blame(path=model.part.path) from error.__cause__
 
 
 def extract_by_memory_names(model: Model) -> Model:

@@ -18,6 +18,20 @@ NUMBER = re.compile(r"[0-9]{1,18}")
 ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors", ".tar")  # suffixes of a checkpoint that is one file
 
 
+@cache
+def rows_of(table: str) -> tuple[Any, ...]:
+    """Return the rows of a table such as "step_keys", trainer by trainer; of a mapping its keys."""
+    return tuple(row for trainer in TRAINERS.values() for row in getattr(trainer, table))
+
+
+# file ("" for the checkpoint's own entries) and key path of the step of a checkpoint, and of the best one of a run
+step_keys, best_keys = partial(rows_of, "step_keys"), partial(rows_of, "best_keys")
+best_trackers = partial(rows_of, "best_trackers")  # files that name the best checkpoint of a run, not the latest
+unfinished_names = partial(rows_of, "unfinished")  # files that are in a checkpoint only while its trainer writes it
+companion_directories = partial(rows_of, "companions")  # they may contain config and tokenizer
+module_change_directories = partial(rows_of, "changes")  # they describe changes of the model's modules
+
+
 def find_number_in(name: str, table: str) -> int | None:
     """Return the number in a name, by the patterns of a table such as "steps"; None if no pattern matches."""
     match = next(matches_in_table(table, name), None)
@@ -121,28 +135,8 @@ def is_copied_unchanged(name: str, beside: Iterable[str]) -> bool:
     return any(trainer.kept[name] in beside for trainer in TRAINERS.values() if name in trainer.kept)
 
 
-def is_module_change_directory(name: str) -> bool:
-    """Return whether a directory of this name describes changes of the model's modules."""
-    return name in rows_of("changes")
-
-
-def step_keys() -> tuple[tuple[str, KeyPath], ...]:
-    """Return where checkpoints record their step: the file, "" for the checkpoint's own entries, and the key path."""
-    return rows_of("step_keys")
-
-
 def is_tracker(name: str) -> bool:
-    return name in rows_of("trackers") or is_best_tracker(name) or name in rows_of("json_trackers")
-
-
-def is_best_tracker(name: str) -> bool:
-    """Return whether a tracker of this name names the best checkpoint, not the latest."""
-    return name in rows_of("best_trackers")
-
-
-def best_keys() -> tuple[tuple[str, KeyPath], ...]:
-    """Return where checkpoints name the best one of the run: the file, "" for own entries, and the key path."""
-    return rows_of("best_keys")
+    return any(name in rows_of(table) for table in ("trackers", "best_trackers", "json_trackers"))
 
 
 def is_run_file_name(name: str) -> bool:
@@ -170,16 +164,6 @@ def find_completion_marker(path: Path) -> str | None:
 def is_commit_marker(name: str) -> bool:
     """Return whether a file of this name marks the end of the save that it belongs to."""
     return is_listed("commits", name) or any(name in trainer.markers.values() for trainer in TRAINERS.values())
-
-
-def unfinished_names() -> tuple[str, ...]:
-    """Return the names of files that are in a checkpoint only while its trainer writes it."""
-    return rows_of("unfinished")
-
-
-def companion_directories() -> tuple[str, ...]:
-    """Return the directories of a checkpoint that may contain config and tokenizer."""
-    return rows_of("companions")
 
 
 def metrics_files() -> dict[str, MetricsFile]:
@@ -231,12 +215,6 @@ def matches_in_table(table: str, name: str) -> Iterator[re.Match[str]]:
 @cache
 def patterns_of_table(table: str) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, rows_of(table)))
-
-
-@cache
-def rows_of(table: str) -> tuple[Any, ...]:
-    """Return the rows of a table such as "step_keys", trainer by trainer; of a mapping its keys."""
-    return tuple(row for trainer in TRAINERS.values() for row in getattr(trainer, table))
 
 
 def name_without_suffixes(name: str) -> str:

@@ -81,7 +81,9 @@ def trackers_in(root: Path) -> list[Tracker]:
         found = list(checkpoints_mentioned_in(path, named)) if may_mention else []
         if not found and target is not None:
             is_link = path.is_symlink()
-            is_latest = _LATEST.fullmatch(path.name) is not None if is_link else not trainers.is_best_tracker(path.name)
+            is_latest = (
+                _LATEST.fullmatch(path.name) is not None if is_link else path.name not in trainers.best_trackers()
+            )
             found = [Tracker(path.name, target, is_latest)]
         trackers_found += found
     return trackers_found

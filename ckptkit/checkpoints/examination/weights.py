@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptkit.checkpoints.examination.facts import Facts
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
-from ckptkit.errors import and_more
+from ckptkit.errors import first_of
 from ckptkit.layout.wrappers import may_be_adapted
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
@@ -48,8 +48,8 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
         missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
         has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
         if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
-            numbers = f"{', '.join(map(str, missing[:4]))}{and_more(len(missing) - 4)}"
-            yield Inconsistency("layer_gap", above, {"expected": max(numbered) + 1, "missing": numbers})
+            numbers = {"expected": max(numbered) + 1, "missing": first_of([*map(str, missing)], 4)}
+            yield Inconsistency("layer_gap", above, numbers)
 
 
 def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:

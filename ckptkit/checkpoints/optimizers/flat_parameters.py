@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from ckptkit.checkpoints.optimizers.keys import find_optimizers
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported, errors_naming
 from ckptkit.formats import detect_format, locate_all_chunks
 from ckptkit.io.file import list_directories
 from ckptkit.layout import KeyPath, Layout, StoredTensor
@@ -79,10 +79,8 @@ def find_original_shapes(layout: Layout, path: Path, base: str | None) -> Known 
         return None
     from ckptkit.models.expected import expected_model  # deferred: rarely needed and slow to import
 
-    try:
+    with errors_naming(path=path):
         return Known(dict(expected_model(config).parameters), "config.json")
-    except CkptError as error:
-        raise error.blame(path=path) from None
 
 
 def optimizer_layouts(layout: Layout, path: Path) -> Iterator[Layout]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, state_key_paths
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import Unsupported, errors_naming
 from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
@@ -119,7 +119,7 @@ def with_complete_states(
     tensors, blobs, keys = dict(layout.tensors), dict(layout.blobs), dict(layout.keys)
     new_entries: dict[str, Spec | None] = {}
     at = 0  # tensors are identified by their byte offsets, so the new ones get offsets in a file that does not exist
-    try:
+    with errors_naming(path=layout.path):
         if states.parameters_without_state:
             require_known_states(states, parameters)
         for group in states.groups:
@@ -137,8 +137,6 @@ def with_complete_states(
                     spec = Spec(form.dtype or like.spec.dtype, () if form.is_single else like.spec.shape)
                     tensors[name], new_entries[name] = zeros_like_parameter(spec, like, at), spec
                     at += spec.nbytes
-    except CkptError as error:
-        raise error.blame(path=layout.path) from None
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys), new_entries
 
 
