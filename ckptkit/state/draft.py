@@ -17,11 +17,12 @@ from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import source_record_of
 from ckptkit.errors import Unsupported, and_more, translate_os_errors
 from ckptkit.formats import FormatWriter, decompress_entries, locate_all_chunks
+from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.io.file import file_size
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
-from ckptkit.layout import KeyPath, Layout, NewFile, StoredTensor, WriterOptions
+from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.box import full_box
 from ckptkit.layout.edits import split_off_lost_tensors
 from ckptkit.layout.plan import Recipe
@@ -34,6 +35,8 @@ from ckptkit.state.options import ConvertOptions
 from ckptkit.version import __version__
 
 DAMAGED = "damaged"
+_MANY_CHUNKS = 20_000  # zip wrappers; a dry run checks all of them up to this number
+_SAMPLE = 4096  # checked zip wrappers of a larger checkpoint; as many again are the last in a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +106,39 @@ def locate_sources(sources: tuple[Layout, ...], options: ConvertOptions) -> tupl
     """
     if options.part:
         return sources, ()
-    if options.dry_run:
-        from ckptkit.state.sampling import locate_sample
+    located: list[Layout] = []
+    remarks: list[str] = []
+    for source in sources:
+        checked, remark = sample_of_chunks(source) if options.dry_run else (source, ())
+        found = locate_all_chunks(checked)
+        remarks += [*(remarks_on_other_dtypes(checked, found) if not located else ()), *remark]
+        located.append(found if checked is source else source)
+    return tuple(located), tuple(remarks)
 
-        checked = [locate_sample(source) for source in sources]
-        remarks = [
-            *remarks_on_other_dtypes(checked[0].part, checked[0].found),
-            *(sample.remark for sample in checked if sample.remark),
-        ]
-        return tuple(sample.layout for sample in checked), tuple(remarks)
-    located = tuple(map(locate_all_chunks, sources))
-    return located, tuple(remarks_on_other_dtypes(sources[0], located[0]))
+
+def sample_of_chunks(layout: Layout) -> tuple[Layout, list[str]]:
+    """Return a large layout with only a sample of its chunks, and a remark; a small layout unchanged.
+
+    The sample includes the last zip wrapper of a number of files: the reader of the metadata has compared only file
+    sizes.
+    """
+    chunks = [chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.wrapper == ENVELOPE]
+    if len(chunks) <= _MANY_CHUNKS:
+        return layout, []
+    last: dict[str, Chunk] = {}
+    for chunk in chunks:
+        if chunk.offset >= last.get(chunk.path, chunk).offset:
+            last[chunk.path] = chunk
+    groups = list(last.values()), chunks
+    evenly_spaced = (chunk for group in groups for chunk in group[:: max(1, len(group) // _SAMPLE)])
+    chosen = {(chunk.path, chunk.offset) for chunk in evenly_spaced}
+    tensors = {
+        name: replace(tensor, chunks=sampled)
+        for name, tensor in layout.tensors.items()
+        if (sampled := tuple(chunk for chunk in tensor.chunks if (chunk.path, chunk.offset) in chosen))
+    }
+    remark = f"checked the headers of {len(chosen):,} of {len(chunks):,} chunks; the conversion itself checks all"
+    return replace(layout, tensors=tensors), [remark]
 
 
 def remarks_on_other_dtypes(promised: Layout, located: Layout) -> Iterator[str]:

@@ -9,15 +9,15 @@ import pytest
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt
-from ckptkit.state import sampling
+from ckptkit.state import draft
 from tests.producers import counted, save_alone
 
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of 40 chunks, for a ckptkit to which more than 10 are many."""
-    monkeypatch.setattr(sampling, "_ALL", 10)
-    monkeypatch.setattr(sampling, "_SAMPLE", 4)
+    monkeypatch.setattr(draft, "_MANY_CHUNKS", 10)
+    monkeypatch.setattr(draft, "_SAMPLE", 4)
     save_alone({f"layers.{i}.weight": counted(4, 3) + i for i in range(40)}, tmp_path / "in")
     return tmp_path / "in"
 
@@ -42,7 +42,7 @@ def test_a_sample_is_checked_and_said(large: Path, tmp_path: Path) -> None:
 
 
 def test_few_chunks_are_all_checked(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_ALL", 40)
+    monkeypatch.setattr(draft, "_MANY_CHUNKS", 40)
     assert ckptkit.consolidate(large, tmp_path / "out", dry_run=True).notes == []
 
 

@@ -21,10 +21,11 @@ _STATE, _GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class FlattenedOptimizer:
-    """A flattened optimizer at a key path: the entries of each parameter's settings, in file order."""
+    """A flattened optimizer at a key path: the entries of each parameter's settings and states, in file order."""
 
     above: KeyPath
     settings: Mapping[str, Mapping[str, str]]
+    states: Mapping[str, Mapping[str, str]]
 
     @property
     def name(self) -> str:
@@ -49,13 +50,14 @@ class FlattenedOptimizer:
 
 def find_flattened_optimizers(layout: Layout) -> list[FlattenedOptimizer]:
     """Return the optimizers in a layout whose settings torch has flattened."""
-    settings_by_optimizer: dict[KeyPath, dict[str, dict[str, str]]] = {}
+    found: dict[KeyPath, dict[str, dict[str, dict[str, str]]]] = {}
     for name in layout.names:
-        key = layout.key(name)
-        if isinstance(key[-1], str) and key[-1].startswith(f"{_GROUPS}."):
-            _, parameter, what = split_flattened_key(key[-1])
-            settings_by_optimizer.setdefault(key[:-1], {}).setdefault(parameter, {})[what] = name
-    return [FlattenedOptimizer(above, settings) for above, settings in settings_by_optimizer.items()]
+        *above, last = layout.key(name)
+        if isinstance(last, str) and last.startswith(FLATTENED):
+            kind, parameter, what = split_flattened_key(last)
+            entries = found.setdefault(tuple(above), {_GROUPS: {}, _STATE: {}})
+            entries[kind].setdefault(parameter, {})[what] = name
+    return [FlattenedOptimizer(above, one[_GROUPS], one[_STATE]) for above, one in found.items() if one[_GROUPS]]
 
 
 def with_nested_optimizer(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) -> Layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckptkit.models.names.parameters import is_list_of_names, is_list_of_paramet
 
 NAMES, IDS = "names", "ids"
 _STATE, _GROUPS = "state", "param_groups"
+_NO_GROUP = "the optimizer has a state for this parameter, but no group contains the parameter"
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")  # of a matrix, in Adafactor
 
 
@@ -126,25 +127,22 @@ def recorded_names_by_index(layout: Layout, optimizer: Optimizer) -> dict[Any, s
     return read_recorded_names(optimizer.groups, values)
 
 
-def parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+def parameter_shapes_of(layout: Layout, optimizer: Optimizer, *, skip_unknown: bool = False) -> dict[int, Shape]:
     """Return the shape of each parameter that has state tensors, by its index.
 
     Raises `Corrupt` for an index that the groups list twice, and for a state without a group, `Unsupported` for a state
-    that does not show the parameter's shape.
+    that does not show the parameter's shape, unless `skip_unknown`.
     """
     check_indices(optimizer.groups)
-    states = state_shapes_by_index(layout, optimizer)
-    return {number: shape for number, state in states.items() if (shape := find_parameter_shape(state)) is not None}
-
-
-def known_parameter_shapes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
-    """Return the result of `parameter_shapes_of`, skipping states that do not show their parameter's shape."""
-    check_indices(optimizer.groups)
+    numbers = {str(number): number for group in optimizer.groups for number in group}
     shapes: dict[int, Shape] = {}
-    for number, state in state_shapes_by_index(layout, optimizer).items():
-        with suppress(Unsupported):
+    for parameter, entries in states_by_parameter(layout, optimizer).items():
+        if parameter not in numbers:
+            raise Corrupt(_NO_GROUP, path=layout.path, tensor=next(iter(entries.values())))
+        state = {kind: layout.tensors[name].spec.shape for kind, name in entries.items() if name in layout.tensors}
+        with suppress(Unsupported) if skip_unknown else nullcontext():
             shape = find_parameter_shape(state)
-            shapes |= {} if shape is None else {number: shape}
+            shapes |= {} if shape is None else {numbers[parameter]: shape}
     return shapes
 
 
@@ -155,11 +153,8 @@ def indices_by_name(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int
     if len(numbers) < len(every):
         (repeated, _), *_ = Counter(every).most_common(1)
         raise Corrupt("the optimizer's groups list this parameter twice", path=layout.path, tensor=repeated)
-    at = len(optimizer.above) + 1
-    strays = {str(key[at]) for key in state_key_paths(layout, optimizer).values()} - numbers.keys()
-    if strays:
-        message = "the optimizer has a state for this parameter, but no group contains the parameter"
-        raise Corrupt(message, path=layout.path, tensor=min(strays))
+    if strays := states_by_parameter(layout, optimizer).keys() - numbers.keys():
+        raise Corrupt(_NO_GROUP, path=layout.path, tensor=min(strays))
     return numbers
 
 
@@ -193,18 +188,12 @@ def state_key_paths(layout: Layout, optimizer: Optimizer) -> dict[str, KeyPath]:
     return {name: key for name, key in keys if key[: len(start)] == start and len(key) > len(start)}
 
 
-def state_shapes_by_index(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape]]:
-    """Return the shapes of state tensors by index and kind. Raises `Corrupt` for a parameter that is in no group."""
-    states: dict[int, dict[str, Shape]] = {}
-    numbers = {str(number): number for group in optimizer.groups for number in group}
+def states_by_parameter(layout: Layout, optimizer: Optimizer) -> dict[str, dict[str, str]]:
+    """Return the state entries of an optimizer: parameter (or its index as text) -> kind of state -> entry name."""
+    states: dict[str, dict[str, str]] = {}
     at = len(optimizer.above) + 1
     for name, key in state_key_paths(layout, optimizer).items():
-        if str(key[at]) not in numbers:
-            message = "the optimizer has a state for this parameter, but no group contains the parameter"
-            raise Corrupt(message, path=layout.path, tensor=name)
-        state = states.setdefault(numbers[str(key[at])], {})
-        if name in layout.tensors:
-            state[".".join(map(str, key[at + 1 :]))] = layout.tensors[name].spec.shape
+        states.setdefault(str(key[at]), {})[".".join(map(str, key[at + 1 :]))] = name
     return states
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, state_key_paths
+from ckptkit.checkpoints.optimizers.flattened import find_flattened_optimizers
+from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, states_by_parameter
 from ckptkit.errors import Unsupported, errors_naming
 from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DType
-from ckptkit.models.names.parameters import FLATTENED, find_key_in_optimizer
 
 STEP, _MOMENTUM, _DAMPENING = "step", "momentum_buffer", "dampening"
 FIRST_ZERO = frozenset(
@@ -81,31 +81,15 @@ def find_optimizer_states(layout: Layout) -> list[States]:
     """Return the optimizers in a checkpoint that list their parameters in groups, nested or flattened by torch."""
     found = []
     for optimizer in find_optimizers(layout):
-        of: dict[str, dict[str, str]] = {}
-        at = len(optimizer.above) + 1
-        for name, key in state_key_paths(layout, optimizer).items():
-            of.setdefault(str(key[at]), {})[".".join(map(str, key[at + 1 :]))] = name
         groups = tuple(tuple(map(str, group)) for group in optimizer.groups)
-        found.append(States(optimizer.above, groups, of, optimizer))
+        found.append(States(optimizer.above, groups, states_by_parameter(layout, optimizer), optimizer))
     return [*found, *states_of_flattened_optimizers(layout)]
 
 
 def states_of_flattened_optimizers(layout: Layout) -> Iterator[States]:
     """Yield the optimizers that torch has flattened, with all parameters as one group: no entry records the groups."""
-    members: dict[KeyPath, dict[str, None]] = {}
-    of: dict[KeyPath, dict[str, dict[str, str]]] = {}
-    for name in layout.names:
-        key = layout.key(name)
-        state_path = find_key_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
-        if state_path is None:
-            continue
-        above, (group_or_state, parameter, kind) = key[:-1], map(str, state_path)
-        if group_or_state == "state":
-            of.setdefault(above, {}).setdefault(parameter, {})[kind] = name
-        else:
-            members.setdefault(above, {})[parameter] = None
-    for above, parameters in members.items():
-        yield States(above, (tuple(parameters),), of.get(above, {}))
+    for one in find_flattened_optimizers(layout):
+        yield States(one.above, (tuple(one.settings),), one.states)
 
 
 def with_complete_states(

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 from ckptkit.checkpoints.optimizers.keys import (
     Optimizer,
-    known_parameter_shapes_of,
     parameter_shapes_of,
     recorded_names_by_index,
 )
@@ -176,7 +175,8 @@ def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]
     """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` without a proof."""
     recorded = recorded_names_by_index(layout, optimizer)
     if recorded:
-        model, names = match_recorded_names(recorded, known_parameter_shapes_of(layout, optimizer), models, optimizer)
+        shapes = parameter_shapes_of(layout, optimizer, skip_unknown=True)
+        model, names = match_recorded_names(recorded, shapes, models, optimizer)
         return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
     try:
         return find_names_by_shapes(optimizer, parameter_shapes_of(layout, optimizer), models)
@@ -209,7 +209,7 @@ def assume_names(
         )
         raise Mismatch(message, hint="list each parameter of the optimizer once, group by group")
     listed = dict(zip(numbers, order.names, strict=True))
-    sizes = known_parameter_shapes_of(layout, optimizer)
+    sizes = parameter_shapes_of(layout, optimizer, skip_unknown=True)
     model, names = match_recorded_names(listed, sizes, models, optimizer, f"{ORDER} {order.text}")
     return NamedNumbers(names, model, proof)
 
