@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.evidence import gather_evidence
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest, explain_deleted_metadata, read_manifest
+from ckptkit.checkpoints.manifest import ByteRange, Manifest, explain_deleted_metadata, read_manifest
 from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.errors import (
     CkptError,
@@ -126,17 +126,18 @@ class Component:
         return edits.nest_below_key(layout, tuple(self.under.split("."))) if self.under else layout
 
     def with_manifest_checksums(self, layout: Layout, manifest: Manifest | None) -> Layout:
-        """Return the layout with the manifest's checksums of its files and chunks."""
+        """Return the layout with the manifest's checksums of its files, byte ranges and tensors."""
         if manifest is None:
             return layout
-        layout = with_range_checksums(layout, manifest)
+        tensors = layout.tensors
+        if runs := {name: file.runs for name, file in manifest.files.items() if file.runs}:
+            tensors = {name: with_range_checksums(tensor, runs) for name, tensor in tensors.items()}
         if manifest.has_tensors_of(self.path, self.reader.owns_file):
             sums = manifest.tensors
-            layout = replace(
-                layout, tensors={name: with_tensor_checksum(t, sums.get(name)) for name, t in layout.tensors.items()}
-            )
+            tensors = {name: with_tensor_checksum(tensor, sums.get(name)) for name, tensor in tensors.items()}
         known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}
-        return replace(layout, file_sums={path: (file_sum.nbytes, file_sum.crc32) for path, file_sum in known.items()})
+        file_sums = {path: (file_sum.nbytes, file_sum.crc32) for path, file_sum in known.items()}
+        return replace(layout, tensors=tensors, file_sums=file_sums)
 
     @cached_property
     def trainer(self) -> str | None:
@@ -213,20 +214,14 @@ def check_metadata_checksums(layout: Layout, manifest: Manifest | None, report: 
             report(Corrupt(damage_message(len(content), 0, crc32(content), known.crc32), path=path, hint=RESTORE))
 
 
-def with_range_checksums(layout: Layout, manifest: Manifest) -> Layout:
-    """Return the layout with the manifest's checksums of byte ranges."""
-    runs = {name: file.runs for name, file in manifest.files.items() if file.runs}
-    if not runs:
-        return layout
+def with_range_checksums(tensor: StoredTensor, runs: Mapping[str, Mapping[ByteRange, int]]) -> StoredTensor:
+    """Return the tensor with the checksums of byte ranges, by file, for chunks without a checksum."""
 
     def with_sum(chunk: Chunk) -> Chunk:
         crc = runs[chunk.path].get(chunk.checksummed_range) if chunk.path in runs else None
         return chunk if crc is None or chunk.crc32 is not None or chunk.where else chunk._replace(crc32=crc)
 
-    tensors = {
-        name: replace(tensor, chunks=tuple(map(with_sum, tensor.chunks))) for name, tensor in layout.tensors.items()
-    }
-    return replace(layout, tensors=tensors)
+    return replace(tensor, chunks=tuple(map(with_sum, tensor.chunks)))
 
 
 def with_tensor_checksum(tensor: StoredTensor, crc: int | None) -> StoredTensor:

@@ -23,7 +23,7 @@ from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.matching import Side, match_layouts, pair_components, rename_sides, with_hub_names_on_both
-from ckptkit.state.names import AS_THEY_ARE, NameOptions
+from ckptkit.state.names import NameOptions
 from ckptkit.state.selection import Edits
 from ckptkit.words import count
 
@@ -93,28 +93,6 @@ def diff(
     return result
 
 
-def compare_with_source(
-    output: Source,
-    source: Source,
-    *,
-    allow_cast: bool = False,
-    named: NameOptions = AS_THEY_ARE,
-    jobs: int | None = None,
-    progress: Progress | None = None,
-) -> dict[Path, Diff]:
-    """Compare the tensors of a conversion's output with its source, bit for bit. Returns a `Diff` for each component.
-
-    With `allow_cast`, a source tensor of another dtype is first converted to its dtype in `output`, as the conversion
-    did. `named` are the user's options about the names in the source. Non-tensor entries are not compared. The
-    computation that config.json describes is compared, too.
-    """
-    one, two = Checkpoint.open(output), Checkpoint.open(source)
-    diffs = compare_tensors_with_source(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
-    model = one.model_component.path
-    configs, _ = compare_configs(one, two)
-    return {path: diff.merge(configs) if path == model else diff for path, diff in diffs.items()}
-
-
 def compare_tensors_with_source(
     output: Checkpoint,
     source: Checkpoint,
@@ -124,7 +102,11 @@ def compare_tensors_with_source(
     jobs: int | None,
     progress: Progress | None,
 ) -> dict[Path, Diff]:
-    """Return the result of `compare_with_source` without comparing config.json."""
+    """Compare the tensors of a conversion's output with its source, bit for bit. Returns a `Diff` for each component.
+
+    With `allow_cast`, a source tensor of another dtype is first converted to its dtype in `output`, as the conversion
+    did. `named` are the user's options about the names in the source. Non-tensor entries are not compared.
+    """
     terms = CompareOptions(allow_cast=allow_cast, is_conversion=True)
     diffs: dict[Path, Diff] = {}
     pairs, shared = pair_components(output, source)

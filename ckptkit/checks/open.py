@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
 from ckptkit.checks.tree import Branch, fold_tree
-from ckptkit.conversion.build_model import build_model, choose_model_components
+from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.engine.read import SharedRuns, read_box
 from ckptkit.errors import Mismatch, errors_naming
 from ckptkit.formats import decompress_entries, locate_all_chunks
@@ -74,7 +74,7 @@ class HubModel:
 
 def open_model_as_consolidated(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
     """Return the model in a checkpoint as `consolidate` writes it. An adapter is merged into its base."""
-    (part,), remarks = choose_model_components([checkpoint], options)
+    part, remarks = choose_model_component(checkpoint, options)
     if may_be_adapted(part.layout.tensors):
         from ckptkit.adapters.draft import open_adapters
 

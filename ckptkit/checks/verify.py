@@ -156,12 +156,16 @@ def verify(
         parts = with_inconsistencies(checkpoint, verify_components(checkpoint, look, known))
         results += parts if fast else with_master_comparison(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
-        from ckptkit.checks.diff import compare_with_source  # deferred: imports the engine
+        from ckptkit.checks.diff import compare_configs, compare_tensors_with_source  # deferred: imports the engine
 
-        named = NameOptions.of(map, rename)
-        compare = partial(compare_with_source, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
-        proofs = [compare(source, against) for source in sources]
-        compared = {path: diff for proof in proofs for path, diff in proof.items()}
+        named, other = NameOptions.of(map, rename), Checkpoint.open(against)
+        compare = partial(compare_tensors_with_source, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
+        compared: dict[Path, Diff] = {}
+        for source in sources:
+            one = Checkpoint.open(source)
+            compared |= compare(one, other)
+            if (model := one.model_component.path) in compared:
+                compared[model] = compared[model].merge(compare_configs(one, other)[0])
         results = [with_diff_as_problems(part, compared.get(part.path)) for part in results]
     if stats and all(part.is_ok for part in results):
         from ckptkit.checks.stats import stats as survey_part  # deferred: imports numpy

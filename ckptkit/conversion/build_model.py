@@ -135,23 +135,15 @@ def may_omit_remainders(model: Model, options: ConvertOptions) -> bool:
     return is_export and "int16" in dtypes
 
 
-def choose_model_components(
-    checkpoints: Sequence[Checkpoint], options: ConvertOptions
-) -> tuple[list[Component], list[str]]:
-    """Return the component of each checkpoint with the model to write, and notes on the alternatives."""
-    parts, notes = zip(*(choose_model_component(checkpoint, options) for checkpoint in checkpoints), strict=True)
-    return list(parts), list(dict.fromkeys(filter(None, notes)))
-
-
-def choose_model_component(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, str]:
-    """Return the component with the model to write, and a note if there is an alternative; else ""."""
+def choose_model_component(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, tuple[str, ...]]:
+    """Return the component with the model to write, and a note if there is an alternative."""
     takes_states = options.salvage or options.weights_from == MODULE or checkpoint.model_component.masters is not None
     exported = None if takes_states else checkpoint.exported_weights
     if exported is None:
-        return checkpoint.model_component, ""
+        return checkpoint.model_component, ()
     from ckptkit.adapters.empty import find_empty_adapter_error  # deferred: rarely needed
 
     name, states = exported.path.name, checkpoint.model_component.place
     if error := find_empty_adapter_error(exported.layout):
-        return checkpoint.model_component, f"used the states in `{states}`, not `{name}`: {error.message}"
-    return exported, f"used `{name}`, the exported model; pass `{states}` to use the weights in its states"
+        return checkpoint.model_component, (f"used the states in `{states}`, not `{name}`: {error.message}",)
+    return exported, (f"used `{name}`, the exported model; pass `{states}` to use the weights in its states",)

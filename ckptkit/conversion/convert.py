@@ -19,7 +19,7 @@ from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.conversion.build_model import build_model, choose_model_components
+from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
 from ckptkit.formats import find_format_of_file_name, writable_formats
 from ckptkit.io.destination import to_destination
@@ -210,7 +210,8 @@ def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: Conv
         checkpoints = [with_master_weights(checkpoint, options) for checkpoint in checkpoints]
     if not (options.writer.is_model_only or options.weights or options.merge):
         return draft_training(checkpoints[0], dst, options)
-    parts, remarks = choose_model_components(checkpoints, options)
+    chosen = [choose_model_component(checkpoint, options) for checkpoint in checkpoints]
+    parts, remarks = [part for part, _ in chosen], dict.fromkeys(note for _, notes in chosen for note in notes)
     if not options.merge:
         if any(may_be_adapted(part.layout.tensors) for part in parts):
             from ckptkit.adapters.draft import draft_adapters, open_adapters

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
 
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, Usage
@@ -32,14 +31,6 @@ _COMPUTED = (".inv_freq", ".position_ids", ".masked_bias", ".attn.bias", "_extra
 _MAX_GLOBS = 3
 
 
-class Differences(NamedTuple):
-    """Names that only one side has, and names whose shapes differ."""
-
-    only_base: tuple[str, ...]
-    only_ours: tuple[str, ...]
-    shapes: tuple[str, ...]
-
-
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     """Add notes on tensors that only the base has or only the model has, and on shapes that differ."""
     base = find_base_to_compare(model, options)
@@ -49,8 +40,7 @@ def compare_with_base(model: Model, options: ConvertOptions) -> Model:
         return model
     ours = model.layout.shapes
     theirs = base_shapes(base, is_quantized=is_declared_quantized(model.config))
-    differ = differences(ours, theirs, known_forms_of(model))
-    return model.with_remarks(*notes_on_differences(differ, ours, theirs, base.base))
+    return model.with_remarks(*notes_on_differences(ours, theirs, known_forms_of(model), base.base))
 
 
 def find_base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
@@ -84,19 +74,13 @@ def known_forms_of(model: Model) -> tuple[Form, ...]:
         return ()
 
 
-def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differences:
-    """Return how a model differs from its base in names and shapes, except in other on-disk names of its type."""
+def names_of_other_forms(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Collection[str]:
+    """Return the names in which a model and its base may differ: other on-disk names of its type."""
     form, other = (closest_form(forms, names) if forms else None for names in (ours, theirs))
     if form is None or other is None:
-        known: Collection[str] = ()
-    elif form.shapes == other.shapes:
-        known = {*form.tied, *form.unsaved}
-    else:
-        known = {name for one in forms for name in one.shapes}
-    return Differences(
-        tuple(names_only_in(theirs, ours, known)),
-        tuple(names_only_in(ours, theirs, known)),
-        tuple(name for name, shape in ours.items() if name not in known and theirs.get(name, shape) != shape),
+        return ()
+    return (
+        {*form.tied, *form.unsaved} if form.shapes == other.shapes else {name for one in forms for name in one.shapes}
     )
 
 
@@ -113,25 +97,24 @@ def ends_of(name: str) -> list[str]:
     return [end for end in (first, second) if "." in end]
 
 
-def notes_on_differences(differ: Differences, ours: Shapes, theirs: Shapes, base: str) -> list[str]:
-    """Return a sentence for each kind of difference."""
-    if not ours.keys() & theirs.keys() and len(differ.only_base) == len(theirs):
-        return [f"not compared with the weights of {base}: they have no tensor name in common"] if theirs else []
-    notes = []
-    if differ.only_base:
-        globs = find_few_globs(differ.only_base, theirs.keys() - set(differ.only_base), _MAX_GLOBS) or ("GLOB",)
+def notes_on_differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...], base: str) -> Iterator[str]:
+    """Yield a sentence for each kind of difference in names and shapes between a model and its base."""
+    known = names_of_other_forms(ours, theirs, forms)
+    only_base, only_ours = names_only_in(theirs, ours, known), names_only_in(ours, theirs, known)
+    if theirs and not ours.keys() & theirs.keys() and len(only_base) == len(theirs):
+        yield f"not compared with the weights of {base}: they have no tensor name in common"
+        return
+    if only_base:
+        globs = find_few_globs(only_base, theirs.keys() - set(only_base), _MAX_GLOBS) or ("GLOB",)
         asked = " ".join(f"--from-base {quote(glob)}" for glob in globs)
-        only_base = f"{count(len(differ.only_base), 'tensor')} that the output lacks"
-        lack = f"{base} has {only_base}: {join_few_names(differ.only_base)}"
-        notes.append(f"{lack}; {asked} copies {'them' if len(differ.only_base) > 1 else 'it'}")
-    if differ.only_ours:
-        more = count(len(differ.only_ours), "tensor")
-        notes.append(f"the output has {more} that {base} lacks: {join_few_names(differ.only_ours)}")
-    if differ.shapes:
-        name = differ.shapes[0]
-        shapes = f"expected {list(theirs[name])} as in {base}, found {list(ours[name])}"
-        notes.append(f"{count(len(differ.shapes), 'tensor', 'has')} another shape than in {base}: `{name}`: {shapes}")
-    return notes
+        lack = f"{base} has {count(len(only_base), 'tensor')} that the output lacks: {join_few_names(only_base)}"
+        yield f"{lack}; {asked} copies {'them' if len(only_base) > 1 else 'it'}"
+    if only_ours and theirs:
+        more = count(len(only_ours), "tensor")
+        yield f"the output has {more} that {base} lacks: {join_few_names(only_ours)}"
+    if other := [name for name, shape in ours.items() if name not in known and theirs.get(name, shape) != shape]:
+        shapes = f"expected {list(theirs[other[0]])} as in {base}, found {list(ours[other[0]])}"
+        yield f"{count(len(other), 'tensor', 'has')} another shape than in {base}: `{other[0]}`: {shapes}"
 
 
 def copy_from_base(model: Model, options: ConvertOptions) -> Model:

@@ -197,7 +197,9 @@ class ConvertOptions:
 
     def check(self) -> None:
         """Raise `Usage` for invalid values, and for options that contradict each other or the format."""
-        require_minimums(self)
+        for name, setting in settings_of(ConvertOptions).items():
+            if setting.least is not None and (number := getattr(self, name)) is not None and number < setting.least:
+                raise too_small_error(name, setting.least, number)
         if self.to not in (*FORMATS, ADAPTER):
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
         for option, words in CHOICES.items():
@@ -419,24 +421,16 @@ def normalize_option(name: str, value: Any) -> Any:
 def with_absolute_paths(name: str, value: Any) -> Any:
     """Return an option with absolute paths, for processes with other working directories."""
     if name == "dtype":
-        return tuple(map(absolute_like_rule, value))
+        rules = (rule.partition(LIKE) for rule in value)
+        return tuple(
+            f"{before}{like}{Path(model).absolute() if like and Path(model).is_dir() else model}"
+            for before, like, model in rules
+        )
     if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
         return str(Path(value).absolute())
     if name in ("base", "fill_from") and value is not None and Path(value).exists():
         return str(Path(value).absolute())
     return value
-
-
-def absolute_like_rule(rule: str) -> str:
-    before, like, model = rule.partition(LIKE)
-    return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
-
-
-def require_minimums(options: ConvertOptions) -> None:
-    for name, setting in settings_of(ConvertOptions).items():
-        value = getattr(options, name)
-        if setting.least is not None and value is not None and value < setting.least:
-            raise too_small_error(name, setting.least, value)
 
 
 def parse_part(part: str) -> tuple[int, int]:

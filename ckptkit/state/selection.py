@@ -141,20 +141,19 @@ class DtypeRule:
     glob: str | None
     is_of_output: bool
 
-    def is_rule_for(self, name: str, made_of: Iterable[str], *, is_weight: bool) -> bool:
-        """Return whether the rule applies to a tensor of the output, made of these tensors of the source."""
-        glob = self.glob
-        if glob is None:
-            return is_weight
-        return fnmatchcase(name, glob) if self.is_of_output else any(fnmatchcase(one, glob) for one in made_of)
-
 
 def find_wanted_dtype(
     rules: Sequence[DtypeRule], name: str, made_of: Iterable[str], *, is_weight: bool = True
 ) -> DType | Like | None:
-    """Return the dtype (or the model with the dtype) that the last matching rule requests; None to keep the dtype."""
-    rule = next((rule for rule in reversed(rules) if rule.is_rule_for(name, made_of, is_weight=is_weight)), None)
-    return None if rule is None else rule.dtype
+    """Return the dtype (or the model with the dtype) that the last matching rule requests; None to keep the dtype.
+
+    The tensor of this name in the output is made of the tensors `made_of` of the source.
+    """
+    for rule in reversed(rules):
+        names = (name,) if rule.is_of_output else made_of
+        if is_weight if rule.glob is None else any(fnmatchcase(one, rule.glob) for one in names):
+            return rule.dtype
+    return None
 
 
 def apply_dtypes(
