@@ -67,12 +67,6 @@ def combined_file_sum(stored_sum: StoredSum) -> FileSum | None:
     return FileSum(stored_sum.nbytes, crc)
 
 
-def remark_on_proved_files(sizes: Mapping[str, int], proved: Collection[str]) -> list[str]:
-    """Return a remark on the files whose CRC-32 in the store was compared, if there are any."""
-    total = format_bytes(sum(sizes[name] for name in proved))
-    return [f"verified {count(len(proved), 'file')}, {total}, by the store's CRC-32"] if proved else []
-
-
 def unproved_files_problem(
     path: Path, sizes: Mapping[str, int], names: Collection[str], store_sums: StoreSums
 ) -> Unsupported:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from itertools import islice
 from pathlib import Path
@@ -47,9 +47,12 @@ class Problems:
         problems = []
         for problem in self._found.values():
             lacking = [left.pop(path) for path in sorted(files_of_problem(problem) & left.keys())]
-            problems.append(
-                with_affected_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors))
-            )
+            tensors = dict.fromkeys(name for by_tensor in lacking for name in by_tensor)
+            problems.append(copy(problem) if tensors else problem)
+            if tensors:
+                affected = f"{count(len(tensors), 'tensor', 'is')} incomplete: {join_first_names(tensors)}"
+                problems[-1].message = f"{problem.message}; {affected}"
+                problems[-1].args = (problems[-1].message,)
         return (*problems, *map(merge_tensor_problems, left.values()))
 
 
@@ -86,17 +89,6 @@ def files_of_problem(problem: CkptError) -> set[Path]:
         return set()
     names = problem.files if isinstance(problem, Incomplete) else ()
     return {problem.path, *(problem.path / name for name in names)}
-
-
-def with_affected_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
-    """Return a file problem that also names the tensors that are incomplete because of it."""
-    if not tensors:
-        return problem
-    extended = copy(problem)
-    affected = count(len(tensors), "tensor", "is")
-    extended.message = f"{problem.message}; {affected} incomplete: {join_first_names(tensors)}"
-    extended.args = (extended.message,)
-    return extended
 
 
 def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:

@@ -196,11 +196,6 @@ class Inspected(Summarized):
         if self.family:
             yield f"names: {self.family}"
 
-    def _repr_html_(self) -> str:
-        from ckptkit.checks.open import layout_as_html
-
-        return layout_as_html(self.layout)
-
 
 @collector_paused()
 def inspect(source: Source, *, with_places: bool = False) -> Inspected:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of_source
 from ckptkit.checkpoints.manifest import NAME, Manifest
 from ckptkit.checkpoints.seal import file_checksums, regular_files_in, replace_manifest
 from ckptkit.checks.verify import Verified, bytes_at_path, require_no_problems, verify_component
 from ckptkit.errors import Occupied, Usage
-from ckptkit.io.progress import Progress, Told, make_progress_reporter
+from ckptkit.io.progress import Progress, make_progress_reporter
 
 
 def make_manifest(
@@ -36,15 +35,12 @@ def make_manifest(
         hint = "pass --overwrite to replace it, or run `ckptkit verify` to compare the files with it"
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
     report = make_progress_reporter(progress, sum(map(bytes_at_path, parts)))
-    results = [verify_and_record(part, jobs, report) for part in parts]
+    results = []
+    for part in parts:
+        result = verify_component(part, with_manifest=False, jobs=jobs, progress=report)
+        require_no_problems(result, "fix the problems that `ckptkit verify` lists, then run this again")
+        others = regular_files_in(part) - result.sums.keys()
+        replace_manifest(part, Manifest({**result.sums, **file_checksums(part, others, ())}))
+        results.append(result)
     seen = {part.path / name for part in results for name in (*part.sums, *regular_files_in(part.path))}
     return [replace(results[0], left_behind=tuple(checkpoint.list_not_copied_files(seen))), *results[1:]]
-
-
-def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Verified:
-    """Verify the files in a directory, and write its manifest."""
-    result = verify_component(root, with_manifest=False, jobs=jobs, progress=progress)
-    require_no_problems(result, "fix the problems that `ckptkit verify` lists, then run this again")
-    others = regular_files_in(root) - result.sums.keys()
-    replace_manifest(root, Manifest({**result.sums, **file_checksums(root, others, ())}))
-    return result

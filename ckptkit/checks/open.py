@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
-from ckptkit.checks.tree import Branch, fold_tree
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.engine.read import SharedRuns, read_box
 from ckptkit.errors import Mismatch, errors_naming
@@ -26,7 +24,6 @@ from ckptkit.layout.edits import select_entries
 from ckptkit.layout.plan import Recipe
 from ckptkit.layout.views import Index, View
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.markup import Markup, element
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
@@ -80,37 +77,6 @@ def open_model_as_consolidated(checkpoint: Checkpoint, options: ConvertOptions) 
 
         options = replace(options, merge=open_adapters(part, options) is not None)
     return build_model([part], options).with_remarks(*remarks)
-
-
-_MAX_LINES = 60  # of a notebook's output, to keep it readable
-_INDENT = 1.2  # em for each level
-_LEFT, _RIGHT = "text-align:left", "text-align:right"
-
-
-def describe_layout(layout: Layout) -> str:
-    """Return the format, the number of tensors, the bytes and the directory."""
-    tensors = count(len(layout.tensors), "tensor")
-    return f"{layout.format} checkpoint, {tensors}, {format_bytes(layout.nbytes)}: {layout.root}"
-
-
-def layout_as_html(layout: Layout) -> str:
-    """Return the description and the tensors, folded by module, as HTML; at most 60 lines."""
-    lines = list(islice(fold_tree(layout.specs), _MAX_LINES + 1))
-    more = "..." if len(lines) > _MAX_LINES else None
-    rows = [branch_row(line) for line in lines[:_MAX_LINES]]
-    head = element("tr", *(element("th", name, style=_LEFT) for name in ("module or tensor", "", "tensors", "size")))
-    table = element("table", element("thead", head), element("tbody", *rows))
-    return element("div", element("div", describe_layout(layout)), table, more)
-
-
-def branch_row(line: Branch) -> Markup:
-    return element(
-        "tr",
-        element("td", line.label, style=f"{_LEFT};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
-        element("td", str(line.spec or ""), style=_LEFT),
-        element("td", f"{line.tensors:,}", style=_RIGHT),
-        element("td", format_bytes(line.nbytes), style=_RIGHT),
-    )
 
 
 def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name
@@ -172,10 +138,8 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         return len(self.layout.tensors)
 
     def __repr__(self) -> str:
-        return f"<{describe_layout(self.layout)}>"
-
-    def _repr_html_(self) -> str:
-        return layout_as_html(self.layout)
+        tensors = count(len(self), "tensor")
+        return f"<{self.format} checkpoint, {tensors}, {format_bytes(self.nbytes)}: {self.path}>"
 
     def read(self, name: str, box: Box) -> bytearray:
         """Return the elements of a box of one tensor: row-major, in its dtype."""

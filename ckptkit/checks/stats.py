@@ -34,32 +34,28 @@ def find_counters(layout: Layout) -> set[str]:
     and integers beside it, such as the states of random generators.
     """
     largest: Counter[KeyPath] = Counter()  # elements of the largest tensor in each parameter's state
+    states: dict[str, KeyPath] = {}  # the parameter's state that contains an entry
+    counters: set[str] = set()
     for name, tensor in layout.tensors.items():
         key = layout.key(name)
-        if not is_step_state(key):
-            largest[parameter_state_path(key)] = max(largest[parameter_state_path(key)], tensor.spec.numel)
+        state_path = find_key_in_optimizer(key)
+        if state_path is not None and state_path[0] == _STATE:
+            states[name] = (*key[:-1], state_path[1])
+            if state_path[2] == _STEP:
+                counters.add(name)
+            else:
+                largest[states[name]] = max(largest[states[name]], tensor.spec.numel)
     model = find_weights_or_none(layout)
     own = set(model.came_from.values() if model else layout.tensors)
-    return {name for name, spec in layout.specs.items() if is_counter(layout.key(name), spec, largest, name in own)}
-
-
-def is_counter(key: KeyPath, spec: Spec, largest: Counter[KeyPath], is_own: bool) -> bool:
-    """Return whether a tensor is a counter; `largest` has the size of the largest tensor of each state."""
-    if parameter_state_path(key):
-        return is_step_state(key) or spec.numel == 1 < largest[parameter_state_path(key)]
-    is_integer = spec.dtype.kind in ("int", "bool")
-    return (is_integer or not is_own) if spec.numel == 1 else (is_integer and not is_own)
-
-
-def parameter_state_path(key: KeyPath) -> KeyPath:
-    """Return the key path of the parameter state that contains an entry; () for an entry outside optimizer states."""
-    state_path = find_key_in_optimizer(key)
-    return (*key[:-1], state_path[1]) if state_path is not None and state_path[0] == _STATE else ()
-
-
-def is_step_state(key: KeyPath) -> bool:
-    state_path = find_key_in_optimizer(key)
-    return state_path is not None and state_path[2] == _STEP
+    for name, spec in layout.specs.items():
+        is_integer, is_other = spec.dtype.kind in ("int", "bool"), name not in own
+        if name in states:
+            is_counter = spec.numel == 1 < largest[states[name]]
+        else:
+            is_counter = (is_integer or is_other) if spec.numel == 1 else (is_integer and is_other)
+        if is_counter:
+            counters.add(name)
+    return counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,6 @@ from ckptkit.checkpoints.manifest import (
     explain_deleted_metadata,
     read_manifest,
     read_store_checksums,
-    remark_on_proved_files,
     unproved_files_problem,
 )
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
@@ -367,8 +366,11 @@ def with_store_proof(
         for _, stored in own.layout.chunks_and_blobs
         if stored.path in proved
     }
-    notes = (*verified.notes, *remark_on_proved_files(sizes, proved))
-    return replace(verified, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
+    total = format_bytes(sum(sizes[name] for name in proved))
+    notes = (f"verified {count(len(proved), 'file')}, {total}, by the store's CRC-32",) if proved else ()
+    return replace(
+        verified, notes=(*verified.notes, *notes), proved_files=len(proved), checked_bytes=sum(places.values())
+    )
 
 
 def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
@@ -377,7 +379,11 @@ def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: T
     content, extents = check_zip_wrappers(own, sizes, problems)
     scanned = scan_files(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
     compare_extent_checksums(own, extents, scanned.extents, problems)
-    runs = range_checksums(extents, scanned.extents)
+    runs: dict[str, dict[ByteRange, int]] = {}  # of the byte ranges without a checksum in the format
+    for extent in extents:
+        crc = scanned.extents.get((extent.path, extent.offset))
+        if extent.crc32 is None and extent.length and crc is not None:
+            runs.setdefault(extent.path, {})[extent.offset, extent.length] = crc
     sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in scanned.files.items()}
     verify_whole_files(own, sums, problems)
     unread = [
@@ -389,16 +395,6 @@ def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: T
     result = make_verified(own, sizes, content, problems)
     unchecked = min(sum(unread), content)
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
-
-
-def range_checksums(extents: Iterable[Extent], checksums: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
-    """Return the computed CRC-32 of the byte ranges without a checksum in the format, by file."""
-    runs: dict[str, dict[ByteRange, int]] = {}
-    for extent in extents:
-        crc = checksums.get((extent.path, extent.offset))
-        if extent.crc32 is None and extent.length and crc is not None:
-            runs.setdefault(extent.path, {})[extent.offset, extent.length] = crc
-    return runs
 
 
 def read_manifest_or_add_problem(path: Path, problems: Problems) -> Manifest | None:

@@ -37,7 +37,14 @@ def finalize(
     if text is None:
         hint = "run `ckptkit consolidate SRC OUT --part 1/N` to `--part N/N` first"
         raise NotACheckpoint("expected the parts of an output, found none", path=output, hint=hint)
-    sources, options, count = parse_staging_key(text, begun)
+    try:
+        words = json.loads(text)
+        sources = [join_directories(to_path(first), others) for first, *others in words["sources"]]
+        options, count = ConvertOptions.of({}, **words["options"]), int(words["parts"])
+    except (KeyError, TypeError, ValueError) as error:
+        hint = "delete it, and run all parts again"
+        message = "expected the sources and options of a conversion, found other data"
+        raise Corrupt(message, path=begun, hint=hint) from error
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)
     return plan_and_convert(sources, output, asked, partial(finish_output, count=count))
 
@@ -52,15 +59,3 @@ def find_staging_and_key(dst: Path) -> tuple[Path, bytes | None]:
     inside = dst / NOTES / KEY
     note = inside if is_existing_path(inside) else dst.parent / f"{dst.name}{NOTES}" / KEY
     return note, read_small(note, _LIMIT) if is_existing_path(note) else None
-
-
-def parse_staging_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:
-    """Return sources, options and number of parts from the key at `path`. Raises `Corrupt` for an unreadable one."""
-    try:
-        words = json.loads(text)
-        sources = [join_directories(to_path(first), others) for first, *others in words["sources"]]
-        return sources, ConvertOptions.of({}, **words["options"]), int(words["parts"])
-    except (KeyError, TypeError, ValueError) as error:
-        hint = "delete it, and run all parts again"
-        message = "expected the sources and options of a conversion, found other data"
-        raise Corrupt(message, path=path, hint=hint) from error

@@ -37,13 +37,10 @@ def reshard(
     own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
     asked = ConvertOptions.of(options, to="dcp", optimizer_order=optimizer_order, **own)
     source = Checkpoint.open(src if src is not None else default_source())
-    asked = replace(asked, to=format_for_reshard(source))
-    return run_conversion([source], dst if dst is not None else default_output(source.path, to), asked)
-
-
-def format_for_reshard(source: Checkpoint) -> str:
     formats = {part.reader.name for part in source.components if part.reader.is_sharded}
-    return formats.pop() if len(formats) == 1 and formats <= set(writable_formats()) else "dcp"
+    if len(formats) == 1 and formats <= set(writable_formats()):
+        asked = replace(asked, to=formats.pop())
+    return run_conversion([source], dst if dst is not None else default_output(source.path, to), asked)
 
 
 def default_source() -> Path:

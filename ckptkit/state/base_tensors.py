@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +20,7 @@ from ckptkit.models.expected import Form, closest_form, forms_of_model
 from ckptkit.models.fit import join_few_names
 from ckptkit.state.model import Model, RecipeFor, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.find import Quantized, find_quantized
+from ckptkit.state.quantized.find import find_quantized
 from ckptkit.state.quantized.packed import dequantized_name
 from ckptkit.state.quantized.plain import dequantizing_recipe_of, dtype_in_config
 from ckptkit.state.quantized.signs import is_declared_quantized
@@ -40,7 +41,10 @@ def compare_with_base(model: Model, options: ConvertOptions) -> Model:
         return model
     ours = model.layout.shapes
     theirs = base_shapes(base, is_quantized=is_declared_quantized(model.config))
-    return model.with_remarks(*notes_on_differences(ours, theirs, known_forms_of(model), base.base))
+    forms: tuple[Form, ...] = ()
+    with suppress(Unsupported):  # an unknown model
+        forms = forms_of_model(model.config, model.ask_base) if model.config else ()
+    return model.with_remarks(*notes_on_differences(ours, theirs, forms, base.base))
 
 
 def find_base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
@@ -64,14 +68,6 @@ def base_shapes(base: BaseWeights, *, is_quantized: bool) -> Shapes:
         return shapes
     packed = {dequantized_name(name): one.shape for name, one in quantized.weights.items()}
     return {name: shape for name, shape in shapes.items() if name not in quantized.members} | packed
-
-
-def known_forms_of(model: Model) -> tuple[Form, ...]:
-    """Return the forms that config.json describes; () if the model is unknown."""
-    try:
-        return forms_of_model(model.config, model.ask_base) if model.config else ()
-    except Unsupported:
-        return ()
 
 
 def names_of_other_forms(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Collection[str]:
@@ -131,7 +127,10 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
         quantized = None
-    chosen = with_quantized_groups(chosen, quantized)
+    # a number, a scale or a zero point is useless without the others of its weight
+    groups = [(weight, *packed.beside) for weight, packed in quantized.weights.items()] if quantized else []
+    group_of = {name: group for group in groups for name in group}
+    chosen = list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))
     if is_declared_quantized(model.config):
         quantized = None
     elif quantized is not None:
@@ -172,13 +171,6 @@ def choose_from_base(layout: Layout, ours: Collection[str], options: ConvertOpti
             raise Usage(message, path=layout.path, hint=hint)
         chosen += absent
     return list(dict.fromkeys(chosen))
-
-
-def with_quantized_groups(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
-    """Return the chosen tensors, and the scales and numbers without which they are useless."""
-    groups = [(weight, *packed.beside) for weight, packed in quantized.weights.items()] if quantized else []
-    group_of = {name: group for group in groups for name in group}
-    return list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))
 
 
 def copy_recipe(name: str, number: int) -> RecipeFor:

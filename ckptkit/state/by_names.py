@@ -29,7 +29,7 @@ from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.state.draft import Conversion, Draft, Entries
 from ckptkit.state.optimizers import complete_optimizers, nest_optimizers, rekeying_by_name
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.parts import with_other_files, without_model_copy
+from ckptkit.state.parts import with_other_files
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 STEPS = "global_steps"
@@ -52,7 +52,11 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     options.edits.check_renames(renamable_parameters_in(chosen, weights), checkpoint.path)
     renamed, names = rename_parameters(chosen, weights, options.edits.make_renaming())
     ways = key_paths_by_name(renamed, find_weights(renamed))
-    layout = with_step_count(with_weight_names(renamed, ways), checkpoint.step)
+    layout = with_weight_names(renamed, ways)
+    if checkpoint.step is not None and STEPS not in layout.names:
+        path = next(place.path for _, place in layout.chunks_and_blobs if place.path)
+        blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(checkpoint.step))}
+        layout = replace(layout, blobs=blobs, keys={**layout.keys, STEPS: (STEPS,)})
     world_size = named_layout.world_size or 1
     no_place = {name: NO_PLACE for name in named_layout.names if names.get(name, name) not in ways}
     written = [name for name in named_layout.names if name not in no_place]
@@ -65,12 +69,9 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         notes=[*remarks, *completed.remarks],
         completed=completed.entries,
     )
-    if not checkpoint.path.is_dir():
-        return conversion
-    layouts = [part.layout for part in checkpoint.components]
-    conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
+    conversion = with_other_files(conversion, checkpoint, [part.layout for part in checkpoint.components], world_size)
     copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
-    return without_model_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
+    return replace(conversion, copied_files=copied_files)
 
 
 def with_names_for_indices(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
@@ -142,12 +143,3 @@ def with_fp32_weights(layout: Layout) -> Layout:
         return DTYPES["float32"] if is_half and layout.tensors[name].chunks in chunks else spec.dtype
 
     return edits.cast_tensors(layout, choose)
-
-
-def with_step_count(layout: Layout, step: int | None) -> Layout:
-    """Return the layout with the number of steps, if it is missing and the checkpoint's name contains it."""
-    if step is None or STEPS in layout.names:
-        return layout
-    path = next(place.path for _, place in layout.chunks_and_blobs if place.path)
-    blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(step))}
-    return replace(layout, blobs=blobs, keys={**layout.keys, STEPS: (STEPS,)})

@@ -28,7 +28,7 @@ from ckptkit.models.expected import forms_of_model
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.naming import name_training
+from ckptkit.models.names.naming import AskedNames, name_training
 from ckptkit.models.names.parameters import NewName, rename_in_group_lists, rename_in_key_path
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights_or_none, has_weights
 from ckptkit.state.names import AS_THEY_ARE, NameOptions, collect_name_arguments
@@ -166,13 +166,21 @@ def with_hub_names_if_possible(
     """Return a side under the Hub's names; unchanged if that is impossible without a table."""
     if not has_weights(side.layout):
         return side
-    try:
-        layout, remarks = name_training(side.layout, collect_name_arguments(checkpoint, HUB, config, table))
-    except (Mismatch, Unsupported) as error:
-        if table is not None:
-            raise
-        return side.with_layout_and_remarks(side.layout, f"did not translate the names in {side.path}: {error.message}")
+    asked = collect_name_arguments(checkpoint, HUB, config, table)
+    layout, remarks = name_training_if_possible(side.layout, asked, side.path, must=table is not None)
     return side.with_layout_and_remarks(layout, *remarks)
+
+
+def name_training_if_possible(
+    layout: Layout, asked: AskedNames, path: Path, *, must: bool = False
+) -> tuple[Layout, list[str]]:
+    """Return a layout under the names that were asked for; unchanged, with a remark, if that is impossible."""
+    try:
+        return name_training(layout, asked)
+    except (Mismatch, Unsupported) as error:
+        if must:
+            raise
+        return layout, [f"did not translate the names in {path}: {error.message}"]
 
 
 def with_same_optimizer_keys(

@@ -111,6 +111,10 @@ def draft_components(checkpoint: Checkpoint, output: Path, options: ConvertOptio
     notes += options.edits.check_dtypes(dtype_rules, outputs, checkpoint.path)
     if not drafts:
         raise Mismatch("nothing is left to write", path=checkpoint.path, hint="check --include and --exclude")
+    made: Mapping[str, bytes] = {}
+    if options.family is not None and options.to == WITH_FILES:  # the family needs files beside a model in DCP
+        config = find_companions(checkpoint.model_component.path, options.base).config
+        made = options.family.files(checkpoint.step or 0, Sizes(config or {}).model_type)
     conversion = Conversion(
         origins=[Origin.of(checkpoint.path)],
         output=output,
@@ -119,7 +123,7 @@ def draft_components(checkpoint: Checkpoint, output: Path, options: ConvertOptio
         entries=entries,
         world_size=world_size if options.writer.is_sharded else None,
         notes=[*notes, *(remarks_on_unrenamed_files(checkpoint, pieces, options) if options.rename else ())],
-        made=files_of_family(checkpoint, options),
+        made=made,
         completed=completed.entries,
     )
     if conversion.is_file:
@@ -128,13 +132,8 @@ def draft_components(checkpoint: Checkpoint, output: Path, options: ConvertOptio
             hint = "choose one component, or pass a directory as destination"
             raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
         return replace(conversion, drafts=[replace(draft, place="") for draft in drafts])
-    if not checkpoint.path.is_dir():
-        return conversion
-    conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
-    if options.vocab_size is not None:
-        conversion = with_vocabulary_in_configs(conversion, options.vocab_size)
-    is_component = any(not part.place for part in checkpoint.components)
-    return conversion if is_component else without_model_copy(conversion, checkpoint.path)
+    conversion = with_other_files(conversion, checkpoint, layouts, world_size)
+    return conversion if options.vocab_size is None else with_vocabulary_in_configs(conversion, options.vocab_size)
 
 
 def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
@@ -161,15 +160,6 @@ def remarks_on_unrenamed_files(
             if renamed is not part.layout:
                 copied = f"copied `{part.place}` unchanged, with the old names in its optimizer"
                 yield f"{copied} (`convert --to dcp` renames them)"
-
-
-def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
-    """Return the files that the output's family of names needs beside a model in DCP."""
-    family = options.family if options.to == WITH_FILES else None
-    if family is None:
-        return {}
-    config = find_companions(checkpoint.model_component.path, options.base).config
-    return family.files(checkpoint.step or 0, Sizes(config or {}).model_type)
 
 
 def choose_components(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Component]]:
@@ -264,8 +254,16 @@ def name_piece_tensors(piece: Piece, layout: Layout, names: str, options: Conver
     return layout, [*remarks, *notes]
 
 
-def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:
-    """Return the conversion with the other files in directory `root` to copy, and notes on the files to skip."""
+def with_other_files(
+    conversion: Conversion, checkpoint: Checkpoint, layouts: Iterable[Layout], world_size: int
+) -> Conversion:
+    """Return the conversion with the other files of a checkpoint's directory to copy, and notes on the files to skip.
+
+    A second copy of the model beside components in subdirectories is skipped: loaders would read only that.
+    """
+    root = checkpoint.path
+    if not root.is_dir():
+        return conversion
     used = frozenset(file for layout in layouts for file in files_of_format_in(layout))
     result = path_below(root, conversion.output)
     other_files, irregular = files_to_copy_and_others(root, used | ({result} if result else set()))
@@ -274,6 +272,10 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
         dropped, remarks = drop_files_of_ranks(other_files, world_size)
         notes += remarks
         other_files = {name: path for name, path in other_files.items() if name not in dropped}
+    reader = None if any(not part.place for part in checkpoint.components) else detect_format(root)
+    copies = sorted(name for name in other_files if reader and reader.owns_file(name))
+    notes += (f"skipped `{name}`: another copy of the weights" for name in copies)
+    other_files = {name: path for name, path in other_files.items() if name not in copies}
     return replace(conversion, copied_files=other_files, notes=notes)
 
 
@@ -286,14 +288,3 @@ def with_vocabulary_in_configs(conversion: Conversion, rows: int) -> Conversion:
             generated[name] = dump_config(with_vocabulary_size(config, rows))
     copied_files = {name: path for name, path in conversion.copied_files.items() if name not in generated}
     return replace(conversion, made=generated, copied_files=copied_files)
-
-
-def without_model_copy(conversion: Conversion, root: Path) -> Conversion:
-    """Return the conversion without a second copy of the model beside the components: loaders read only that."""
-    reader = detect_format(root)
-    copies = sorted(name for name in conversion.copied_files if reader and reader.owns_file(name))
-    if not copies:
-        return conversion
-    notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]
-    kept = {name: path for name, path in conversion.copied_files.items() if name not in copies}
-    return replace(conversion, copied_files=kept, notes=notes)

@@ -104,7 +104,9 @@ class Edits:
         """Raise `Usage`, with the most similar names, for a pattern of an option that matches none of the names."""
         for pattern in () if self.allow_unmatched else patterns:
             if not any(is_match(name, pattern) for name in names):
-                near = most_similar_names(pattern, names)
+                by_module = {fold_numbers(name): name for name in names}  # the nearest names, each in another module
+                similar = get_close_matches(fold_numbers(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
+                near = [by_module[one] for one in similar]
                 hint = f"match one of the nearest names, {', '.join(near)}; " if near else ""
                 hint += "run `ckptkit inspect --tensors` to list all names; or pass --allow-unmatched"
                 raise Usage(f"{option} '{pattern}' matches no {what}", path=path, hint=hint)
@@ -205,13 +207,6 @@ class Like:
             message = f"expected {wanted} as in {self.model}, found {spec.dtype}, which cannot be cast to it"
             raise Mismatch(message, tensor=name)
         return wanted
-
-
-def most_similar_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return up to three names that are most similar to a pattern, each in another module."""
-    by_module = {fold_numbers(name): name for name in names}
-    similar = get_close_matches(fold_numbers(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
-    return [by_module[one] for one in similar]
 
 
 def parse_dtype_rule(rule: str) -> tuple[str | None, DType | Like | None]:

@@ -108,11 +108,15 @@ def opened_upload(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
             hint = "write to a local directory first, then copy it with `ckptkit cp`"
             raise Unsupported(message, path=conversion.output, hint=hint)
     with TemporaryDirectory(prefix="ckptkit-") as room:
-        plans = [without_repeated_targets(plan) for plan in create_output_files(conversion, Path(room), is_sparse=True)]
+        plans = []
+        for plan in create_output_files(conversion, Path(room), is_sparse=True):
+            # one target for bytes that several tied tensors share
+            places = {(target.chunk.path, target.chunk.offset): target for target in reversed(plan.targets)}
+            plans.append(replace(plan, targets=tuple(reversed(places.values()))))
         sizes, marks = conversion.file_sizes, markers_to_send_last(conversion, plans)
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
-        plan = blake2b(conversion.sharing_key(count), digest_size=16).hexdigest()
-        destination = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
+        key = blake2b(conversion.sharing_key(count), digest_size=16).hexdigest()
+        destination = open_destination(conversion.output, sizes, marks, plan=key, is_file=conversion.is_file)
         if count > 1:
             destination.read_notes()  # raises for a store without notes before anything is claimed
         by_training = conversion.is_training_file
@@ -121,12 +125,6 @@ def opened_upload(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         with hint_on_kept_data(destination):
             yield OutputUpload(conversion, Path(room), plans, destination, marks)
     drop_cached_listing(conversion.output)
-
-
-def without_repeated_targets(plan: Plan) -> Plan:
-    """Return the plan with one target for bytes that several tied tensors share."""
-    places = {(target.chunk.path, target.chunk.offset): target for target in reversed(plan.targets)}
-    return replace(plan, targets=tuple(reversed(places.values())))
 
 
 def markers_to_send_last(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:

@@ -30,7 +30,6 @@ from ckptkit.checkpoints.examination.weights import (
 )
 from ckptkit.formats import is_main_file
 from ckptkit.layout import Layout
-from ckptkit.layout.box import Shape
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]
 
@@ -59,15 +58,10 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
         return ()
     if not any(one.code == "state_size" for one in found):
         return found
-    beside = shapes_of_other_parameters(checkpoint)
-    return tuple(one for one in found if one.code != "state_size" or tuple(one.data["found"]) not in beside)
-
-
-def shapes_of_other_parameters(checkpoint: Checkpoint) -> set[Shape]:
-    """Return the shapes of the tensors in files beside the components of a checkpoint."""
     paths = {left.path for left in checkpoint.unread_files if is_main_file(left.path.name)}
     layouts = filter(None, map(checkpoint.find_layout_of_file, paths))
-    return {shape for layout in layouts for shape in layout.shapes.values()}
+    beside = {shape for layout in layouts for shape in layout.shapes.values()}
+    return tuple(one for one in found if one.code != "state_size" or tuple(one.data["found"]) not in beside)
 
 
 def examine_layout(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:

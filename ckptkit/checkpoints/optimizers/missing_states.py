@@ -59,11 +59,6 @@ class States:
         listed = {parameter for group in self.groups for parameter in group}
         return [parameter for parameter in self.of if parameter not in listed]
 
-    def state_key_path(self, parameter: str, kind: str) -> KeyPath:
-        if self.optimizer is None:
-            return (*self.above, f"state.{parameter}.{kind}")
-        return (*self.above, "state", parameter, kind)
-
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
@@ -112,7 +107,9 @@ def with_complete_states(
             for parameter in lacking:
                 like = require_parameter(parameters, parameter)
                 for kind, form in forms.items():
-                    key = states.state_key_path(parameter, kind)
+                    is_flat = states.optimizer is None
+                    steps = (f"state.{parameter}.{kind}",) if is_flat else ("state", parameter, kind)
+                    key = (*states.above, *steps)
                     name = ".".join(map(str, key))
                     keys[name] = key
                     if form.zero is not None:

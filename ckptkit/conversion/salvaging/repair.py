@@ -42,11 +42,6 @@ class Survey:
     chunks: dict[tuple[str, int], CkptError] = field(default_factory=dict)
     entries: dict[str, CkptError] = field(default_factory=dict)
 
-    def with_reported_problems(self, reported: Iterable[CkptError]) -> Survey:
-        """Return the damage with the problems that were reported for files, which say more than their sizes do."""
-        why = {error.path: error for error in reported}
-        return replace(self, chunks={chunk_key: why.get(error.path, error) for chunk_key, error in self.chunks.items()})
-
     def mark_damage_as_lost(self, layout: Layout) -> Layout:
         """Return the layout with the damaged chunks marked as lost, and without the damaged entries."""
         tensors = dict(layout.tensors)
@@ -199,7 +194,9 @@ def repair_component(
         component.with_manifest_checksums(read, manifest), component, faults, unexplained, why
     )
     layout = without_differing_copies(with_empty_chunks_as_zeros(layout), faults, with_bytes=False)
-    damage = survey(layout).with_reported_problems(error for error in reported if error.tensor is None)
+    damage = survey(layout)
+    of_files = {error.path: error for error in reported if error.tensor is None}  # they say more than file sizes do
+    damage.chunks = {place: of_files.get(error.path, error) for place, error in damage.chunks.items()}
     faults.entries.update((name, Fault.of(error)) for name, error in damage.entries.items())
     faults_by_tensor = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
     repaired = with_lost_chunks_replaced(damage.mark_damage_as_lost(layout), faults, survey, faults_by_tensor)

@@ -5,7 +5,7 @@ Lost tensors may be filled from another checkpoint: an earlier step, or the mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from ckptkit.conversion.salvaging.copies import (
 )
 from ckptkit.conversion.salvaging.repair import SurveyFunction, repair_checkpoint, survey_damage
 from ckptkit.engine.scan import file_checksum
-from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
+from ckptkit.errors import Caution, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.io.file import file_size, read_small
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
@@ -41,12 +41,11 @@ from ckptkit.layout import Blob, Fault, Layout, StoredTensor
 from ckptkit.layout.renames import renaming_function
 from ckptkit.models.computation import describe_differences
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import NewName
 from ckptkit.models.names.weights import find_weights, find_weights_or_none, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
-from ckptkit.state.matching import comparison_keys
+from ckptkit.state.matching import comparison_keys, name_training_if_possible
 from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.state.options import ConvertOptions
 
@@ -111,7 +110,8 @@ class Salvage:
         own, filled, lost = (dict[str, int]() for _ in range(3))
         for draft in drafts or conversion.drafts:
             tensors = draft.given.tensors
-            for name in tensors if draft.writer.is_model_only else weight_names_or_none(draft.given):
+            model = find_weights_or_none(draft.given) if has_weights(draft.given) else None
+            for name in tensors if draft.writer.is_model_only else model.came_from.values() if model else ():
                 is_filled = any(self.faults.filled.get(chunk.path) == str(self.other) for chunk in tensors[name].chunks)
                 group = lost if tensors[name].is_lost else filled if is_filled else own
                 group |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
@@ -145,14 +145,6 @@ def no_weights_left_error(checkpoint: Checkpoint, lost: Sequence[Lost], weights:
     rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""
     why = f"such as `{first.label}`: {first.describe_loss(path)}"
     return Corrupt(f"{message}, {why}", path=path, hint=f"{_FILL}, or use an older checkpoint{rest}")
-
-
-def weight_names_or_none(layout: Layout) -> Iterable[str]:
-    """Return the names of the model's tensors in a layout; () if the model is not identified."""
-    try:
-        return find_weights(layout).came_from.values() if has_weights(layout) else ()
-    except (Mismatch, Unsupported):  # no model, or several
-        return ()
 
 
 def find_read_fault(path: Path) -> Fault | None:
@@ -269,11 +261,8 @@ def open_fill_source(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, 
     if (named.table or checkpoint.family is not other.family) and has_weights(layout):
         config = named.find_config_of(other) or checkpoint.companions.config
         family = ours or checkpoint.family
-        try:
-            asked = collect_name_arguments(other, family.name if family else HUB, config, named.table)
-            layout, remarks = name_training(layout, asked)
-        except (Mismatch, Unsupported) as error:
-            remarks = [f"did not translate the names in {other.path}: {error.message}"]
+        asked = collect_name_arguments(other, family.name if family else HUB, config, named.table)
+        layout, remarks = name_training_if_possible(layout, asked, other.path)
     own, model = own_names(layout), find_weights_or_none(layout)
     weights = frozenset(own[name] for name in model.came_from.values()) if model else frozenset()
     names = {new: name for name, new in own.items()}
@@ -313,21 +302,14 @@ def fill_component(component: Component, filler: FillSource, faults: Faults) -> 
             blobs[name] = blob
             faults.filled_entries[name] = str(filler.path)
             del faults.entries[name]
-    for name in unshaped_tensor_names(component, layout, filler, faults):
+    absent = [name for name in faults.unplaced if name not in layout.names]  # tensors without a known shape
+    if faults.unnamed and component.is_model and not layout.keys:
+        # the contents of some files are unknown: they may be any weights that only the other checkpoint has
+        absent += sorted(filler.weights - set(layout.names) - set(absent))
+    for name in absent:
         filling = filler.find_tensor(name)
         if filling is not None:
             faults.record_fill_source(filling.chunks, str(filler.path))
             tensors[name] = filling
             faults.unplaced.pop(name, None)
     return replace(component, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
-
-
-def unshaped_tensor_names(component: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
-    """Return the names of tensors that a component should have but has no shapes for.
-
-    If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.
-    """
-    absent = [name for name in faults.unplaced if name not in layout.names]
-    if faults.unnamed and component.is_model and not layout.keys:
-        absent += sorted(filler.weights - set(layout.names) - set(absent))
-    return absent

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.conversion.as_consolidated import ConsolidatedView, open_as_consolidated
 from ckptkit.conversion.convert import with_not_copied_files
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.io.destination import to_destination
@@ -18,6 +17,7 @@ from ckptkit.io.path import to_path
 from ckptkit.io.progress import Progress
 from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
+from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_as_consolidated
 from ckptkit.state.directories import require_free_or_replaceable, require_outside, require_separate_destination
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import Keywords

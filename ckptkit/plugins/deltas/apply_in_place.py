@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.as_consolidated import open_as_consolidated
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, translate_os_errors
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.file import names_in
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.layout import Layout
 from ckptkit.plugins.deltas import in_place
+from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
 from ckptkit.plugins.deltas.chain import DeltaChain, short_id
 from ckptkit.plugins.deltas.identity import checksum_by_tensor, identity_of_model
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import source_record_of
 from ckptkit.checkpoints.model_facts import ModelFacts
-from ckptkit.conversion.as_consolidated import ConsolidatedView, open_both_as_consolidated
 from ckptkit.conversion.convert import warn_of_inconsistent_weights
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
 from ckptkit.io.allocation import make_directory
@@ -24,6 +23,7 @@ from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, Told, make_progress_reporter
 from ckptkit.io.staging import Stage
 from ckptkit.models.computation import describe_differences
+from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_both_as_consolidated
 from ckptkit.plugins.deltas.record import DeltaRecord
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.summary import Summarized

@@ -14,13 +14,13 @@ from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import file_checksums
 from ckptkit.checks.verify import Verified
-from ckptkit.conversion.as_consolidated import open_as_consolidated
 from ckptkit.errors import CkptError, Corrupt, Report, raise_problem
 from ckptkit.io.crc32 import RESTORE
 from ckptkit.io.file import file_size, missing_path_error
 from ckptkit.io.path import to_path
 from ckptkit.io.progress import Told
 from ckptkit.layout import edits
+from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
 from ckptkit.plugins.deltas.chain import DeltaChain
 from ckptkit.plugins.deltas.changes import as_unsigned_elements, load_changes, read_delta_tensor
 from ckptkit.plugins.deltas.identity import checksum_by_tensor
