@@ -20,6 +20,7 @@ from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_model_component
+from ckptkit.entry_points import import_object
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
 from ckptkit.formats import find_format_of_file_name, writable_formats
 from ckptkit.io.destination import to_destination
@@ -233,10 +234,9 @@ def draft_training(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -
         from ckptkit.state.masters import refuse_cast_with_remainders
 
         refuse_cast_with_remainders(checkpoint, options)
-    if options.writer.needs_names:
-        from ckptkit.state.by_names import draft_by_names
-
-        return draft_by_names(checkpoint, dst, options)
+    if options.writer.drafted_by:
+        conversion: Conversion = import_object(options.writer.drafted_by)(checkpoint, dst, options)
+        return conversion
     from ckptkit.state.parts import draft_components
 
     return draft_components(checkpoint, dst, options)

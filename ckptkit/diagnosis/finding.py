@@ -82,7 +82,7 @@ def rewrite_fix(checkpoint: Checkpoint, *, base: str | None = None, **options: V
 def convert_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     """Return the command that writes a training checkpoint again: in its own format, or as DCP if that is read-only."""
     source, own = checkpoint.path, checkpoint.model_component.reader.name
-    to = own if own in writable_formats() and not get_writer(own).needs_names else SHARDS
+    to = own if own in writable_formats() and not get_writer(own).drafted_by else SHARDS
     suffix = source.suffix if source.suffix in get_writer(to).suffixes and source.is_file() else ""
     return make_fix("convert", checkpoint, output_path_for(source, "fixed", suffix), to=to, **options)
 

@@ -97,15 +97,15 @@ class FormatReader(Protocol):
 class FormatWriter(FormatReader, Protocol):
     """A format that ckptkit can also write. Its reader reads the files back once they are laid out.
 
-    `suffixes` are the suffixes of a checkpoint that is a single file. `needs_names` requires the model under `model`,
-    and the optimizer by parameter names under `optimizer`, as in torch's own state dicts. `needs_shapes` requires that
-    each elementwise optimizer state has the shape of its parameter. With `ties` tensors that are tied in the source
-    share their bytes in the output. With `repeats` several files store the same data, and `patches_after_data` copies
-    it from one to the others.
+    `suffixes` are the suffixes of a checkpoint that is a single file. `drafted_by` is for a format that needs other
+    entries than checkpoints have: the `module:function` that returns a `Conversion` for a `Checkpoint`, the output and
+    `ConvertOptions`. `needs_shapes` requires that each elementwise optimizer state has the shape of its parameter. With
+    `ties` tensors that are tied in the source share their bytes in the output. With `repeats` several files store the
+    same data, and `patches_after_data` copies it from one to the others.
     """
 
     suffixes: tuple[str, ...] = ()
-    needs_names: bool = False
+    drafted_by: str = ""
     needs_shapes: bool = False
     ties: bool = False
     repeats: bool = False

@@ -66,26 +66,19 @@ def require_archives_of_one_save(layout: Layout) -> None:
     verify_covered_files(locate_all_chunks(replace(layout, tensors=archives, blobs={}), skip_problem))
 
 
-Alone = Callable[[Conversion], Written]
-InPart = Callable[[Conversion, Share], Written]
-Finish = Callable[[Conversion, int], Written]
-
-
 def write_output(conversion: Conversion) -> Written:
     """Create and fill the output, or this process's share of it. The output appears atomically, and only when complete.
 
     Continues the work of an interrupted call with the same arguments.
     """
-    alone, in_part, finish = writers_for(conversion)
+    write_share, finish = writers_for(conversion)
     part = conversion.options.part
     share = parse_share(part)
     if share.number == 0:  # once is enough for all processes that share the work
         for one in conversion.entries:
             require_archives_of_one_save(one.read)
-    if share.count == 1:
-        return alone(conversion)
-    written = in_part(conversion, share)
-    if part != RANK:
+    written = write_share(conversion, share)
+    if part != RANK or share.count == 1:
         return written
     wait_for_ranks()
     return finish(conversion, share.count) if share.number == 0 else written
@@ -93,16 +86,18 @@ def write_output(conversion: Conversion) -> Written:
 
 def finish_output(conversion: Conversion, count: int) -> Written:
     """Finish an output of which `count` processes have each written a share."""
-    return writers_for(conversion)[2](conversion, count)
+    return writers_for(conversion)[1](conversion, count)
 
 
-def writers_for(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
-    """Return the functions that write a whole output, write a share, and combine the shares."""
+def writers_for(
+    conversion: Conversion,
+) -> tuple[Callable[[Conversion, Share], Written], Callable[[Conversion, int], Written]]:
+    """Return the functions that write a share of the output, and that combine several shares."""
     if is_remote(conversion.output):
-        from ckptkit.state import to_store
+        from ckptkit.state.to_store import finish_shares_in_store, write_share_to_store
 
-        return to_store.write_alone_to_store, to_store.write_share_to_store, to_store.finish_shares_in_store
-    return write_alone_on_disk, write_share_on_disk, finish_shares_on_disk
+        return write_share_to_store, finish_shares_in_store
+    return write_share_on_disk, finish_shares_on_disk
 
 
 def parse_share(part: str | None) -> Share:
@@ -132,25 +127,25 @@ def wait_for_ranks() -> None:
         raise IOFailure(f"the ranks cannot reach each other: {error}", hint=hint) from error
 
 
-def write_alone_on_disk(conversion: Conversion) -> Written:
-    with opened_stage(conversion, WHOLE.count) as stage:
-        plans = create_output_files(conversion, stage.path)
-        ledgers = copy_share(conversion, plans, open_journals(stage.notes_directory, conversion, 0), WHOLE)
-        return verify_and_commit(conversion, plans, ledgers, stage)
-
-
 def write_share_on_disk(conversion: Conversion, share: Share) -> Written:
-    """Write one share, and leave the stage to the other processes."""
-    sync = conversion.options.sync
-    with opened_stage(conversion, share.count, is_part=True) as stage:
+    """Write one share. The only share commits the output; else the stage is left to the other processes."""
+    options, is_part = conversion.options, share.count > 1
+    with opened_stage(conversion, share.count, is_part=is_part) as stage:
         plans = create_output_files(conversion, stage.path, share)
-        stage.unlock_for_other_parts()
+        if is_part:
+            stage.unlock_for_other_parts()
         journals = open_journals(stage.notes_directory, conversion, share.number)
-        ledgers = copy_share(conversion, plans, journals, share)
-        if sync:
+        progress = make_progress_reporter(options.progress, sum(plan.whole_nbytes for plan in plans) // share.count)
+        ledgers = [
+            copy_by_plan(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync)
+            for plan, journal in zip(plans, journals, strict=True)
+        ]
+        if not is_part:
+            return verify_and_commit(conversion, plans, ledgers, stage)
+        if options.sync:
             sync_directory_tree(stage.path)
         for journal in journals:
-            journal.record_end(sync=sync)
+            journal.record_end(sync=options.sync)
         stage.unlock_for_resume()
     return Written(ledgers)
 
@@ -252,19 +247,6 @@ def options_in_key(key: bytes) -> dict[str, Any]:
         return {"source": agreed["sources"], "--part": int(agreed["parts"]), **options}
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}
-
-
-def copy_share(
-    conversion: Conversion, plans: Sequence[Plan], journals: Sequence[Journal], share: Share
-) -> list[Ledger]:
-    options = conversion.options
-    total = sum(plan.whole_nbytes for plan in plans) // share.count
-    progress = make_progress_reporter(options.progress, total)
-    pairs = zip(plans, journals, strict=True)
-    return [
-        copy_by_plan(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync)
-        for plan, journal in pairs
-    ]
 
 
 def verify_and_commit(

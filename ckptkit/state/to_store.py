@@ -25,7 +25,7 @@ from ckptkit.engine.check_sources import Sources, range_start_of
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan, copy_unit
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.scan import JOBS
-from ckptkit.engine.shares import WHOLE, Share
+from ckptkit.engine.shares import Share
 from ckptkit.errors import Unsupported
 from ckptkit.io.allocation import create_file, make_directory
 from ckptkit.io.assembly import Assembly, PendingBytes, PieceKey
@@ -49,17 +49,15 @@ from ckptkit.state.report import Written
 KEY = "key.json"  # the note with the key of the conversion
 
 
-def write_alone_to_store(conversion: Conversion) -> Written:
-    """Write the whole output in this process. Continues an interrupted call with the same arguments."""
-    with opened_upload(conversion, WHOLE.count) as upload:
-        assembly = upload.make_assembly()
-        ledgers = upload.copy_share(assembly, WHOLE)
-        return upload.send_rest_and_commit(assembly, ledgers)
-
-
 def write_share_to_store(conversion: Conversion, share: Share) -> Written:
-    """Write one share, and leave the rest to other processes."""
+    """Write one share. The only share commits the output; else the rest is left to other processes.
+
+    Continues an interrupted call with the same arguments.
+    """
     with opened_upload(conversion, share.count) as upload:
+        if share.count == 1:
+            assembly = upload.make_assembly()
+            return upload.send_rest_and_commit(assembly, upload.copy_share(assembly, share))
         noted = upload.there.read_notes()
         if share_note_name(share.number) in noted:
             return Written(parse_share_note(noted[share_note_name(share.number)])[0])

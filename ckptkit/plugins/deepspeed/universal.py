@@ -258,7 +258,7 @@ class Universal(FormatWriter):
 
     name = NAME
     known_by = "`zero/optimizer_state.pt`"
-    needs_names = True
+    drafted_by = "ckptkit.plugins.deepspeed.draft_universal:draft_universal"
     needs_shapes = True
 
     def owns_file(self, name: str) -> bool:

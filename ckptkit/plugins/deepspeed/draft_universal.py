@@ -1,4 +1,4 @@
-"""Draft a training checkpoint for a format that stores model and optimizer by parameter names, each under one key."""
+"""Draft a universal checkpoint: the model and its optimizer by parameter names, each under one key."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ckptkit.state.optimizers import complete_optimizers, nest_optimizers, rekey
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.parts import with_other_files
 
-MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
+MODEL, OPTIMIZER = "model", "optimizer"
 STEPS = "global_steps"
 NO_PLACE = "the format cannot store it"
 _HALVES = ("bfloat16", "float16")
 
 
-def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
+def draft_universal(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
     """Draft the components of a checkpoint as one: weights in fp32 under `model`, their states under `optimizer`."""
     if options.dtype:
         raise Usage("this format keeps the dtypes of master weights and moments", hint="drop --dtype")
