@@ -78,11 +78,6 @@ class SalvagedWeights:
     filled: Mapping[str, int] = field(default_factory=dict)
     lost: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def are_all_lost(self) -> bool:
-        """Return whether the checkpoint has weights, and all of them are lost."""
-        return bool(self.lost) and not (self.own or self.filled)
-
     def describe_fraction(self, nbytes_by_name: Mapping[str, int]) -> str:
         """Return the size of a part of the weights as text: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
         every = [*self.own.values(), *self.filled.values(), *self.lost.values()]

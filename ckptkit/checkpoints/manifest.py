@@ -33,11 +33,6 @@ class StoreSums:
     sums: Mapping[str, FileSum]
     others: Mapping[str, StoredSum]
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether the store returned no checksums, or the files are local."""
-        return not (self.sums or self.others)
-
     def describe_checksums(self, names: Iterable[str]) -> str:
         """Return which checksums the store has of these files, as in `CRC32 of 2 files, no checksum of 1`."""
         sums = {name: ("CRC-32",) if name in self.sums else self.others[name].kinds for name in names}

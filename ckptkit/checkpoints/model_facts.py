@@ -114,10 +114,6 @@ class ModelFacts:
         return CONFIG if self.library else self.reported_in if self.reported else ""
 
     @property
-    def has_known_facts(self) -> bool:
-        return bool(self.library or self.reported)
-
-    @property
     def fact_file_names(self) -> frozenset[str]:
         if self.adapter is not None:
             return frozenset((ADAPTER_CONFIG,))

@@ -22,7 +22,7 @@ from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.models.companions import CONFIG
-from ckptkit.state.matching import Side, match_layouts, pair_components, rename_sides, with_hub_names_on_both
+from ckptkit.state.matching import Side, match_sides, pair_components, rename_sides, with_hub_names_on_both
 from ckptkit.state.names import NameOptions
 from ckptkit.state.selection import Edits
 from ckptkit.words import count
@@ -73,7 +73,7 @@ def diff(
     renamed = rename_sides([ours for ours, _ in found_parts], named)
     pairs_of_parts = zip(renamed, (theirs for _, theirs in found_parts), strict=True)
     parts = [with_hub_names_on_both(one, two, pair, named) for pair in pairs_of_parts]
-    matches = [match_layouts(part.layout, other.layout) for part, other in parts]
+    matches = [match_sides(*pair) for pair in parts]
     notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
     notes += [remark for *_, more in matches for remark in more]
     configs, compared_files = compare_configs(one, two)
@@ -113,7 +113,7 @@ def compare_tensors_with_source(
     renamed = rename_sides([theirs for _, theirs in pairs], named)
     for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
         part, other = with_hub_names_on_both(output, source, (ours_before, theirs_renamed), named)
-        ours, theirs, remarks = match_layouts(part.layout, other.layout)
+        ours, theirs, remarks = match_sides(part, other)
         notes = [*shared, *part.remarks, *other.remarks, *remarks]
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are not tensors were not compared")

@@ -20,7 +20,7 @@ from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.layout.renames import fold_numbers
 from ckptkit.models.companions import find_model_config
-from ckptkit.state.matching import side_with_own_names
+from ckptkit.state.matching import Side, with_own_names
 from ckptkit.state.quantized.find import Quantized, find_quantized
 from ckptkit.state.quantized.packed import dequantized_name
 from ckptkit.state.quantized.plain import dequantizing_recipe_of
@@ -142,7 +142,7 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     """
     parts = [Checkpoint.open(source).model_component for source in (a, b)]
     one, two = (part.path for part in parts)
-    sides = [side_with_own_names(part.layout) for part in parts]
+    sides = [with_own_names(Side(part.path, part.layout)) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
     models = [ComparableModel.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
     before, after = (one.specs for one in models)

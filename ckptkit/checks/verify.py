@@ -342,7 +342,9 @@ def check_structure(own: OwnFiles, problems: Problems, *, by_store: bool) -> Ver
     sums = file_checksums(own.root, (rest.keys() & own.recorded_file_sums.keys()) - unknown, extents)
     verify_whole_files(own, {**sums, **proved}, problems)
     result = make_verified(own, sizes, content, problems)
-    return result if store_sums.is_empty else with_store_proof(own, result, sizes, proved, store_sums, problems)
+    if not (store_sums.sums or store_sums.others):  # the store has no checksums, or the files are local
+        return result
+    return with_store_proof(own, result, sizes, proved, store_sums, problems)
 
 
 def with_store_proof(

@@ -15,7 +15,7 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.renames import fold_numbers, match_names_by_rule, rules_for
 from ckptkit.models.names import HUB
-from ckptkit.state.matching import Side, match_layouts, pair_components, with_hub_names_on_both
+from ckptkit.state.matching import Side, match_sides, pair_components, with_hub_names_on_both
 from ckptkit.trainers import find_owner_rank_of_key
 
 _MAX_RULES = 8
@@ -31,8 +31,7 @@ def compare_with_checkpoint(target: LoadTarget) -> Iterator[Finding]:
         message = f"the names are {one}'s here, and {other}'s in {target.like.path}"
         yield Finding("family", None, message, rewrite_fix(target.checkpoint, names=other))
     for pair in pair_components(target.checkpoint, target.like)[0]:
-        one_side, other_side = with_hub_names_on_both(target.checkpoint, target.like, pair)
-        ours, theirs, _ = match_layouts(one_side.layout, other_side.layout)
+        ours, theirs, _ = match_sides(*with_hub_names_on_both(target.checkpoint, target.like, pair))
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
             yield from find_model_key_difference(target, target.like.path, ours, theirs)

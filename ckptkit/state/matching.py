@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
@@ -37,16 +37,25 @@ from ckptkit.state.optimizers import describe_names, names_from_models
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two compared checkpoints, with names under which the other one has the same entries.
+    """One of two compared checkpoints or components, at `path`, and remarks on how its layout was changed for that.
 
-    `weights` are the names of the model's tensors, `wrapper` is the removed key above the model, and `left_out` are the
-    entries outside the model.
+    Once both are matched, the other one has the same entries under the same names, `weights` are the names of the
+    model's tensors, `wrapper` is the removed key above the model, and `left_out` are the entries outside the model.
     """
 
+    path: Path
     layout: Layout
+    remarks: tuple[str, ...] = ()
     weights: frozenset[str] = frozenset()
     wrapper: str = ""
     left_out: tuple[LeftOut, ...] = ()
+
+    @classmethod
+    def of(cls, component: Component) -> Self:
+        return cls(component.path, with_separate_group_settings(component.layout))
+
+    def with_layout_and_remarks(self, layout: Layout, *remarks: str) -> Self:
+        return replace(self, layout=layout, remarks=(*self.remarks, *remarks))
 
     def select(self, keep: Callable[[str], bool]) -> Self:
         return replace(
@@ -72,22 +81,7 @@ class Side:
         )
 
 
-class Compared(NamedTuple):
-    """A directory or file to compare, its layout, and remarks on how the layout was changed for the comparison."""
-
-    path: Path
-    layout: Layout
-    remarks: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, component: Component) -> Compared:
-        return cls(component.path, with_separate_group_settings(component.layout))
-
-    def with_layout_and_remarks(self, layout: Layout, *remarks: str) -> Compared:
-        return Compared(self.path, layout, (*self.remarks, *remarks))
-
-
-Pair = tuple[Compared, Compared]
+Pair = tuple[Side, Side]
 
 
 def pair_components(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> tuple[list[Pair], list[str]]:
@@ -100,7 +94,7 @@ def pair_components(one: Checkpoint, two: Checkpoint, order: Order | None = None
     """
     ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
-        pairs = [((one, Compared.of(part)), (two, Compared.of(theirs[place]))) for place, part in ours.items()]
+        pairs = [((one, Side.of(part)), (two, Side.of(theirs[place]))) for place, part in ours.items()]
         return [with_same_optimizer_keys(*pair, order) for pair in pairs], []
     joined = find_joined_files(one), find_joined_files(two)
     if joined[0] is not None and joined[1] is not None:
@@ -110,18 +104,18 @@ def pair_components(one: Checkpoint, two: Checkpoint, order: Order | None = None
         model = checkpoint.model_component
         rest = ", ".join(part.path.name for part in checkpoint.components if part is not model)
         remarks += [f"compared only {model.path.name} of {model.path.parent}, not {rest}"] if rest else []
-    return [(Compared.of(one.model_component), Compared.of(two.model_component))], remarks
+    return [(Side.of(one.model_component), Side.of(two.model_component))], remarks
 
 
-def find_joined_files(checkpoint: Checkpoint) -> Compared | None:
+def find_joined_files(checkpoint: Checkpoint) -> Side | None:
     """Return a checkpoint with the files beside its model; None if it has other components."""
     model = checkpoint.model_component
     if any(part.under is None for part in checkpoint.components if part is not model):
         return None
-    return Compared(model.path, with_separate_group_settings(checkpoint.layout))
+    return Side(model.path, with_separate_group_settings(checkpoint.layout))
 
 
-def rename_sides(sides: Sequence[Compared], named: NameOptions) -> list[Compared]:
+def rename_sides(sides: Sequence[Side], named: NameOptions) -> list[Side]:
     """Return the sides (components of one checkpoint) with parameters renamed as the user asks."""
     layouts = named.rename_layouts([side.layout for side in sides])
     return [side.with_layout_and_remarks(layout) for side, layout in zip(sides, layouts, strict=True)]
@@ -161,8 +155,8 @@ def may_have_different_names(one: Checkpoint, two: Checkpoint, config: Mapping[s
 
 
 def with_hub_names_if_possible(
-    checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None, table: Family | None
-) -> Compared:
+    checkpoint: Checkpoint, side: Side, config: Mapping[str, Any] | None, table: Family | None
+) -> Side:
     """Return a side under the Hub's names; unchanged if that is impossible without a table."""
     if not has_weights(side.layout):
         return side
@@ -183,9 +177,7 @@ def name_training_if_possible(
         return layout, [f"did not translate the names in {path}: {error.message}"]
 
 
-def with_same_optimizer_keys(
-    one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], order: Order | None
-) -> Pair:
+def with_same_optimizer_keys(one: tuple[Checkpoint, Side], two: tuple[Checkpoint, Side], order: Order | None) -> Pair:
     """Return both sides with parameter names in optimizers, if only one of them has parameter indices."""
     kinds = {find_parameter_key_kind(side.layout) for _, side in (one, two)}
     if kinds != {NAMES, IDS}:
@@ -193,7 +185,7 @@ def with_same_optimizer_keys(
     return with_named_parameters(*one, order), with_named_parameters(*two, order)
 
 
-def with_named_parameters(checkpoint: Checkpoint, side: Compared, order: Order | None) -> Compared:
+def with_named_parameters(checkpoint: Checkpoint, side: Side, order: Order | None) -> Side:
     """Return a side with names for parameter indices, where they are certain or the user gives their order."""
     for optimizer in find_optimizers(side.layout):
         if optimizer.has_parameter_names:
@@ -211,15 +203,16 @@ def with_named_parameters(checkpoint: Checkpoint, side: Compared, order: Order |
     return side
 
 
-def match_layouts(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
+def match_sides(one: Side, two: Side) -> tuple[Side, Side, list[str]]:
     """Return both sides under comparable names, and remarks; only the model if only one side has other entries.
 
     Names that are already equal do not change.
     """
     remarks: list[str] = []
+    a, b = one.layout, two.layout
     if a.tensors.keys() == b.tensors.keys() and not (has_unstorable_entries(a, b) or has_unstorable_entries(b, a)):
-        return unchanged_side(a), unchanged_side(b), remarks
-    one, two = side_with_own_names(a), side_with_own_names(b)
+        return with_own_weights(one), with_own_weights(two), remarks
+    one, two = with_own_names(one), with_own_names(two)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
         larger = one if one.left_out else two
         rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in larger.left_out[:4])
@@ -236,25 +229,24 @@ def has_unstorable_entries(layout: Layout, other: Layout) -> bool:
     return bool(layout.blobs) and get_format(other.format).is_model_only
 
 
-def unchanged_side(layout: Layout) -> Side:
-    weights = find_weights_or_none(layout)
-    return Side(layout, frozenset(weights.came_from.values()) if weights else frozenset())
+def with_own_weights(side: Side) -> Side:
+    weights = find_weights_or_none(side.layout)
+    return replace(side, weights=frozenset(weights.came_from.values()) if weights else frozenset())
 
 
-def side_with_own_names(layout: Layout) -> Side:
-    """Return the checkpoint with the model's own names for its parameters; unchanged if no model is found."""
-    weights = find_weights_or_none(layout)
-    if weights is None:
-        return Side(layout)
-    keys = comparison_keys(layout, weights)
-    if len(set(keys.values())) < len(keys):  # two entries would get one name
-        return Side(layout)
-    renamed = rename_in_group_lists(layout, partial(model_name_of, known=weights.came_from))
-    return Side(
-        edits.with_new_key_paths(renamed, keys),
-        frozenset(weights.came_from),
-        weights.dotted_prefix,
-        weights.summarize_left_out(),
+def with_own_names(side: Side) -> Side:
+    """Return the side with the model's own names for its parameters; unchanged if no model is found."""
+    weights = find_weights_or_none(side.layout)
+    keys = comparison_keys(side.layout, weights) if weights else {}
+    if weights is None or len(set(keys.values())) < len(keys):  # two entries would get one name
+        return side
+    renamed = rename_in_group_lists(side.layout, partial(model_name_of, known=weights.came_from))
+    return replace(
+        side,
+        layout=edits.with_new_key_paths(renamed, keys),
+        weights=frozenset(weights.came_from),
+        wrapper=weights.dotted_prefix,
+        left_out=weights.summarize_left_out(),
     )
 
 

@@ -47,7 +47,7 @@ def notes_on_config_differences(models: Sequence[Model]) -> list[str]:
     config.json is used for all, this is a warning.
     """
     facts = [ModelFacts.of(model.part) for model in models]
-    described = [one for one in facts if one.has_known_facts]
+    described = [one for one in facts if one.library or one.reported]
     remarks: list[str] = []
     for other in described[1:]:
         first = described[0]

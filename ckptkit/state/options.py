@@ -246,11 +246,6 @@ class ConvertOptions:
         return self.optimizer_keys or (NAMES if needs_names else None)
 
     @property
-    def keeps_groups(self) -> bool:
-        """Return whether the parameter groups are copied unchanged, in the form of the torch that saved them."""
-        return self.to == "dcp" and not (self.rename or self.changes_names or self.wanted_keys)
-
-    @property
     def order(self) -> Order | None:
         """Return the user's order of the optimizer's parameters. Raises `Usage` for an invalid one."""
         return None if self.optimizer_order is None else read_order(self.optimizer_order)

@@ -139,7 +139,10 @@ def draft_components(checkpoint: Checkpoint, output: Path, options: ConvertOptio
 def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
     """Return the pieces of a checkpoint, with the parameter groups and states of the output's optimizers."""
     pieces = [Piece.of(parts) for parts in choose_components(checkpoint, options)]
-    layouts = [piece.layout if options.keeps_groups else with_separate_group_settings(piece.layout) for piece in pieces]
+    layouts = [piece.layout for piece in pieces]
+    if options.to != "dcp" or options.rename or options.changes_names or options.wanted_keys:
+        # otherwise the groups are copied unchanged, in the form of the torch that saved them
+        layouts = [with_separate_group_settings(layout) for layout in layouts]
     remarks: list[str] = []
     if options.optimizer_keys == IDS:
         nested = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
@@ -199,7 +202,8 @@ def draft_piece(
 ) -> tuple[Draft, list[str]]:
     """Draft a piece, with remarks: change the keys of its optimizer, rename it, put it under a key, and cast it."""
     remarks: list[str] = []
-    weights = weight_entry_names(chosen) if options.edits.is_for_weights_only or options.changes_names else frozenset()
+    is_for_weights = options.rename or options.changes_names or any("=" not in rule for rule in options.dtype)
+    weights = weight_entry_names(chosen) if is_for_weights else frozenset()
     layout = chosen
     for rekeying in optimizers:
         layout = rekeying.apply_to(layout)

@@ -122,11 +122,6 @@ class Edits:
         dtypes = [dtype for glob, dtype in map(parse_dtype_rule, self.dtype) if glob is None]
         return dtypes[-1] if dtypes and isinstance(dtypes[-1], DType) else None
 
-    @property
-    def is_for_weights_only(self) -> bool:
-        """Return whether an edit applies to the model's weights only, so that they must be identified."""
-        return bool(self.rename) or any("=" not in rule for rule in self.dtype)
-
     def make_renaming(self) -> Callable[[str], str]:
         """Return the function that applies all rename rules to a parameter's name, in order."""
         return renaming_function(self.rename)

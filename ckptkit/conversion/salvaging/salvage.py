@@ -83,7 +83,7 @@ class Salvage:
         if not kept:
             raise nothing_left_error(self.checkpoint.path, lost)
         weights = self.count_lost_weights(conversion)
-        if weights.are_all_lost:
+        if weights.lost and not (weights.own or weights.filled):
             raise no_weights_left_error(self.checkpoint, lost, weights)
         copied_files, unread = self.split_off_unreadable_files(conversion.copied_files)
         path, described_by = self.checkpoint.path, faults.described_by
