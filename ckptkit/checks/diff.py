@@ -72,15 +72,12 @@ def diff(
     found_parts, remarks = pair_components(one, two, order)
     renamed = rename_sides([ours for ours, _ in found_parts], named)
     pairs_of_parts = zip(renamed, (theirs for _, theirs in found_parts), strict=True)
-    parts = [with_hub_names_on_both(one, two, pair, named) for pair in pairs_of_parts]
-    matches = [match_sides(*pair) for pair in parts]
-    notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
-    notes += [remark for *_, more in matches for remark in more]
+    pairs = [match_sides(*with_hub_names_on_both(one, two, pair, named)) for pair in pairs_of_parts]
+    notes = [*remarks, *(remark for pair in pairs for side in pair for remark in side.remarks)]
     configs, compared_files = compare_configs(one, two)
     for side in (one, two):
         beside = [file for file in side.unread_files if file.name not in compared_files]
         notes += describe_not_copied(beside, f"not compared in {side.path}")
-    pairs = [(ours, theirs) for ours, theirs, _ in matches]
     if any(is_packed_on_one_side(*pair) for pair in pairs):
         notes.append("8-bit numbers were compared without their scales: `ckptkit stats A B` includes the scales")
     asked.check_globs([side.layout for pair in pairs for side in pair], one.path)
@@ -112,13 +109,12 @@ def compare_tensors_with_source(
     pairs, shared = pair_components(output, source)
     renamed = rename_sides([theirs for _, theirs in pairs], named)
     for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
-        part, other = with_hub_names_on_both(output, source, (ours_before, theirs_renamed), named)
-        ours, theirs, remarks = match_sides(part, other)
-        notes = [*shared, *part.remarks, *other.remarks, *remarks]
+        ours, theirs = match_sides(*with_hub_names_on_both(output, source, (ours_before, theirs_renamed), named))
+        notes = [*shared, *ours.remarks, *theirs.remarks]
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are not tensors were not compared")
         differences = diff_components(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
-        diffs[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
+        diffs[ours.path] = Diff(ours.path, theirs.path, notes=tuple(notes)).merge(differences)
     if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in diffs.values()):
         raise Usage(f"nothing to compare: this and {source.path} have no tensors", path=output.path, hint=_ON_ENTRIES)
     return diffs

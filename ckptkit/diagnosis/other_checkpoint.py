@@ -31,7 +31,7 @@ def compare_with_checkpoint(target: LoadTarget) -> Iterator[Finding]:
         message = f"the names are {one}'s here, and {other}'s in {target.like.path}"
         yield Finding("family", None, message, rewrite_fix(target.checkpoint, names=other))
     for pair in pair_components(target.checkpoint, target.like)[0]:
-        ours, theirs, _ = match_sides(*with_hub_names_on_both(target.checkpoint, target.like, pair))
+        ours, theirs = match_sides(*with_hub_names_on_both(target.checkpoint, target.like, pair))
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
             yield from find_model_key_difference(target, target.like.path, ours, theirs)

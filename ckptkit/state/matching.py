@@ -203,15 +203,15 @@ def with_named_parameters(checkpoint: Checkpoint, side: Side, order: Order | Non
     return side
 
 
-def match_sides(one: Side, two: Side) -> tuple[Side, Side, list[str]]:
-    """Return both sides under comparable names, and remarks; only the model if only one side has other entries.
+def match_sides(one: Side, two: Side) -> Pair:
+    """Return both sides under comparable names; only the model if only one side has other entries.
 
-    Names that are already equal do not change.
+    Names that are already equal do not change. Remarks are added to the second side.
     """
     remarks: list[str] = []
     a, b = one.layout, two.layout
     if a.tensors.keys() == b.tensors.keys() and not (has_unstorable_entries(a, b) or has_unstorable_entries(b, a)):
-        return with_own_weights(one), with_own_weights(two), remarks
+        return with_own_weights(one), with_own_weights(two)
     one, two = with_own_names(one), with_own_names(two)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
         larger = one if one.left_out else two
@@ -221,7 +221,8 @@ def match_sides(one: Side, two: Side) -> tuple[Side, Side, list[str]]:
         one, two = one.only_weights(), two.only_weights()
     wrapped = [side for side in (one, two) if side.wrapper and one.wrapper != two.wrapper]
     remarks += [f"removed the prefix `{side.wrapper}.` from the names in {side.layout.root}" for side in wrapped]
-    return with_ties_of(one, two), with_ties_of(two, one), remarks
+    tied = with_ties_of(two, one)
+    return with_ties_of(one, two), tied.with_layout_and_remarks(tied.layout, *remarks)
 
 
 def has_unstorable_entries(layout: Layout, other: Layout) -> bool:
