@@ -91,6 +91,16 @@ class CkptError(Exception):
         return {"code": self.code, "message": self.message, **location, "hint": self.hint}
 
 
+@contextmanager
+def errors_at(*, path: str | os.PathLike[str] | None = None, tensor: str | None = None) -> Iterator[None]:
+    """Fill in the file and the tensor of a `CkptError` inside the block, unless they are already known."""
+    try:
+        yield
+    except CkptError as error:
+        error.blame(path=path, tensor=tensor)
+        raise
+
+
 def with_python_arguments(text: str) -> str:
     """Return a message with arguments in place of options (`fill_from=DIR`), except inside full command lines."""
     return "".join(
@@ -280,16 +290,6 @@ class Unsafe(CkptError):
     """A path outside its directory, a link, a device, or a source inside the destination."""
 
     code, exit_code = "unsafe", 5
-
-
-@contextmanager
-def errors_naming(*, path: str | os.PathLike[str] | None = None, tensor: str | None = None) -> Iterator[None]:
-    """Fill in the file or the tensor of a `CkptError` that is raised inside the block, unless it is already known."""
-    try:
-        yield
-    except CkptError as error:
-        error.blame(path=path, tensor=tensor)
-        raise
 
 
 def with_torch_hint(error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -16,7 +16,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.engine.read import SharedRuns, read_box
-from ckptkit.errors import Mismatch, errors_naming
+from ckptkit.errors import Mismatch, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Box
@@ -219,7 +219,7 @@ class LazyTensor:
         return 1, 0
 
     def _convert(self, made: Callable[..., Loaded]) -> Loaded:
-        with errors_naming(tensor=self.name):
+        with errors_at(tensor=self.name):
             return made(self.checkpoint.read(self.name, self.view.box), self.spec.dtype, self.spec.shape)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> LazyTensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.errors import Unsupported, errors_naming
+from ckptkit.errors import Unsupported, errors_at
 from ckptkit.layout import Layout
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import AskBase
@@ -52,7 +52,7 @@ def refuse_quantized_weights(found: Weights, config: Mapping[str, Any] | None) -
     """Raise `Unsupported` for quantized weights: other names or rows would separate them from their scales."""
     from ckptkit.state.quantized.find import find_quantized  # imported late: needed only if names change
 
-    with errors_naming(path=found.layout.path):
+    with errors_at(path=found.layout.path):
         quantized = find_quantized(found.layout, config)
     is_computed = any(not tensor.chunks and tensor.spec.numel > 0 for tensor in found.layout.tensors.values())
     if quantized is not None or is_computed:

@@ -10,7 +10,7 @@ from glob import escape
 from shlex import quote
 
 from ckptkit.checkpoints.component import Component
-from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more, errors_naming
+from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more, errors_at
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.companions import (
@@ -167,7 +167,7 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
     expected = find_form_or_error(model)
     if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
-        with errors_naming(path=model.layout.path):
+        with errors_at(path=model.layout.path):
             config, words = with_trained_class(model.layout.shapes, model.config, expected)
         model = model.with_config(config).with_remarks(*words)
         expected = find_form_or_error(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptkit.errors import Usage, errors_naming
+from ckptkit.errors import Usage, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.models.names.between_families import make_translation
 from ckptkit.models.names.sizes import Sizes
@@ -28,7 +28,7 @@ def extract_text_model(model: Model) -> Model:
         hint = "pass --base MODEL, the model that the training began with"
         raise Usage("--text-only needs config.json, but none was found", path=model.part.path, hint=hint)
     refuse_quantized_weights(model.weights, model.config)
-    with errors_naming(path=model.part.path):
+    with errors_at(path=model.part.path):
         return extract_by_memory_names(model)
 
 

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from ckptkit.checkpoints.optimizers.keys import find_optimizers
-from ckptkit.errors import Corrupt, Unsupported, errors_naming
+from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats import detect_format, locate_all_chunks
 from ckptkit.io.file import list_directories
 from ckptkit.layout import KeyPath, Layout, StoredTensor
@@ -79,7 +79,7 @@ def find_original_shapes(layout: Layout, path: Path, base: str | None) -> Known 
         return None
     from ckptkit.models.expected import expected_model  # deferred: rarely needed and slow to import
 
-    with errors_naming(path=path):
+    with errors_at(path=path):
         return Known(dict(expected_model(config).parameters), "config.json")
 
 

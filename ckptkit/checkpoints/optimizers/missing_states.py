@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ckptkit.checkpoints.optimizers.flattened import find_flattened_optimizers
 from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, states_by_parameter
-from ckptkit.errors import Unsupported, errors_naming
+from ckptkit.errors import Unsupported, errors_at
 from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
@@ -98,7 +98,7 @@ def with_complete_states(
     tensors, blobs, keys = dict(layout.tensors), dict(layout.blobs), dict(layout.keys)
     new_entries: dict[str, Spec | None] = {}
     at = 0  # tensors are identified by their byte offsets, so the new ones get offsets in a file that does not exist
-    with errors_naming(path=layout.path):
+    with errors_at(path=layout.path):
         if states.parameters_without_state:
             require_known_states(states, parameters)
         for group in states.groups:

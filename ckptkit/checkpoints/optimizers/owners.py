@@ -39,7 +39,7 @@ from ckptkit.checkpoints.optimizers.parameter_order import (
     ordered_parameters,
     without_tied_tensors,
 )
-from ckptkit.errors import Mismatch, SeveralModels, Unsupported, Usage, errors_naming
+from ckptkit.errors import Mismatch, SeveralModels, Unsupported, Usage, errors_at
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import KEEP_NUMBERS, is_full_model, match_by_size, match_trained
@@ -158,7 +158,7 @@ def find_parameter_names(
     `models` are all models of the checkpoint; config.json is at `path`, or above it. `order` is the user's statement
     about the optimizer. Raises `Unsupported` or `Mismatch` if the names are not certain, or contradict `order`.
     """
-    with errors_naming(path=layout.path):
+    with errors_at(path=layout.path):
         assumed = None if order is None else assume_names(layout, optimizer, models, path, order)
         try:
             proven = prove_names(layout, optimizer, models)

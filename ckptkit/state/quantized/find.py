@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptkit.checkpoints.component import Component
 from ckptkit.entry_points import import_object
-from ckptkit.errors import Corrupt, Mismatch, Unsupported, errors_naming
+from ckptkit.errors import Corrupt, Mismatch, Unsupported, errors_at
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Shape
 from ckptkit.models.companions import find_model_config
@@ -164,7 +164,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
             f"config.json says that the weights are quantized by `{stated.description}`, which ckptkit does not know"
         )
         return Quantized(layout, stated.description, members=frozenset(specs), refusal=refusal)  # any tensor may be one
-    with errors_naming(path=layout.path):
+    with errors_at(path=layout.path):
         finders: list[Finder] = [import_object(scheme.find) for scheme in SCHEMES.values()]
         weights = {name: packed for find in finders for name, packed in find(specs, stated)}
     if not weights and not (
