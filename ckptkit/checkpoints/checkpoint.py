@@ -147,7 +147,6 @@ class Checkpoint:
 
     @property
     def component_paths(self) -> list[Path]:
-        """Return the paths of the components, including those in no known format."""
         return [*(component.path for component in self.components), *self.strange]
 
     @property

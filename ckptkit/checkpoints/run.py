@@ -22,7 +22,6 @@ class RunFolder:
         return self.root / f"ckpt-{step}"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the complete checkpoints, oldest first."""
         return [checkpoint for checkpoint in checkpoints_named_in_run(self.root) if checkpoint.is_complete]
 
     def up_to_latest(self) -> list[Checkpoint]:

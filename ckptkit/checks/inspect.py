@@ -137,7 +137,6 @@ def group_tensors_by(
 
 
 def chunk_identity(chunk: Chunk) -> Hashable:
-    """Return the byte range of a chunk and the box of its elements."""
     return chunk.path, chunk.offset, chunk.box, chunk.strides
 
 

@@ -23,7 +23,6 @@ class Branch:
 
     @property
     def tensors(self) -> int:
-        """Return the number of tensors in the line."""
         return len(self.names)
 
 

@@ -81,7 +81,6 @@ def real_paths(path: Path) -> list[Path]:
 
 
 def is_same_or_inside(outer: Path, inner: Path) -> bool:
-    """Return whether two paths are equal, or the first contains the second."""
     return outer == inner or outer in inner.parents
 
 

@@ -90,7 +90,6 @@ class Model:
         return replace(self, companions=replace(self.companions, config=dict(config)))
 
     def with_only(self, names: Collection[str]) -> Model:
-        """Return the model with only the tensors of these names, and their recipes."""
         recipes = {name: recipe for name, recipe in self.recipes.items() if name in names}
         return replace(self.with_layout(edits.select_entries(self.layout, names.__contains__)), recipes=recipes)
 

@@ -138,7 +138,6 @@ class Rekeying:
     remark: str = ""
 
     def apply_to(self, layout: Layout) -> Layout:
-        """Return a layout with the new keys, wherever the optimizer occurs in it."""
         return with_parameter_keys(layout, self.optimizer, self.members) if self.members else layout
 
 
@@ -241,7 +240,6 @@ def rekeying_by_name(
 
 
 def describe_names(optimizer: Optimizer, named: NamedNumbers) -> str:
-    """Return a note that an optimizer got names, and the proof for them."""
     return f"`{optimizer.name}` got names for its {count(len(named.names), 'parameter')}: {named.proof}"
 
 

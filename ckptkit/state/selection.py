@@ -113,7 +113,6 @@ class Edits:
 
     @property
     def changes_names(self) -> bool:
-        """Return whether entries are selected or renamed."""
         return bool(self.include or self.exclude or self.rename)
 
     @property
@@ -189,7 +188,6 @@ class Like:
     model: str
 
     def specs(self) -> Mapping[str, Spec]:
-        """Return dtype and shape of each tensor of the model."""
         return Checkpoint.open(to_model_path(self.model)).weights.layout.specs
 
     def dtype_for(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:

@@ -264,6 +264,5 @@ class OutputUpload:
         return total_crc
 
     def read_small_file(self, name: str) -> bytes:
-        """Return the content of a file without tensor data."""
         with opening(self.room / name) as file:
             return bytes(read_at(file, file_size(self.room / name), 0))

@@ -39,7 +39,6 @@ def find_number_in(name: str, table: str) -> int | None:
 
 
 def is_listed(table: str, name: str) -> bool:
-    """Return whether a name matches a pattern of a table."""
     return any(matches_in_table(table, name))
 
 

@@ -80,7 +80,6 @@ class Inconsistency:
 
     @property
     def message(self) -> str:
-        """Return the message, without the tensor's name."""
         return _WORDS[self.code][1].format(**self.data)
 
     def to_error(self, path: Path) -> Mismatch:

@@ -48,7 +48,6 @@ class Optimizer:
 
     @property
     def has_parameter_names(self) -> bool:
-        """Return whether its groups list parameters by name."""
         return all(isinstance(name, str) for group in self.groups for name in group)
 
     @property

@@ -55,7 +55,6 @@ class States:
 
     @property
     def ungrouped_parameters(self) -> list[str]:
-        """Return the parameters with a state that are in no group."""
         listed = {parameter for group in self.groups for parameter in group}
         return [parameter for parameter in self.of if parameter not in listed]
 

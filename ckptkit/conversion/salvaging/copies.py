@@ -38,7 +38,6 @@ class Faults:
     described_by: Path | None = None
 
     def record_fill_source(self, chunks: Iterable[Chunk], source: str) -> None:
-        """Record the source of chunks that were taken from elsewhere."""
         self.filled.update((chunk.path, source) for chunk in chunks if chunk.is_in_file)
 
 

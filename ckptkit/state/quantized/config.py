@@ -58,7 +58,6 @@ class QuantizationConfig:
 
     @property
     def is_supported(self) -> bool:
-        """Return whether ckptkit can undo the method."""
         kinds = _KINDS.get(str(self.method))
         return self.method in _PLAIN and (kinds is None or self.kind is None or self.kind in kinds)
 
@@ -136,7 +135,6 @@ def block_sizes_in(section: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def has_group_scales(weights: Mapping[str, Any]) -> bool:
-    """Return whether groups of neighbors in a row have their own scales."""
     strategy, size = weights.get("strategy"), weights.get("group_size")
     return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
 

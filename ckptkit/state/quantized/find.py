@@ -195,7 +195,6 @@ def are_numbers(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
 
 
 def are_scales(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
-    """Return whether a tensor contains scales that need numbers."""
     is_of_module = name.endswith(_OF_MODULE) and spec.dtype.name == "float8_e8m0fnu"
     return name.endswith(OF_WEIGHTS) or is_of_module or (stated.method == OF_MLX and name.endswith(SCALES))
 

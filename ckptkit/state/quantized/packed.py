@@ -36,7 +36,6 @@ Finder = Callable[
 
 
 def dequantized_name(name: str) -> str:
-    """Return the name of a weight after dequantization."""
     return name.removesuffix(BLOCKS).removesuffix(_PACKED)
 
 

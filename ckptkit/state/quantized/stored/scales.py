@@ -21,7 +21,6 @@ def find_scale_name(name: str, specs: Specs) -> str | None:
 
 
 def is_exponent_dtype(spec: Spec) -> bool:
-    """Return whether scales are powers of 2, stored as exponents."""
     return spec.dtype.name in EXPONENTS
 
 
