@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more, first_of
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout.box import Box
@@ -16,7 +16,6 @@ from ckptkit.words import count, format_bytes
 
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
-_NAMES_SHOWN = 3  # lost tensors in a message
 _DAMAGED = "bytes changed after they were written: their CRC-32 differs from the recorded one"
 
 
@@ -160,13 +159,6 @@ def read_account(root: Path) -> Mapping[str, Any] | None:
     except (Corrupt, IOFailure, Unsafe):
         return None
     return account if isinstance(account, dict) else None
-
-
-def describe_lost_names(account: Mapping[str, Any]) -> str:
-    """Return the first lost names in an account and the number of further ones; "" if nothing is lost."""
-    entries = [entry for entry in account.get("lost") or () if isinstance(entry, dict)]
-    names = [f"`{entry.get('name') or entry.get('path')}`" for entry in entries]
-    return first_of(names, _NAMES_SHOWN)
 
 
 def describe_account(account: Mapping[str, Any]) -> str:

@@ -28,7 +28,6 @@ from ckptkit.checkpoints.find_components import (
     find_rank_files_error,
     find_unsupported_files,
     inner_directories,
-    model_candidates_among,
     ranks_at,
     unused_files,
 )
@@ -226,10 +225,14 @@ class Checkpoint:
 
     @cached_property
     def models(self) -> list[Component]:
-        """Return the components that may be the model. A component at the path itself is the model under any name."""
-        return [component for component in self.components if not component.place] or model_candidates_among(
-            self.components
-        )
+        """Return the components that may be the model, by name; by tensors if several names qualify.
+
+        A component at the path itself is the model under any name.
+        """
+        if at_path := [component for component in self.components if not component.place]:
+            return at_path
+        named = [component for component in self.components if component.is_model]
+        return [one for one in named if len(named) == 1 or one.may_have_weights] or named
 
     @cached_property
     def model_component(self) -> Component:

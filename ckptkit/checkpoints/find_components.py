@@ -174,14 +174,6 @@ def components_inside(path: Path) -> tuple[Component, ...]:
     return tuple(sorted(components, key=lambda component: not component.is_model))
 
 
-def model_candidates_among(components: Iterable[Component]) -> list[Component]:
-    """Return the components that may be the model, by name; by tensors if several names qualify."""
-    named = [component for component in components if component.is_model]
-    if len(named) < 2:
-        return named
-    return [component for component in named if component.may_have_weights] or named
-
-
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
     """Return whether the files that a format recognizes are stray files beside subdirectories with the model."""
     if not is_claimed_by_stray_files(path, reader):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.problems import join_first_names
-from ckptkit.errors import RESTORE, CheckpointWarning, CkptError, Corrupt, Incomplete, Unsupported, warn
+from ckptkit.errors import RESTORE, CheckpointWarning, CkptError, Corrupt, Incomplete, warn
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.file import find_stored_sum, is_existing_path, read_small, require_plain_file_name
@@ -23,7 +22,6 @@ from ckptkit.io.path import is_remote, map_in_parallel
 from ckptkit.io.stores import StoredSum
 from ckptkit.layout import Layout
 from ckptkit.version import __version__
-from ckptkit.words import count, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +58,6 @@ def combined_file_sum(stored_sum: StoredSum) -> FileSum | None:
     for part, nbytes in stored_sum.parts:
         crc = combine_crc32(crc, part, nbytes)
     return FileSum(stored_sum.nbytes, crc)
-
-
-def unproved_files_problem(
-    path: Path, sizes: Mapping[str, int], names: Collection[str], store_sums: StoreSums
-) -> Unsupported:
-    """Return the problem that files have no CRC-32 in the store or are not in the manifest."""
-    total = format_bytes(sum(sizes[name] for name in names))
-    no_crc = [name for name in names if name in store_sums.others]
-    unlisted = [name for name in names if name in store_sums.sums]
-    why = [
-        *([f"the store has {store_sums.describe_checksums(no_crc)}"] if no_crc else []),
-        *([f"the manifest does not list {join_first_names(unlisted)}"] if unlisted else []),
-    ]
-    message = f"cannot verify {len(names):,} of {count(len(sizes), 'file')}, {total}: {'; '.join(why)}"
-    return Unsupported(message, path=path, hint="run `ckptkit verify` without --fast: it reads every byte")
 
 
 NAME = "ckptkit.json"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.account import describe_account, describe_lost_names, read_account
+from ckptkit.checkpoints.account import describe_account, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint_error, path_of_source
 from ckptkit.checkpoints.component import Component, find_unfinished_error
 from ckptkit.checkpoints.examination import examine_checkpoint
@@ -30,16 +30,24 @@ from ckptkit.checkpoints.manifest import (
     explain_deleted_metadata,
     read_manifest,
     read_store_checksums,
-    unproved_files_problem,
 )
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
-from ckptkit.checkpoints.problems import Problems, merge_file_problems
+from ckptkit.checkpoints.problems import Problems, join_first_names, merge_file_problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import file_checksums
 from ckptkit.checks.masters import compare_low_precision_copies, compare_masters
 from ckptkit.checks.own_files import OwnFiles, with_complete_data_only
 from ckptkit.engine.scan import find_first_zero_page, scan_files
-from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage, translate_os_errors
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    Mismatch,
+    NotACheckpoint,
+    Unsupported,
+    Usage,
+    first_of,
+    translate_os_errors,
+)
 from ckptkit.formats import detect_format, locate_all_chunks, require_known_format
 from ckptkit.io.crc32 import RESTORE, damage_message
 from ckptkit.io.file import file_size, is_existing_path, list_children
@@ -50,6 +58,8 @@ from ckptkit.models.computation import describe_differences
 from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import count, format_bytes
+
+_NAMES_SHOWN = 3  # lost tensors in a message
 
 if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff
@@ -95,8 +105,9 @@ class Verified(Summarized):
         """Return a line on the tensors that a salvage lost or filled; None for a checkpoint that was not salvaged."""
         if self.salvaged is None:
             return None
-        missing = describe_lost_names(self.salvaged)
-        what = f"{describe_account(self.salvaged)}{f'; missing: {missing}' if missing else ''}"
+        lost = [entry for entry in self.salvaged.get("lost") or () if isinstance(entry, dict)]
+        names = first_of([f"`{entry.get('name') or entry.get('path')}`" for entry in lost], _NAMES_SHOWN)
+        what = f"{describe_account(self.salvaged)}{f'; missing: {names}' if names else ''}"
         return f"{self.path}: {what}; {ACCOUNT} lists them"
 
     def summary(self) -> Iterator[str]:
@@ -362,7 +373,12 @@ def with_store_proof(
         )
         return replace(verified, notes=(*verified.notes, note))
     if others := sizes.keys() - proved:
-        problems.add(unproved_files_problem(own.path, sizes, sorted(others), store_sums))
+        no_crc, unlisted = (sorted(others & sums.keys()) for sums in (store_sums.others, store_sums.sums))
+        why = [f"the store has {store_sums.describe_checksums(no_crc)}"] if no_crc else []
+        why += [f"the manifest does not list {join_first_names(unlisted)}"] if unlisted else []
+        which = f"{len(others):,} of {count(len(sizes), 'file')}, {format_bytes(sum(sizes[name] for name in others))}"
+        hint = "run `ckptkit verify` without --fast: it reads every byte"
+        problems.add(Unsupported(f"cannot verify {which}: {'; '.join(why)}", path=own.path, hint=hint))
     places = {
         (stored.path, stored.offset): stored.length
         for _, stored in own.layout.chunks_and_blobs

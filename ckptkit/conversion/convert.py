@@ -28,9 +28,10 @@ from ckptkit.io.file import is_existing_path
 from ckptkit.io.path import is_remote, remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.models.companions import directories_to_search
 from ckptkit.models.names.weights import NOT_ASKED, training_state_names
 from ckptkit.state.directories import (
-    companion_and_output_paths,
+    path_below,
     require_directory_name,
     require_free_or_replaceable,
     require_outside,
@@ -248,7 +249,11 @@ def with_not_copied_files(conversion: Conversion, checkpoints: Sequence[Checkpoi
     read |= {entries.read.root / name for entries in conversion.entries for name in entries.read.files}
     files: list[LeftBehind] = []
     for checkpoint in checkpoints:
-        used = {*read, *companion_and_output_paths(checkpoint, conversion.made, conversion.output)}
+        # config.json and the like are used if the output has files of these names
+        places = [*directories_to_search(checkpoint.path), *(part.path for part in checkpoint.components)]
+        used = {*read, *(place / name for name in conversion.made for place in places)}
+        if output := path_below(checkpoint.path, conversion.output):
+            used.add(output)
         if len(checkpoints) > 1:  # `conversion` only knows the files of the first source
             layout = checkpoint.model_component.layout
             used |= {layout.root / name for name in layout.files}

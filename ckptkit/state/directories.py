@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -17,7 +17,6 @@ from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import is_remote
 from ckptkit.io.staging import require_free_destination
 from ckptkit.layout import Layout
-from ckptkit.models.companions import directories_to_search
 from ckptkit.trainers import is_copied_unchanged
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -127,11 +126,3 @@ def files_of_format_in(layout: Layout) -> list[Path]:
     """Return the files of a component, and other files of its format that an earlier save left in its directory."""
     used, reader = {Path(name).parts[0] for name in layout.files}, get_format(layout.format)
     return [file for file in layout.root.iterdir() if file.name in used or reader.owns_file(file.name)]
-
-
-def companion_and_output_paths(checkpoint: Checkpoint, generated: Iterable[str], dst: Path) -> Iterator[Path]:
-    """Yield further paths that count as used: companions with `generated` names, and the output at `dst`."""
-    places = [*directories_to_search(checkpoint.path), *(part.path for part in checkpoint.components)]
-    yield from (place / name for name in generated for place in places)
-    if result := path_below(checkpoint.path, dst):
-        yield result

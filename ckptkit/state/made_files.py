@@ -21,15 +21,13 @@ from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow_to_share
 from ckptkit.errors import Corrupt, Mismatch, Occupied
 from ckptkit.formats import locate_all_chunks
-from ckptkit.io.allocation import create_file, make_directory, write_new_file
-from ckptkit.io.file import file_size, opening, read_at
+from ckptkit.io.allocation import make_directory, write_new_file
+from ckptkit.io.file import file_size
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout
 from ckptkit.layout.box import Box
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed, unchanged_box
 from ckptkit.state.draft import Conversion, Draft
-
-_COPY_BYTES = 1 << 22  # bytes in memory for a file copy
 
 
 @collector_paused()
@@ -133,11 +131,3 @@ def require_all_shares_done(conversion: Conversion, done: Collection[int], count
         parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
         hint = "run these parts, or run them again: they continue where they stopped"
         raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
-
-
-def copy_file(src: Path, dst: Path) -> None:
-    make_directory(dst.parent)
-    with opening(src) as file:
-        size = file.size
-        parts = ((start, read_at(file, min(_COPY_BYTES, size - start), start)) for start in range(0, size, _COPY_BYTES))
-        create_file(dst, size, parts, must_be_new=False)

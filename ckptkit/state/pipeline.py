@@ -23,9 +23,9 @@ from ckptkit.engine.whole_files import verify_covered_files
 from ckptkit.errors import Corrupt, IOFailure, Occupied, skip_problem
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
-from ckptkit.io.allocation import missing_bytes, require_free_space
+from ckptkit.io.allocation import create_file, make_directory, missing_bytes, require_free_space
 from ckptkit.io.disk import sync_directory_tree
-from ckptkit.io.file import file_size, is_existing_path
+from ckptkit.io.file import file_size, is_existing_path, opening, read_at
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import make_progress_reporter
 from ckptkit.io.staging import Stage, errors_naming_destination
@@ -34,7 +34,6 @@ from ckptkit.layout.plan import Plan
 from ckptkit.settings import option_name
 from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import (
-    copy_file,
     create_output_files,
     finalize_output_files,
     require_all_shares_done,
@@ -47,6 +46,7 @@ from ckptkit.state.report import Written
 # they may be left from an earlier job that died.
 _ARRIVED = "ckptkit/arrived"
 _POLL_SECONDS = 0.1  # between two polls of the number of finished ranks
+_COPY_BYTES = 1 << 22  # bytes in memory for a file copy
 _MAX_WAIT = timedelta(days=30)  # longest difference between the work of two ranks
 
 
@@ -257,7 +257,11 @@ def verify_and_commit(
     copied = [check_all_units_written(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     write_generated_files(conversion, stage.path)
     for name, path in conversion.copied_files.items():
-        copy_file(path, stage.path / name)
+        make_directory((stage.path / name).parent)
+        with opening(path) as file:
+            starts = range(0, file.size, _COPY_BYTES)
+            parts = ((start, read_at(file, min(_COPY_BYTES, file.size - start), start)) for start in starts)
+            create_file(stage.path / name, file.size, parts, must_be_new=False)
     finalize_output_files(conversion, plans, copied)
     for origin in (*conversion.origins, *conversion.also_read):
         origin.require_unchanged()
