@@ -38,7 +38,13 @@ class Lost:
         """Return its name, followed by the lost box in brackets unless all of it is lost."""
         if not (self.boxes and self.shape):
             return self.name
-        parts = [", ".join(map(format_slice, box.start, box.size, self.shape)) for box in self.boxes]
+        parts = [
+            ", ".join(
+                ":" if size == extent else f"{start}:{start + size}"
+                for start, size, extent in zip(box.start, box.size, self.shape, strict=True)
+            )
+            for box in self.boxes
+        ]
         while all(part.endswith(", :") for part in parts):
             parts = [part.removesuffix(", :") for part in parts]
         return f"{self.name}[{parts[0]}]{and_more(len(parts) - 1)}"
@@ -146,10 +152,6 @@ def percent_rounded_down(nbytes: int, total: int) -> str:
     """Return a share of the bytes in percent, rounded down, so that 100% means all bytes."""
     tenths = nbytes * 1000 // total if total else 1000
     return f"{tenths // 10}%" if tenths % 10 == 0 else f"{tenths / 10}%"
-
-
-def format_slice(start: int, size: int, extent: int) -> str:
-    return ":" if size == extent else f"{start}:{start + size}"
 
 
 def read_account(root: Path) -> Mapping[str, Any] | None:

@@ -46,7 +46,11 @@ class Problems:
         left = dict(self._lacking)
         problems = []
         for problem in self._found.values():
-            lacking = [left.pop(path) for path in sorted(files_of_problem(problem) & left.keys())]
+            files: set[Path] = set()  # that the problem is about; none for the problem of a tensor
+            if problem.tensor is None and problem.path is not None:
+                names = problem.files if isinstance(problem, Incomplete) else ()
+                files = {problem.path, *(problem.path / name for name in names)}
+            lacking = [left.pop(path) for path in sorted(files & left.keys())]
             tensors = dict.fromkeys(name for by_tensor in lacking for name in by_tensor)
             problems.append(copy(problem) if tensors else problem)
             if tensors:
@@ -81,14 +85,6 @@ def merge_file_problems(problems: Iterable[CkptError], entries: Mapping[Path | N
             hint = "restore the file from a copy: it may belong to another save"
             kept[problem.path] = Corrupt(message, path=problem.path, hint=hint)
     return tuple(kept.values())
-
-
-def files_of_problem(problem: CkptError) -> set[Path]:
-    """Return the files that a file problem is about; none for the problem of a tensor."""
-    if problem.tensor is not None or problem.path is None:
-        return set()
-    names = problem.files if isinstance(problem, Incomplete) else ()
-    return {problem.path, *(problem.path / name for name in names)}
 
 
 def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:

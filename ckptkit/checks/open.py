@@ -25,7 +25,6 @@ from ckptkit.layout.plan import Recipe
 from ckptkit.layout.views import Index, View
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import CONFIG
-from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
 from ckptkit.words import count, format_bytes
 
@@ -59,7 +58,12 @@ class HubModel:
         """
         options = ConvertOptions.of({"base": base}, to="hf")
         checkpoint = Checkpoint.open(source).with_base(options.base)
-        model = open_model_as_consolidated(checkpoint, options)
+        part, remarks = choose_model_component(checkpoint, options)
+        if may_be_adapted(part.layout.tensors):
+            from ckptkit.adapters.draft import open_adapters
+
+            options = replace(options, merge=open_adapters(part, options) is not None)
+        model = build_model([part], options).with_remarks(*remarks)
         if model.companions.config is None:
             hint = "pass base=MODEL, a directory or Hub id with the config.json of this model"
             message = f"expected a {CONFIG} in the checkpoint or its run, found none"
@@ -67,16 +71,6 @@ class HubModel:
         sources = tuple(locate_all_chunks(decompress_entries(layout)) for layout in (model.layout, *model.others))
         tensors = LazyCheckpoint(sources[0], sources, model.recipes_by_name())
         return cls(checkpoint.path, model.companions.to_files(), dict(model.config), tensors, model.remarks)
-
-
-def open_model_as_consolidated(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
-    """Return the model in a checkpoint as `consolidate` writes it. An adapter is merged into its base."""
-    part, remarks = choose_model_component(checkpoint, options)
-    if may_be_adapted(part.layout.tensors):
-        from ckptkit.adapters.draft import open_adapters
-
-        options = replace(options, merge=open_adapters(part, options) is not None)
-    return build_model([part], options).with_remarks(*remarks)
 
 
 def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name

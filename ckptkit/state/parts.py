@@ -12,10 +12,10 @@ from typing import Self
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts
 from ckptkit.checkpoints.optimizers.keys import IDS, with_separate_group_settings
-from ckptkit.errors import Mismatch, Unsupported, Usage
+from ckptkit.errors import Mismatch, Unsupported, Usage, first_of
 from ckptkit.formats import detect_format, get_format
 from ckptkit.io.origin import Origin
-from ckptkit.layout import Layout, edits
+from ckptkit.layout import OWN, Layout, edits
 from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config_json
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names.copies import find_copies_in
@@ -31,10 +31,13 @@ from ckptkit.state.names import collect_name_arguments, weight_entry_names
 from ckptkit.state.optimizers import Completed, Rekeying, choose_optimizer_keys, complete_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import may_be_quantized_model
-from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_to_drop_rank_state
 from ckptkit.state.selection import DtypeRule, apply_dtypes
 from ckptkit.state.steps import WITH_FILES, base_names_function, require_format_with_files
-from ckptkit.trainers import why_copied_unchanged
+from ckptkit.trainers import find_owner_rank_of_file, find_owner_rank_of_key, why_copied_unchanged
+from ckptkit.words import count
+
+_MAX_NAMED = 8
+OF_RANKS = "state of single ranks; another number of ranks cannot use it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +295,45 @@ def with_vocabulary_in_configs(conversion: Conversion, rows: int) -> Conversion:
             generated[name] = dump_config(with_vocabulary_size(config, rows))
     copied_files = {name: path for name, path in conversion.copied_files.items() if name not in generated}
     return replace(conversion, made=generated, copied_files=copied_files)
+
+
+# The state of a rank's random generator or data loader cannot be divided among other ranks. ckptkit drops it and says
+# so, because a job would otherwise load the state of another rank.
+
+
+def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
+    """Return the checkpoint without per-rank state that `world_size` ranks cannot use, and notes about that state."""
+    owners = {name: owner for name in layout.names if (owner := find_owner_rank_of_key(layout.key(name))) is not None}
+    groups = sorted({str(layout.key(name)[0]) for name in owners})
+    dropped: set[str] = set()
+    notes = []
+    for group in groups:
+        members = [name for name in owners if str(layout.key(name)[0]) == group]
+        ranks = 1 + max(owners[name] for name in members)
+        # with tensor parallelism there are fewer data loaders than ranks
+        if world_size not in (ranks, layout.world_size):
+            dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
+            inner = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
+            which = f" ({first_of(inner, _MAX_NAMED)})" if inner else ""
+            words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
+            notes.append(f"dropped `{group}`{which}: {words}")
+        elif group == OWN:
+            differ = count(len(members), "entry", "differs")
+            notes.append(f"{differ} between ranks: each rank has its own under `{OWN}.rank_N`")
+    return edits.select_entries(layout, lambda name: name not in dropped), notes
+
+
+def reasons_to_drop_rank_state(layout: Layout) -> dict[str, str]:
+    """Return the entries under keys with per-rank state, each with the reason why a job of another size drops it."""
+    groups = {layout.key(name)[0] for name in layout.names if find_owner_rank_of_key(layout.key(name)) is not None}
+    return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
+
+
+def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
+    """Return the names of the files with per-rank state, if their number differs from `world_size`; and notes."""
+    owners = {name: owner for name in names if (owner := find_owner_rank_of_file(name)) is not None}
+    ranks = 1 + max(owners.values(), default=-1)
+    if ranks in (0, world_size):
+        return set(), []
+    state = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
+    return set(owners), [f"skipped `{min(owners)}` and similar files: {state}"]

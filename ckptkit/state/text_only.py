@@ -28,19 +28,14 @@ def extract_text_model(model: Model) -> Model:
         hint = "pass --base MODEL, the model that the training began with"
         raise Usage("--text-only needs config.json, but none was found", path=model.part.path, hint=hint)
     refuse_quantized_weights(model.weights, model.config)
-    with errors_at(path=model.part.path):
-        return extract_by_memory_names(model)
-
-
-def extract_by_memory_names(model: Model) -> Model:
-    """Return the text model. Translates by way of the in-memory names of both models."""
-    text = find_text_model(model.config)
-    layout, came_from = locate_all_chunks(decompress_entries(model.layout)), model.weights.came_from
-    heads = mtp_tensor_names(layout.tensors, model.config)
-    others = {name: tensor for name, tensor in layout.tensors.items() if name not in heads}
-    memory = make_translation(None, TRANSFORMERS, Sizes(model.config))(others)
-    text_tensors = {new: memory.tensors[old] for new, old in text.names.items() if old in memory.tensors}
-    on_hub = make_translation(TRANSFORMERS, None, Sizes(text.config))(text_tensors)
+    with errors_at(path=model.part.path):  # translate by way of the in-memory names of both models
+        text = find_text_model(model.config)
+        layout, came_from = locate_all_chunks(decompress_entries(model.layout)), model.weights.came_from
+        heads = mtp_tensor_names(layout.tensors, model.config)
+        others = {name: tensor for name, tensor in layout.tensors.items() if name not in heads}
+        memory = make_translation(None, TRANSFORMERS, Sizes(model.config))(others)
+        text_tensors = {new: memory.tensors[old] for new, old in text.names.items() if old in memory.tensors}
+        on_hub = make_translation(TRANSFORMERS, None, Sizes(text.config))(text_tensors)
     sources = {name: (name,) for name in heads} | {
         new: tuple(dict.fromkeys(old for name in names for old in memory.came_from[text.names[name]]))
         for new, names in on_hub.came_from.items()

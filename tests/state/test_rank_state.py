@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit import convert, reshard
-from ckptkit.state.rank_state import drop_files_of_ranks
+from ckptkit.state.parts import drop_files_of_ranks
 from tests.faults.meaning_sources import FORMATS
 from tests.producers import counted, save_alone, spawn
 from tests.test_matrix import load_dcp
