@@ -10,7 +10,7 @@ for a model type that ckptkit knows or transformers builds. The sizes must add u
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -29,14 +29,6 @@ _ALIGNMENTS = (1, 4, 8, 16)  # in elements: unaligned, or 16 bytes at 4, 2 and 1
 _HINT = "put the optimizer's directory beside it, such as `optimizer_0`, or config.json; or name one with --base"
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The shapes of a model's parameters by name, in order, and the file that they come from (for messages)."""
-
-    shapes: Mapping[str, Shape]
-    said_by: str
-
-
 def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) -> Layout:
     """Return the layout at `path` with its flat parameters split into the original parameters.
 
@@ -49,38 +41,39 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     if known is None:
         message = "this is a flat parameter, and no file gives the names and shapes of the parameters in it"
         raise Unsupported(message, path=path, tensor=next(iter(flat)), hint=_HINT)
+    shapes, said_by = known
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name not in flat}
     keys = {name: key for name, key in layout.keys.items() if name not in flat}
     located = locate_all_chunks(layout)
     for name, key in flat.items():
-        own = replace(known, shapes=parameters_of_flat(key, known.shapes, list(flat.values())))
-        for parameter, piece in split_flat_parameter(located.tensors[name], own, name, layout):
+        own = parameters_of_flat(key, shapes, list(flat.values()))
+        for parameter, piece in split_flat_parameter(located.tensors[name], own, said_by, name, layout):
             new = (*key[:-1], parameter)
             tensors[".".join(map(str, new))] = piece
             keys[".".join(map(str, new))] = new
-    lacking = known.shapes.keys() - {str(key[-1]) for key in keys.values()}
+    lacking = shapes.keys() - {str(key[-1]) for key in keys.values()}
     if lacking:
-        what = f"{known.said_by} lists the parameter"
+        what = f"{said_by} lists the parameter"
         message = f"{what}, but no flat parameter belongs to a module that could contain it"
         raise Corrupt(message, path=path, tensor=min(lacking))
     return replace(layout, tensors=tensors, keys=keys)
 
 
-def find_original_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
-    """Return the parameters of the model at `path`; None if no file describes them.
+def find_original_shapes(layout: Layout, path: Path, base: str | None) -> tuple[dict[str, Shape], str] | None:
+    """Return the shapes of the model's parameters in order, and the name of the file that describes them, or None.
 
     Raises `Unsupported` for the config.json of an unknown model type.
     """
     shapes = next((found for found in map(find_ordered_shapes, optimizer_layouts(layout, path)) if found), None)
     if shapes is not None:
-        return Known(shapes, "the optimizer")
+        return shapes, "the optimizer"
     config = find_companions(path, base).config if base is not None else find_model_config(path)
     if config is None:
         return None
     from ckptkit.models.expected import expected_model  # deferred: rarely needed and slow to import
 
     with errors_at(path=path):
-        return Known(dict(expected_model(config).parameters), "config.json")
+        return dict(expected_model(config).parameters), "config.json"
 
 
 def optimizer_layouts(layout: Layout, path: Path) -> Iterator[Layout]:
@@ -120,19 +113,18 @@ def prefix_before_flat_name(key: KeyPath) -> str:
 
 
 def split_flat_parameter(
-    tensor: StoredTensor, known: Known, name: str, layout: Layout
+    tensor: StoredTensor, members: Mapping[str, Shape], said_by: str, name: str, layout: Layout
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a flat parameter's members. Raises `Corrupt` if none fill it, `Unsupported` if they fit in several ways."""
     world = layout.world_size or 1
-    members = known.shapes
     starts = {fit for a in _ALIGNMENTS if (fit := find_member_offsets(members, tensor.spec.numel, a, world))}
     if len(starts) > 1:
-        message = f"the {len(members)} parameters of {known.said_by} fit into this flat parameter in {len(starts)} ways"
+        message = f"the {len(members)} parameters of {said_by} fit into this flat parameter in {len(starts)} ways"
         raise Unsupported(message, path=layout.path, tensor=name)
     if not starts:
         total = sum(map(prod, members.values()))
-        message = f"expected {total} elements in {len(members)} parameters ({known.said_by}), found {tensor.spec.numel}"
-        raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {known.said_by} belongs to this model")
+        message = f"expected {total} elements in {len(members)} parameters ({said_by}), found {tensor.spec.numel}"
+        raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {said_by} belongs to this model")
     pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in tensor.chunks]
     for (parameter, shape), start in zip(members.items(), *starts, strict=True):
         yield (
