@@ -12,7 +12,7 @@ import torch
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.optimizers.flat_parameters import Known, split_flat_parameter
+from ckptkit.checkpoints.optimizers.flat_parameters import split_flat_parameter
 from ckptkit.errors import CkptError
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
@@ -115,6 +115,5 @@ def test_parameters_that_fit_in_two_ways_are_refused(tmp_path: Path) -> None:
     """The second may begin at 4 or 8: on so many ranks the padding at the end hides which."""
     flat = Layout(tmp_path, "raw", {}, world_size=12)
     stored = StoredTensor(Spec(DTYPES["float32"], (12,)), ())
-    known = Known({"a": (2,), "b": (2,)}, "config.json")
     with pytest.raises(CkptError, match="fit into this flat parameter in 2 ways"):
-        list(split_flat_parameter(stored, known, "_flat_param", flat))
+        list(split_flat_parameter(stored, {"a": (2,), "b": (2,)}, "config.json", "_flat_param", flat))
