@@ -176,19 +176,19 @@ class Checkpoint:
 
     @property
     def recorded_step(self) -> int | None:
-        """Return the step that its trainer recorded in a small file or an entry; None without a readable record.
-
-        For a salvaged checkpoint, the name of the damaged checkpoint counts too.
-        """
+        """Return the step that its trainer recorded in a small file or an entry; None without a readable record."""
         folder = self.path if self.path.is_dir() else self.path.parent
         notes = (
             read_value_at_key(folder / file, key) if file else self.read_plain_value(key)
             for file, key in trainers.step_keys()
         )
         step = next((note for note in notes if type(note) is int and note >= 0), None)
-        if step is not None or not self.path.is_dir():
-            return step
-        source = (read_account(self.path) or {}).get("source")
+        return self.salvaged_step if step is None else step
+
+    @property
+    def salvaged_step(self) -> int | None:
+        """Return the step in the name of the damaged checkpoint that it was salvaged from; None for any other."""
+        source = (read_account(self.path) or {}).get("source") if self.path.is_dir() else None
         return find_step_of_path(Path(source)) if isinstance(source, str) else None
 
     def read_plain_value(self, key: KeyPath) -> object:
