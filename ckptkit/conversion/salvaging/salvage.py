@@ -5,7 +5,7 @@ Lost tensors may be filled from another checkpoint: an earlier step, or the mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -110,8 +110,11 @@ class Salvage:
         own, filled, lost = (dict[str, int]() for _ in range(3))
         for draft in drafts or conversion.drafts:
             tensors = draft.given.tensors
-            model = find_weights_or_none(draft.given) if has_weights(draft.given) else None
-            for name in tensors if draft.writer.is_model_only else model.came_from.values() if model else ():
+            names: Iterable[str] = tensors
+            if not draft.writer.is_model_only:
+                model = find_weights_or_none(draft.given) if has_weights(draft.given) else None
+                names = model.came_from.values() if model else ()
+            for name in names:
                 is_filled = any(self.faults.filled.get(chunk.path) == str(self.other) for chunk in tensors[name].chunks)
                 group = lost if tensors[name].is_lost else filled if is_filled else own
                 group |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
