@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ckptkit.cli.settings import name_options
+from ckptkit.cli.settings import as_typer_command
 from ckptkit.cli.values import PlainCommand, UsageError, exit_with_help, parse_plain_values
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
@@ -202,7 +202,7 @@ def make_command(name: str) -> Any:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # All arguments of `train` have defaults: without this, `ckptkit train` would start a training.
     app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(
-        name_options(import_object(COMMANDS[name].where))
+        as_typer_command(import_object(COMMANDS[name].where))
     )
     command: Any = get_command(app)
     command.synonyms = OPTION_SYNONYMS.get(name, {})

@@ -20,7 +20,7 @@ from ckptkit.cli.conversion import (
     parse_factors,
     print_result,
 )
-from ckptkit.cli.output import Json, Quiet, progress_bar
+from ckptkit.cli.output import Json, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, each_with_others, join_also_directories
 from ckptkit.io.destination import to_destination
@@ -44,7 +44,6 @@ def consolidate(
     out: Out,
     also: Also = None,
     yes: Yes = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -72,7 +71,6 @@ def convert(
     to: ToOrAdapter = None,
     also: Also = None,
     yes: Yes = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -110,7 +108,6 @@ def reshard(
     ] = None,
     also: Also = None,
     yes: Yes = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -155,7 +152,6 @@ def average(
     to: To = "hf",
     also: Also = None,
     yes: Yes = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -195,7 +191,6 @@ def merge(
     to: To = "hf",
     also: Also = None,
     yes: Yes = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -225,7 +220,6 @@ def finalize(
     ],
     jobs: Jobs = None,
     no_sync: NoSync = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Finish an output that several jobs wrote with --part.

@@ -12,7 +12,6 @@ import typer
 from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs, Map, OptimizerOrder
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     pick,
     print_json,
     print_note,
@@ -56,7 +55,6 @@ def diff(
     every: Annotated[bool, typer.Option("--all", help="List every tensor on its own line.")] = False,
     jobs: Jobs = None,
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Show how two checkpoints differ.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, pick, print_json, print_note, print_table, print_text_line
+from ckptkit.cli.output import Json, pick, print_json, print_note, print_table, print_text_line
 from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.destination import is_on_hub
@@ -39,7 +39,6 @@ def doctor(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Find what breaks when you load a checkpoint, and fix it.

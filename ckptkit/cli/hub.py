@@ -12,7 +12,6 @@ from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source, Yes, dry_run_option, with_hub_note
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     pick,
     print_files,
     print_json,
@@ -51,7 +50,6 @@ def push(
     message: Annotated[str | None, typer.Option(metavar="TEXT", help="The commit message.")] = None,
     yes: Yes = False,
     jobs: Jobs = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Push a model or checkpoint to the Hugging Face Hub.
@@ -149,7 +147,6 @@ def pull(
     overwrite: Overwrite = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Pull a model or checkpoint from the Hugging Face Hub.
@@ -214,7 +211,6 @@ def cp(
         typer.Option(min=1, metavar="N", help="Number of blocks of 16 MiB that are in memory at once; by default 8."),
     ] = None,
     no_sync: NoSync = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Copy a checkpoint or delta unchanged, and verify it.

@@ -11,7 +11,6 @@ from ckptkit.checkpoints.account import describe_account
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     pick,
     print_json,
     print_note,
@@ -42,7 +41,6 @@ def inspect(
     ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that map into an SVG file.")] = None,
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Show what a checkpoint is and what it contains.

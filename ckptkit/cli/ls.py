@@ -12,7 +12,6 @@ import typer
 
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     format_age,
     pick,
     print_json,
@@ -35,7 +34,6 @@ _COLUMN = 9  # minimum width of a metric's column, in characters
 def ls(
     run: Annotated[Path, typer.Argument(parser=to_path, metavar="RUN", help="The run: a directory or a URL.")],
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """List the checkpoints of a run.

@@ -34,7 +34,7 @@ def set_quiet(is_quiet: bool) -> None:
     _quiet = _quiet or is_quiet
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=set_quiet, help="Print nothing but errors.")]
+QUIET = typer.Option("--quiet", "-q", callback=set_quiet, help="Print nothing but errors.")  # of every command
 Json = Annotated[bool, typer.Option(help="Print one JSON object.")]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, print_json, print_note, print_text_line
+from ckptkit.cli.output import Json, print_json, print_note, print_text_line
 from ckptkit.cli.sources import Also, each_with_others
 from ckptkit.io.path import as_typed, to_live_path
 
@@ -20,7 +20,6 @@ def pin(
         ),
     ],
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Protect checkpoints from deletion.
@@ -50,7 +49,6 @@ def unpin(
         list[Path],
         typer.Argument(parser=to_live_path, metavar="CHECKPOINT", help="Checkpoints; they need not exist any more."),
     ],
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Remove the pins of checkpoints.

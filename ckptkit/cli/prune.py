@@ -11,7 +11,6 @@ import typer
 
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     format_age,
     pick,
     print_json,
@@ -69,7 +68,6 @@ def prune(
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core but at most 8.")
     ] = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Delete old checkpoints of a run, or keep only their weights.

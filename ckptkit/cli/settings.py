@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.models import OptionInfo
 
+from ckptkit.cli.output import QUIET
 from ckptkit.io.path import to_path
 from ckptkit.settings import Setting, option_name
 from ckptkit.words import parse_bytes
@@ -24,7 +26,7 @@ _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 def with_options(
     settings: Mapping[str, Setting], *, leave_out: Iterable[str] = (), over_a_file: bool = False
 ) -> Callable[[Command], Command]:
-    """Return a decorator that adds an option for each setting to a command, in place of `**options`, before `quiet`.
+    """Return a decorator that adds an option for each setting to a command, in place of `**options`.
 
     With `over_a_file` the options override settings of a file: an option that is not given is None, and each flag also
     has a `--no-` form.
@@ -35,9 +37,9 @@ def with_options(
     def change(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        at = next(i for i, parameter in enumerate(own) if parameter.name == "quiet")
-        every = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
-        return with_signature(command, [*every[:at], *options, *every[at:]])
+        return with_signature(
+            command, [*(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own), *options]
+        )
 
     return change
 
@@ -49,14 +51,19 @@ def with_signature(command: Command, parameters: Sequence[inspect.Parameter]) ->
     return command
 
 
-def name_options(command: Command) -> Command:
-    """Set the name and the placeholder of each option explicitly, and return the command.
+def as_typer_command(command: Command) -> Command:
+    """Return a command with the option --quiet, and with the name and the placeholder of each option set explicitly.
 
     Versions of typer derive them differently: 0.27 names an option `--DTYPE` if its placeholder is `DTYPE`.
     """
-    return with_signature(
-        command, list(map(name_option, inspect.signature(command, eval_str=True).parameters.values()))
-    )
+    own = inspect.signature(command, eval_str=True).parameters
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        command(**{name: value for name, value in values.items() if name in own})  # the callback of --quiet has acted
+
+    parameters = {"quiet": keyword_only_parameter("quiet", bool, False, QUIET), **own}.values()
+    return with_signature(run, [name_option(each.replace(kind=each.KEYWORD_ONLY)) for each in parameters])
 
 
 def name_option(parameter: inspect.Parameter) -> inspect.Parameter:

@@ -10,7 +10,6 @@ import typer
 from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     pick,
     print_json,
     print_note,
@@ -46,7 +45,6 @@ def stats(
     allow_unmatched: AllowUnmatched = False,
     jobs: Jobs = None,
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Show norm, mean, deviation and extremes of tensors.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, print_json, print_note, print_text_line, reserve_stdout
+from ckptkit.cli.output import Json, print_json, print_note, print_text_line, reserve_stdout
 from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.entry_points import import_object
 from ckptkit.io.destination import to_destination
@@ -64,7 +64,6 @@ def train(
         ),
     ] = None,
     nproc: Annotated[int | None, NPROC] = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     **options: Any,
 ) -> None:
     """Train a causal language model with FSDP.
@@ -163,7 +162,6 @@ def smoke(
     untied: Annotated[bool, typer.Option(help="Do not share embedding and output weights.")] = False,
     device: Annotated[Device, DEVICE] = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace output of an earlier smoke test.")] = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **script: Any,
 ) -> None:

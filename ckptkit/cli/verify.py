@@ -12,7 +12,6 @@ from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.conversion import Jobs, Map
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     pick,
     print_json,
     print_note,
@@ -62,7 +61,6 @@ def verify(
     ] = False,
     jobs: Jobs = None,
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Check that a checkpoint is complete and undamaged.
@@ -128,7 +126,6 @@ def manifest(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing manifest.")] = False,
     jobs: Jobs = None,
     also: Also = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Write checksums, so that verify finds later changes.

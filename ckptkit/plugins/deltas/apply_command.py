@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, print_result
-from ckptkit.cli.output import Json, Quiet, pick, print_json, print_text_line, progress_bar
+from ckptkit.cli.output import Json, pick, print_json, print_text_line, progress_bar
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
 from ckptkit.words import count
@@ -35,7 +35,6 @@ def apply(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and write nothing.")] = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Apply deltas to their base, and write the result.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync
-from ckptkit.cli.output import Json, Quiet, pick, print_json, print_note, print_table, print_text_line, progress_bar
+from ckptkit.cli.output import Json, pick, print_json, print_note, print_table, print_text_line, progress_bar
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
 from ckptkit.words import format_bytes
@@ -45,7 +45,6 @@ def delta(
     ] = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Write what changed between two versions of a model.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, print_json, print_note, print_table, print_text_line
+from ckptkit.cli.output import Json, print_json, print_note, print_table, print_text_line
 from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def estimate(
         bool,
         typer.Option("--untied", help="Do not share embedding and output weights, if the model is a size such as 8b."),
     ] = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Estimate the memory that training needs on each GPU.

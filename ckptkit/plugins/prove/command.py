@@ -10,7 +10,6 @@ import typer
 from ckptkit.cli.conversion import Jobs, Map
 from ckptkit.cli.output import (
     Json,
-    Quiet,
     pick,
     print_json,
     print_note,
@@ -51,7 +50,6 @@ def prove(
     also: Also = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random tokens.")] = 0,
     jobs: Jobs = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Prove that an export computes the same as the training state.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, pick, print_json, print_text_line, progress_bar
+from ckptkit.cli.output import Json, pick, print_json, print_text_line, progress_bar
 from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.words import format_bytes
@@ -28,7 +28,6 @@ def report(
         bool, typer.Option("--overwrite", help="Replace OUT.html even if it is not a report.")
     ] = False,
     jobs: Jobs = None,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Write a page about a run, to open in a browser.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, pick, print_json, print_note, print_text_line, reserve_stdout
+from ckptkit.cli.output import Json, pick, print_json, print_note, print_text_line, reserve_stdout
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_live_path
 
@@ -45,7 +45,6 @@ def watch(
     once: Annotated[
         bool, typer.Option("--once", help="Handle the checkpoints that are complete now, then exit; for cron.")
     ] = False,
-    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Run commands on each checkpoint as soon as it is complete.
