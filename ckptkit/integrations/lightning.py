@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.errors import Corrupt, Usage, warn
 from ckptkit.formats import decompress_entries
 from ckptkit.io.path import to_local_path
-from ckptkit.layout import Layout
+from ckptkit.layout import KeyPath, Layout
 from ckptkit.runs.deletion import delete_checkpoint, deleting
 from ckptkit.runs.keeper import protections_of
 from ckptkit.runs.readers import readers_in
 from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
 from ckptkit.storage.ranks import to_rank_error
 from ckptkit.storage.writer import Writer
+from ckptkit.training.saving.state import nest_leaves
 
 FORM = "ckptkit_form"  # entry with the nested values, in which key paths replace the tensors
 _NAME = "ckptkit.tensor"  # the single key of a dict that replaces a tensor; its value is the tensor's key path
@@ -63,22 +64,14 @@ class CkptkitIO(TorchCheckpointIO):
             warn(f"{directory} is {words}")
             super().save_checkpoint(checkpoint, directory)
             return
-        tensors: dict[str, Any] = {}
-        form: dict[str, Any] = {}
-        others: dict[str, Any] = {}
-        for key, value in checkpoint.items():
-            inner_tensors = dict(tensors_in(value))
-            if inner_tensors:
-                tensors[key] = nest_tensors(inner_tensors)
-                form[key] = with_key_paths(value, (key,))
-            else:
-                others[key] = (value,)  # DCP does not flatten a tuple
+        tensors: dict[KeyPath, Tensor] = {}
+        form = {key: with_key_paths(value, (key,), tensors) for key, value in checkpoint.items()}
+        state = nest_leaves(tensors)
+        # DCP does not flatten a tuple
+        others = {key: (form.pop(key),) for key in checkpoint if key not in state}
+        writer = Writer(directory, "dcp", overwrite=True)
         try:
-            dcp.save(
-                {**tensors, **others, FORM: (form,)},
-                storage_writer=Writer(directory, "dcp", overwrite=True),
-                no_dist=True,
-            )
+            dcp.save({**state, **others, FORM: (form,)}, storage_writer=writer, no_dist=True)
         except CheckpointException as error:
             raise to_rank_error(error, directory, "save") from error
 
@@ -152,36 +145,12 @@ def read_entry_bytes(layout: Layout, name: str) -> BytesIO:
     return BytesIO(archive_bytes_of(blob, layout.root / blob.path))
 
 
-def tensors_in(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the tensors in nested dicts, lists and tuples, each with its key path."""
+def with_key_paths(value: Any, key_path: KeyPath, tensors: dict[KeyPath, Tensor]) -> Any:
+    """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`."""
     if isinstance(value, Tensor):
-        yield key_path, value.detach()
-    for key, member in members_with_keys(value):
-        yield from tensors_in(member, (*key_path, str(key)))
-
-
-def members_with_keys(value: Any) -> list[tuple[Any, Any]]:
-    """Return the direct members of a dict, list or tuple, with keys or indices; [] for other values."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if type(value) in (list, tuple) else []
-
-
-def nest_tensors(tensors: Mapping[tuple[str, ...], Tensor]) -> Any:
-    """Return nested dicts with the tensors at their key paths."""
-    if () in tensors:
-        return tensors[()]
-    groups: dict[str, dict[tuple[str, ...], Tensor]] = {}
-    for (first, *rest), tensor in tensors.items():
-        groups.setdefault(first, {})[tuple(rest)] = tensor
-    return {key: nest_tensors(group) for key, group in groups.items()}
-
-
-def with_key_paths(value: Any, key_path: tuple[str, ...]) -> Any:
-    """Return a nested value with each tensor replaced by its key path."""
-    if isinstance(value, Tensor):
+        tensors[key_path] = value.detach()
         return {_NAME: list(key_path)}
-    return map_members(value, lambda key, member: with_key_paths(member, (*key_path, str(key))))
+    return map_members(value, lambda key, member: with_key_paths(member, (*key_path, str(key)), tensors))
 
 
 def with_tensors(value: Any, load: Callable[[tuple[str, ...]], Tensor]) -> Any:

@@ -92,7 +92,7 @@ def read_outline(reader: Reader) -> Tree:
         keys |= layout.keys
     if not keys:
         raise Unsupported("saved without the names of its nested entries", path=reader.path)
-    return nest_leaves(leaves, keys)
+    return nest_leaves({keys[name]: leaf for name, leaf in leaves.items()})
 
 
 def read_torch_save_file(path: Path) -> Tree:

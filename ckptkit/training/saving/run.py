@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from ckptkit.argument_types import with_checked_arguments
@@ -29,7 +28,7 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors, warn
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import require_plain_file_name
-from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
+from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.io.staging import Stage
 from ckptkit.runs.keeper import open_run_backend
 from ckptkit.runs.retention import (
@@ -186,40 +185,57 @@ class Run:
         training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
         files = self._files if metrics is None else {**self._files, METRICS: dump_metrics(step, metrics)}
         path = self.checkpoint(step)
-        destination: StagedPlace | StorePlace
-        if is_remote(path):
-            destination = StorePlace(path, self._ranks, overwrite=path in self._replaced)
-        else:
-            destination = StagedPlace(path, self._ranks)
+        stage = None if is_remote(path) else Stage(path)
         try:
-            destination.reserve_destination()
+            room = self._ranks.run_on_first_rank(partial(self._reserve, path, stage))
             pending = self._saver.prepare_state({"step": step, **training.take_state()}, copy=self._thread is not None)
         except BaseException as error:
-            destination.discard()
+            if stage is not None:
+                stage.discard()
             if isinstance(error, Occupied):
                 error.path, error.hint = path, "save another step, or delete this checkpoint first"
             raise
-        finish = partial(self._write_and_publish, destination, pending, files)
+        finish = partial(self._write_and_publish, path, stage, room, pending, files)
         if self._thread is None:
             finish()
         else:
             self._saving = self._thread.submit(finish)
         return path
 
+    def _reserve(self, path: Path, stage: Stage | None) -> Path:
+        """Return where the ranks write: the hidden directory of `stage`, or `path` itself in a store.
+
+        Raises `Occupied` if there is a checkpoint that may not be overwritten.
+        """
+        if stage is not None:
+            return stage.open().path
+        if path not in self._replaced:
+            require_no_checkpoint_at(path)
+        return path
+
     def _write_and_publish(
-        self, destination: StagedPlace | StorePlace, pending: PendingState, files: Mapping[str, bytes]
+        self, path: Path, stage: Stage | None, room: Path, pending: PendingState, files: Mapping[str, bytes]
     ) -> None:
-        """Write the state, make it visible, and apply the retention rules. Runs in a thread with `background`."""
+        """Write the state, make it visible, and apply the retention rules. Runs in a thread with `background`.
+
+        A failed save to a store leaves its claim and the uploaded objects: readers ignore them, and the next save of
+        the step replaces them.
+        """
         try:
-            self._saver.write_state(
-                destination.make_writer(self._saver.format, pending, files), pending, destination.room
+            writer = (
+                StoreWriter(path, files=files, overwrite=path in self._replaced, takes_over=True)
+                if is_remote(path)  # this writer itself makes the finished checkpoint visible
+                else RoomWriter(room, self._saver.format, files=files, tied=pending.tied)
             )
-            destination.publish_checkpoint()
+            self._saver.write_state(writer, pending, room)
+            if stage is not None:
+                self._ranks.run_on_first_rank(stage.commit)
         except BaseException:
-            destination.discard()
+            if stage is not None:
+                stage.discard()
             raise
-        self._replaced.discard(destination.path)
-        self._ranks.run_on_first_rank(lambda: self._apply_retention(destination.path))
+        self._replaced.discard(path)
+        self._ranks.run_on_first_rank(partial(self._apply_retention, path.absolute()))
 
     def _apply_retention(self, saved: Path) -> None:
         if self._policy.is_keeping_all and is_remote(self.root):
@@ -295,56 +311,3 @@ class Run:
             if error is None:
                 raise
             error.add_note(f"and the save in the background failed: {failure}")
-
-
-class StagedPlace:
-    """The local destination of a checkpoint: the ranks write to the hidden `room`; `publish_checkpoint` renames it."""
-
-    def __init__(self, path: Path, ranks: Ranks) -> None:
-        self._stage = Stage(path)
-        self._ranks = ranks
-        self.path = self._stage.dst
-        self.room = self._stage.path
-
-    def reserve_destination(self) -> None:
-        """Reserve the path and create the hidden directory; a collective. Raises `Occupied` on all ranks."""
-        self.room = self._ranks.run_on_first_rank(lambda: self._stage.open().path)
-
-    def make_writer(self, to: str, pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
-        return RoomWriter(self.room, to, files=files, tied=pending.tied)
-
-    def publish_checkpoint(self) -> None:
-        """Rename the hidden directory to its final path; a collective."""
-        self._ranks.run_on_first_rank(self._stage.commit)
-
-    def discard(self) -> None:
-        """Remove the hidden directory."""
-        self._stage.discard()
-
-
-class StorePlace:
-    """The destination of a checkpoint in an object store, in a run that only this training saves to.
-
-    The save replaces files of an earlier, interrupted save, and with `overwrite` also a complete checkpoint. A failed
-    save leaves its claim and the uploaded objects: readers ignore them, and the next save of the step replaces them.
-    """
-
-    def __init__(self, path: RemotePath, ranks: Ranks, *, overwrite: bool) -> None:
-        self.path = self.room = path
-        self._ranks = ranks
-        self._overwrite = overwrite
-
-    def reserve_destination(self) -> None:
-        """Raise `Occupied` on all ranks if the prefix has a checkpoint, unless it may be overwritten; a collective."""
-        if not self._overwrite:
-            self._ranks.run_on_first_rank(lambda: require_no_checkpoint_at(self.path))
-
-    def make_writer(self, _to: str, _pending: PendingState, files: Mapping[str, bytes]) -> StorageWriter:
-        """Return a writer of shards, the only format of a store."""
-        return StoreWriter(self.path, files=files, overwrite=self._overwrite, takes_over=True)
-
-    def publish_checkpoint(self) -> None:
-        """Do nothing: the writer itself makes a finished checkpoint visible."""
-
-    def discard(self) -> None:
-        """Do nothing: the next save of this step replaces the uploaded objects."""

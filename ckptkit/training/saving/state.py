@@ -15,7 +15,7 @@ Names are those of the unwrapped model, without prefixes of FSDP; tensors are sh
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,14 +60,13 @@ def tensors_by_dotted_key(tree: Any, key: str = "") -> Iterator[tuple[str, Tenso
         yield from tensors_by_dotted_key(value, f"{key}.{child_key}" if key else str(child_key))
 
 
-def nest_leaves(leaves: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> Tree:
-    """Return nested dicts and lists with the leaves at the paths in `keys`; an integer key is an index of a list.
+def nest_leaves(leaves: Mapping[tuple[str | int, ...], Any]) -> Tree:
+    """Return nested dicts and lists with the leaves at their key paths; an integer key is an index of a list.
 
     Raises `Unsupported` for a list with missing indices.
     """
     tree: Tree = {}
-    for name, leaf in leaves.items():
-        *parents, last = keys[name]
+    for (*parents, last), leaf in leaves.items():
         node: dict[Any, Any] = tree
         for key in parents:
             node = node.setdefault(key, {})
