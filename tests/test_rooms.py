@@ -76,7 +76,6 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.ranks.write_files": {"skyrl"},  # an entry of its
     "formats.pt.format": {"megatron"},  # a file name of its
     "formats.dcp.model_space": {"megatron"},
-    "models.names.group_map": {"megatron"},  # which keeps that map
     "checkpoints.optimizers.masters": {"megatron"},  # whose names for masters it knows
     "plugins.megatron*": {"megatron", "peft"},
     "plugins.deepspeed*": {"deepspeed"},
@@ -98,7 +97,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
     "integrations.trainer": {"peft"},  # which says what a Trainer saves of its models
     "plugins.vllm*": {"vllm"},
-    "diagnosis.group_map": {"megatron"},  # which keeps that map
+    "diagnosis.optimizer": {"megatron"},  # which keeps a map of groups
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 

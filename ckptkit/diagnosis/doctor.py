@@ -24,9 +24,13 @@ from ckptkit.diagnosis.exports import (
     find_missing_index,
 )
 from ckptkit.diagnosis.finding import Finding, Fix
-from ckptkit.diagnosis.group_map import find_unlisted_parameters
 from ckptkit.diagnosis.names import find_name_mismatches, find_wrapper_prefixes
-from ckptkit.diagnosis.optimizer import find_group_differences, find_missing_states, list_missing_states
+from ckptkit.diagnosis.optimizer import (
+    find_group_differences,
+    find_missing_states,
+    find_unlisted_parameters,
+    list_missing_states,
+)
 from ckptkit.diagnosis.other_checkpoint import compare_with_checkpoint
 from ckptkit.diagnosis.ranks import find_rank_dependent_state
 from ckptkit.diagnosis.shapes import (
@@ -53,33 +57,13 @@ from ckptkit.words import count
 
 # what doctor looks for in a readable checkpoint, in the order of the output
 KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
-    *(
-        find_torch_version,
-        find_missing_index,
-        find_invalid_config_dtype,
-        find_empty_adapter,
-        find_ambiguous_model,
-        find_unmerged_adapters,
-    ),
-    *(
-        find_undeclared_quantized,
-        find_declared_quantized,
-        find_tokens_without_row,
-        find_extra_state,
-        find_missing_predictors,
-        find_wrapper_prefixes,
-    ),
-    *(
-        find_name_mismatches,
-        find_missing_towers_and_layers,
-        find_shape_mismatches,
-        find_tie_problems,
-        find_missing_states,
-        find_rank_dependent_state,
-        find_group_differences,
-    ),
-    *(compare_with_checkpoint, find_unlisted_parameters, find_inconsistencies),
-)
+    find_torch_version, find_missing_index, find_invalid_config_dtype, find_empty_adapter, find_ambiguous_model,
+    find_unmerged_adapters, find_undeclared_quantized, find_declared_quantized, find_tokens_without_row,
+    find_extra_state, find_missing_predictors, find_wrapper_prefixes, find_name_mismatches,
+    find_missing_towers_and_layers, find_shape_mismatches, find_tie_problems, find_missing_states,
+    find_rank_dependent_state, find_group_differences, compare_with_checkpoint, find_unlisted_parameters,
+    find_inconsistencies,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

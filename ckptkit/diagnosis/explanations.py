@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.damage import find_torch_version
 from ckptkit.diagnosis.finding import Finding, export_fix, reshard_fix, rewrite_fix, world_size_fix
 from ckptkit.diagnosis.names import (
     find_name_mismatches,
@@ -16,7 +15,7 @@ from ckptkit.diagnosis.names import (
     may_be_trained,
     names_without_wrappers,
 )
-from ckptkit.diagnosis.optimizer import find_missing_states, list_missing_states, readable_optimizers_in
+from ckptkit.diagnosis.optimizer import find_missing_states, readable_optimizers_in
 from ckptkit.diagnosis.shapes import find_shape_mismatches
 from ckptkit.layout import Layout
 from ckptkit.layout.renames import find_prefix_rule, match_names_by_rule, rules_for
@@ -136,10 +135,10 @@ def explain_tensor_instead_of_value(matched: MatchedMessage, target: LoadTarget)
         yield Finding("kind", name, message)
 
 
-def explain_shape_mismatch(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
-    """Yield the shape mismatch of a tensor. `parts` are the checkpoint's shape, the model's shape, and its name."""
-    saved, wanted = (tuple(map(int, _SIZE.findall(part))) for part in matched.parts[:2])
-    name = matched.parts[2].strip().rstrip(".")
+def explain_shape_mismatch(in_checkpoint: str, in_model: str, name: str, target: LoadTarget) -> Iterator[Finding]:
+    """Yield the shape mismatch of a tensor, from the shapes and the name in a message."""
+    saved, wanted = (tuple(map(int, _SIZE.findall(shape))) for shape in (in_checkpoint, in_model))
+    name = name.strip().rstrip(".")
     rows = row_count_by_name(target.weights.layout.tensors) if target.weights else {}
     is_vocabulary = any(f".{name}".endswith(f".{known}") or known.endswith(f".{name}") for known in rows)
     if saved and wanted and saved[1:] == wanted[1:] and is_vocabulary:
@@ -154,16 +153,6 @@ def explain_shape_mismatch(matched: MatchedMessage, target: LoadTarget) -> Itera
     else:
         message = f"expected {list(wanted)} as in the model, found {list(saved)}: check that it is the same model"
         yield Finding("shape", name, message)
-
-
-def explain_shape_mismatch_by_name(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
-    name, saved, wanted = matched.parts
-    yield from explain_shape_mismatch(MatchedMessage((saved, wanted, name), matched.text), target)
-
-
-def explain_missing_states(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
-    """Yield the parameters that have no optimizer state."""
-    yield from list_missing_states(target)
 
 
 def explain_group_sizes(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
@@ -202,7 +191,3 @@ def explain_missing_model(matched: MatchedMessage, target: LoadTarget) -> Iterat
     else:
         message = "this is a training checkpoint, not a model that can be loaded"
         yield Finding("no_model", None, message, export_fix(target.checkpoint))
-
-
-def explain_torch_version(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has only a number
-    yield from find_torch_version(target)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptkit.diagnosis import explanations
-from ckptkit.diagnosis.explanations import Look
+from ckptkit.diagnosis.damage import find_torch_version
+from ckptkit.diagnosis.explanations import Look, explain_shape_mismatch
+from ckptkit.diagnosis.optimizer import list_missing_states
 
 ANY = "…"
 _ONLY_ZEROS = (
@@ -62,7 +64,7 @@ MESSAGES: tuple[Message, ...] = (
         "optimizer_state",
         "The parameter requires a gradient, but received none before the checkpoint was saved. Complete the "
         "optimizer with `--complete-optimizer`, or load with `StateDictOptions(strict=False)`.",
-        explanations.explain_missing_states,
+        lambda _, target: list_missing_states(target),
     ),
     Message(
         "Missing key(s) in state_dict: …",
@@ -95,7 +97,7 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "The name is the same, the shape differs. If only the first number differs, for the embedding and the head,"
         " the vocabulary was padded: `--vocab-size` fixes it. Otherwise the config belongs to another model.",
-        explanations.explain_shape_mismatch_by_name,
+        lambda matched, target: explain_shape_mismatch(*matched.parts[1:], matched.parts[0], target),
     ),
     Message(
         "Size mismatch between saved … and current: … for …",
@@ -104,7 +106,7 @@ MESSAGES: tuple[Message, ...] = (
         "The name is the same, the shape differs: the vocabulary was padded, or the config belongs to another model. "
         "If the current size is a single large number, it is FSDP1's flat parameter: load inside "
         "`FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)`, or with `get_state_dict`.",
-        explanations.explain_shape_mismatch,
+        lambda matched, target: explain_shape_mismatch(*matched.parts, target),
     ),
     Message(
         "You set `ignore_mismatched_sizes` to `False`, thus raising an error",
@@ -205,7 +207,7 @@ MESSAGES: tuple[Message, ...] = (
         "incomplete",
         "torch could not read a `.metadata`: the save did not finish, the directory is wrong, or, if the traceback "
         "also says `too many values to unpack`, a later torch wrote the metadata.",
-        explanations.explain_torch_version,
+        lambda _, target: find_torch_version(target),
     ),
     Message(
         "too many values to unpack (expected 5",
@@ -213,7 +215,7 @@ MESSAGES: tuple[Message, ...] = (
         "torch_version",
         "torch 2.15 or later wrote `.metadata`, and describes tensors by six properties. `ckptkit reshard` and "
         "`ckptkit convert --to dcp` write metadata that every torch reads.",
-        explanations.explain_torch_version,
+        lambda _, target: find_torch_version(target),
     ),
     Message(
         "Invalid checkpoint metadata for …, expected BytesStorageMetadata but found …",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,18 @@ from ckptkit.checkpoints.optimizers.missing_states import States, find_optimizer
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, reshard_fix, rewrite_fix
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Layout
+from ckptkit.layout import KeyPath, Layout
+from ckptkit.models.names.parameters import GROUP_MAP
 from ckptkit.words import count
 
+_STATE = "state"
+_NORMALIZATIONS = (  # (pattern, replacement): removes the suffixes of split parameters and the differences of versions
+    (r"((?:weight|bias)\d*)_[wv]$", r"\1"),
+    (r"((?:in_proj|conv1d)\.(?:weight|bias))\.(?:query|key|value|z|beta|alpha)$", r"\1"),
+    (r"self_attention\.linear_qkv_down_proj\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
+    (r"linear_(?:q|kv)_down_proj\.", "linear_qkv_down_proj."),
+    (r"\bmtp_model_layer\.", "transformer_layer."),
+)
 _MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
 
 
@@ -125,3 +135,40 @@ def readable_optimizers_in(layout: Layout) -> list[Optimizer]:
         return find_optimizers(layout)
     except Corrupt:
         return []
+
+
+def find_unlisted_parameters(target: LoadTarget) -> Iterator[Finding]:
+    """Yield the parameters that have a state but are not in Megatron-FSDP's map of groups, and the reverse.
+
+    Megatron-FSDP saves the values of parameter groups by parameter, in a map, and looks up every parameter of the job
+    in it. Source: `_param2group_meta_to_param_groups` in megatron/core/optimizer/distrib_optimizer.py of core 0.20. The
+    map has the module's parameter names. Weights and states have these names too, or are split, or have names that are
+    equal in all versions (megatron/core/transformer/fsdp_dtensor_checkpoint.py).
+    """
+    for above, listed in parameters_under(target.layout, GROUP_MAP).items():
+        known = parameters_under(target.layout, _STATE).get(above, {})
+        for parameter in known.keys() - listed.keys():
+            message = (
+                f"the optimizer has a state for this parameter, but `{GROUP_MAP}` does not list it: its load fails"
+            )
+            yield Finding("group_map", ".".join(map(str, (*above, _STATE, known[parameter]))), message)
+        for parameter in listed.keys() - known.keys():
+            message = f"`{GROUP_MAP}` lists this parameter, but the optimizer has no state for it: its load fails"
+            yield Finding("group_map", ".".join(map(str, (*above, GROUP_MAP, listed[parameter]))), message)
+
+
+def parameters_under(layout: Layout, key_step: str) -> dict[KeyPath, dict[str, str]]:
+    """Return for each optimizer (its key path) the parameters below `key_step`: the checkpoint's name by parameter."""
+    by_optimizer: dict[KeyPath, dict[str, str]] = {}
+    for name in layout.names:
+        match layout.key(name):
+            case (*above, here, str(parameter), _) if here == key_step:
+                by_optimizer.setdefault(tuple(above), {})[normalized_parameter_name(parameter)] = parameter
+    return by_optimizer
+
+
+def normalized_parameter_name(name: str) -> str:
+    """Return a normalized name: equal for a parameter in `GROUP_MAP` and for all entries that are saved for it."""
+    for pattern, same in _NORMALIZATIONS:
+        name = re.sub(pattern, same, name)
+    return name

@@ -18,7 +18,7 @@ from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
 from ckptkit.models.names.elementwise import ELEMENTWISE, SECOND_MOMENTS
-from ckptkit.models.names.group_map import GROUP_MAP
+from ckptkit.models.names.parameters import GROUP_MAP
 
 # elementwise states whose names no other optimizer uses for states of another shape
 _JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1", "state2"}

@@ -137,9 +137,6 @@ def with_family_behind(table: Family, family: Family | None) -> Family:
     return replace(family, name=table.name, drops=(*table.drops, *family.drops), rules=rules)
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
-
-
 def parse_step(value: object) -> TensorStep:
     """Return the step that a value describes: its name, a table with its name as key, or a list of steps in order."""
     if isinstance(value, list):
@@ -151,9 +148,17 @@ def parse_step(value: object) -> TensorStep:
     if name not in _STEPS:
         raise Usage(f"`step`: unknown step `{name}`", hint=f"use one of {', '.join(_STEPS)}")
     more = {key: one for key, one in table.items() if key != name}
-    make, keys = _STEPS[name]
-    require_keys(more, keys, f"`step`: {name}")
-    return make(argument, more)
+    require_keys(more, _MORE_KEYS.get(name, ()), f"`step`: {name}")
+    if name in _PLAIN:
+        if argument not in (None, True):
+            raise Usage(f"`step`: {name}: expected no argument, found {argument!r}", hint=f'write "{name}"')
+        return _PLAIN[name]
+    if name in _BY_SIZE:
+        if argument not in SYMBOLS:
+            message = f"`step`: {name}: expected the symbol of a size, found {argument!r}"
+            raise Usage(message, hint=f"use one of {', '.join(SYMBOLS)}")
+        return _BY_SIZE[name](str(argument))
+    return _WITH_ARGUMENT[name](argument, more)
 
 
 def parse_count(value: object, key: str, least: int = 0) -> int:
@@ -174,11 +179,7 @@ def parse_concatenated(argument: object, more: Mapping[str, Any]) -> TensorStep:
     return Concatenated(count, axis, tuple(parts))
 
 
-def parse_alternating(argument: object, more: Mapping[str, Any]) -> TensorStep:
-    return Alternating(parse_count(argument, "alternating", 1), parse_count(more.get("axis", 0), "axis"))
-
-
-def parse_transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+def parse_transposed(argument: object) -> TensorStep:
     """Return the step that swaps two axes."""
     axes = [0, 1] if argument is None else argument
     if not isinstance(axes, list) or len(axes) != 2:
@@ -188,45 +189,19 @@ def parse_transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
     return SwappedAxes((one, other))
 
 
-def parser_with_symbol(
-    make: Callable[[str], TensorStep], name: str
-) -> Callable[[object, Mapping[str, Any]], TensorStep]:
-    """Return the parser for a step whose argument is the symbol of a size."""
-
-    def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
-        if argument not in SYMBOLS:
-            message = f"`step`: {name}: expected the symbol of a size, found {argument!r}"
-            raise Usage(message, hint=f"use one of {', '.join(SYMBOLS)}")
-        return make(str(argument))
-
-    return of
-
-
-def parser_without_arguments(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
-    """Return the parser for a step without arguments."""
-
-    def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
-        if argument not in (None, True):
-            raise Usage(f"`step`: {name}: expected no argument, found {argument!r}", hint=f'write "{name}"')
-        return step
-
-    return of
-
-
-_STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], TensorStep], tuple[str, ...]]] = {
-    "same": (parser_without_arguments(Same(), "same"), ()),
-    "rotary": (parser_with_symbol(Rotary, "rotary"), ()),
-    "grouped": (parser_without_arguments(Grouped(), "grouped"), ()),
-    "joined": (parse_concatenated, ("axis", "parts")),
-    "alternating": (parse_alternating, ("axis",)),
-    "transposed": (parse_transposed, ()),
-    "flat": (parser_with_symbol(FlatFront, "flat"), ()),
-    "each": (
-        lambda argument, _: Each(tuple(map(parse_step, argument if isinstance(argument, list) else [argument]))),
-        (),
+_PLAIN: dict[str, TensorStep] = {"same": Same(), "grouped": Grouped()}
+_BY_SIZE: dict[str, Callable[[str], TensorStep]] = {"rotary": Rotary, "flat": FlatFront}
+_WITH_ARGUMENT: dict[str, Callable[[object, Mapping[str, Any]], TensorStep]] = {
+    "joined": parse_concatenated,
+    "alternating": lambda count, more: Alternating(
+        parse_count(count, "alternating", 1), parse_count(more.get("axis", 0), "axis")
     ),
-    "reversed": (lambda argument, _: Reversed(parse_step(argument)), ()),
+    "transposed": lambda axes, _: parse_transposed(axes),
+    "each": lambda steps, _: Each(tuple(map(parse_step, steps if isinstance(steps, list) else [steps]))),
+    "reversed": lambda step, _: Reversed(parse_step(step)),
 }
+_MORE_KEYS = {"joined": ("axis", "parts"), "alternating": ("axis",)}
+_STEPS = (*_PLAIN, *_BY_SIZE, *_WITH_ARGUMENT)
 
 
 def require_keys(table: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
 from ckptkit.layout.wrappers import PARAM_NAMES, model_name_of
-from ckptkit.models.names.group_map import GROUP_MAP
 
 NewName = Callable[[str], str]
 FLATTENED = ("state.", "param_groups.")
+GROUP_MAP = "param_to_group_meta"  # values of the parameter groups by parameter, instead of a list of groups
 BY_PARAMETER = ("state", GROUP_MAP)
 
 

@@ -21,9 +21,9 @@ from ckptkit.layout.box import full_box
 from ckptkit.layout.edits import check_key_paths
 from ckptkit.layout.wrappers import model_name_of
 from ckptkit.models.names.elementwise import ELEMENTWISE
-from ckptkit.models.names.group_map import GROUP_MAP, HALVES
 from ckptkit.models.names.parameters import (
     BY_PARAMETER,
+    GROUP_MAP,
     EntryPlace,
     find_entry_place,
     is_list_of_names,
@@ -32,6 +32,7 @@ from ckptkit.models.names.parameters import (
 from ckptkit.models.names.translate import Translated, Turn
 from ckptkit.models.names.weights import Weights
 
+_HALVES = ("_w", "_v")  # suffixes of the two saved halves of a gated layer
 Origins = Mapping[str, tuple[str, ...]]  # the old names of each new name
 
 
@@ -108,7 +109,7 @@ def list_parameter_entries(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace
     if entry or key[-3:-2] != (GROUP_MAP,):
         return [entry] if entry else []
     place = EntryPlace(key[:-2], "{}", key[-1:])
-    return [half for end in HALVES if (half := find_entry_of_own_parameter(place, f"{key[-2]}{end}", own))]
+    return [half for end in _HALVES if (half := find_entry_of_own_parameter(place, f"{key[-2]}{end}", own))]
 
 
 def find_parameter_entry(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:

@@ -17,8 +17,8 @@ from ckptkit.io.origin import Origin
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.wrappers import model_name_of
-from ckptkit.models.names.group_map import GROUP_MAP
 from ckptkit.models.names.parameters import (
+    GROUP_MAP,
     find_key_in_optimizer,
     is_list_of_names,
     is_list_of_parameters,
