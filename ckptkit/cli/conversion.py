@@ -36,7 +36,7 @@ from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.path import capabilities_at
 from ckptkit.models.names.weights import NOT_ASKED, LeftOut
-from ckptkit.settings import settings_of
+from ckptkit.settings import Setting, settings_of
 from ckptkit.state.options import ADAPTER, RANK, ConvertOptions
 from ckptkit.words import count, format_bytes, format_number_ranges, natural_sort_key
 
@@ -148,16 +148,16 @@ ToOrAdapter = Annotated[
     ),
 ]
 OPTIONS = settings_of(ConvertOptions)
-Include = Annotated[list[str] | None, typer_option_of(OPTIONS["include"])]
-Exclude = Annotated[list[str] | None, typer_option_of(OPTIONS["exclude"])]
-Base = Annotated[str | None, typer_option_of(OPTIONS["base"])]
 Map = Annotated[str | None, typer_option_of(OPTIONS["map"])]
-AllowUnmatched = Annotated[bool, typer_option_of(OPTIONS["allow_unmatched"])]
-OptimizerOrder = Annotated[str | None, typer_option_of(OPTIONS["optimizer_order"])]
 Overwrite = Annotated[bool, typer_option_of(OPTIONS["overwrite"])]
 Jobs = Annotated[int | None, typer_option_of(OPTIONS["jobs"])]
 NoSync = Annotated[bool, typer_option_of(OPTIONS["sync"])]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def shared_options(*names: str) -> dict[str, Setting]:
+    """Return options that a command has in common with the conversions."""
+    return {name: OPTIONS[name] for name in names}
 
 
 def options_given_by_user(options: dict[str, Any], out: Path | None, *, yes: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs, Map, OptimizerOrder
+from ckptkit.cli.conversion import shared_options
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -21,8 +21,10 @@ from ckptkit.cli.output import (
     progress_bar,
     with_repeat_count,
 )
+from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.io.path import to_path
+from ckptkit.settings import Setting
 
 if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff, Difference, Kind
@@ -30,32 +32,25 @@ if TYPE_CHECKING:
 _ROWS = 20  # rows of a table without --all
 
 
+_OPTIONS = {
+    "rtol": Setting(float, None, "Relative tolerance: a fraction of the number in B.", "X", 0),
+    "atol": Setting(float, None, "Absolute tolerance. With a tolerance, NaN equals NaN.", "X", 0),
+    "allow_cast": Setting(bool, False, "Allow float dtypes to differ: round the wider one first."),
+    **shared_options("include", "exclude", "allow_unmatched", "map"),
+    "rename": Setting(tuple[str, ...], (), "Rename the parameters of A first; repeatable.", "'REGEX=>TEXT'"),
+    "base": Setting(str, None, "Model (directory or Hub id) with the config.json to translate names with.", "MODEL"),
+    **shared_options("optimizer_order", "jobs"),
+}
+
+
+@with_options(_OPTIONS, before="every")
 def diff(
     a: Annotated[Path, checkpoint_argument("A")],
     b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="The checkpoint or run to compare with.")],
-    rtol: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="Relative tolerance: a fraction of the number in B.")
-    ] = None,
-    atol: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="Absolute tolerance. With a tolerance, NaN equals NaN.")
-    ] = None,
-    allow_cast: Annotated[bool, typer.Option(help="Allow float dtypes to differ: round the wider one first.")] = False,
-    include: Include = None,
-    exclude: Exclude = None,
-    allow_unmatched: AllowUnmatched = False,
-    map: Map = None,  # noqa: A002 - the name of the option
-    rename: Annotated[
-        list[str] | None, typer.Option(metavar="'REGEX=>TEXT'", help="Rename the parameters of A first; repeatable.")
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Model (directory or Hub id) with the config.json to translate names with."),
-    ] = None,
-    optimizer_order: OptimizerOrder = None,
     every: Annotated[bool, typer.Option("--all", help="List every tensor on its own line.")] = False,
-    jobs: Jobs = None,
     also: Also = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Show how two checkpoints differ.
 
@@ -71,22 +66,7 @@ def diff(
 
     a = join_also_directories(a, also)
     with progress_bar("diff") as progress:
-        result = compare(
-            a,
-            b,
-            rtol=rtol,
-            atol=atol,
-            allow_cast=allow_cast,
-            include=include or (),
-            exclude=exclude or (),
-            allow_unmatched=allow_unmatched,
-            map=map,
-            rename=rename or (),
-            base=base,
-            optimizer_order=optimizer_order,
-            jobs=jobs,
-            progress=progress,
-        )
+        result = compare(a, b, **given_settings(options), progress=progress)
     if json:
         print_json(to_json(result))
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.checkpoints.find_components import describe_not_copied
-from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source, Yes, dry_run_option, with_hub_note
+from ckptkit.cli.conversion import Source, Yes, dry_run_option, shared_options, with_hub_note
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -21,9 +21,11 @@ from ckptkit.cli.output import (
     progress_bar,
     without_middle,
 )
+from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local_path, to_path
+from ckptkit.settings import Setting
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +34,25 @@ if TYPE_CHECKING:
     from ckptkit.hub.push import Pushed
 
 
+_PUSH_OPTIONS = {
+    "public": Setting(bool, False, "Make a new repository public; by default it is private."),
+    "revision": Setting(str, None, "The branch; by default main. ckptkit creates it if needed.", "BRANCH"),
+    "message": Setting(str, None, "The commit message.", "TEXT"),
+    **shared_options("jobs"),
+}
+_PULL_OPTIONS = {
+    "revision": Setting(str, None, "A branch, a tag or a commit.", "REVISION"),
+    "include": Setting(tuple[str, ...], (), "Pull only matching files; repeatable.", "GLOB"),
+    "exclude": Setting(tuple[str, ...], (), "Skip matching files; repeatable.", "GLOB"),
+    **shared_options("overwrite", "jobs", "sync"),
+}
+_CP_OPTIONS = {
+    **shared_options("overwrite", "sync"),
+    "jobs": Setting(int, None, "Number of blocks of 16 MiB that are in memory at once; by default 8.", "N", 1),
+}
+
+
+@with_options(_PUSH_OPTIONS, before="yes")
 def push(
     src: Annotated[
         Path,
@@ -43,14 +64,9 @@ def push(
         str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub; ckptkit creates it if needed.")
     ],
     also: Also = None,
-    public: Annotated[bool, typer.Option(help="Make a new repository public; by default it is private.")] = False,
-    revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="The branch; by default main. ckptkit creates it if needed.")
-    ] = None,
-    message: Annotated[str | None, typer.Option(metavar="TEXT", help="The commit message.")] = None,
     yes: Yes = False,
-    jobs: Jobs = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Push a model or checkpoint to the Hugging Face Hub.
 
@@ -68,9 +84,7 @@ def push(
     from ckptkit.hub.push import push as run
 
     src = join_also_directories(src, also)
-    done = run(
-        src, repository, public=public, revision=revision, message=message, yes=yes, jobs=jobs, bars=progress_bar
-    )
+    done = run(src, repository, yes=yes, **given_settings(options), bars=progress_bar)
     if json:
         print_json(push_json(done))
     else:
@@ -133,21 +147,15 @@ def verdict(done: Pushed, name: str) -> str:
     return f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"
 
 
+@with_options(_PULL_OPTIONS)
 def pull(
     repository: Annotated[
         str,
         typer.Argument(metavar="ORG/NAME[@REVISION]", help="The repository on the Hub; by default its main branch."),
     ],
     out: Annotated[Path, typer.Argument(parser=to_local_path, metavar="OUT", help="The local directory to write.")],
-    revision: Annotated[str | None, typer.Option(metavar="REVISION", help="A branch, a tag or a commit.")] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Pull only matching files; repeatable.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Skip matching files; repeatable.")] = None,
-    overwrite: Overwrite = False,
-    jobs: Jobs = None,
-    no_sync: NoSync = False,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Pull a model or checkpoint from the Hugging Face Hub.
 
@@ -162,17 +170,7 @@ def pull(
     """
     from ckptkit.hub.pull import pull as run
 
-    done = run(
-        repository,
-        out,
-        revision=revision,
-        include=include or (),
-        exclude=exclude or (),
-        overwrite=overwrite,
-        jobs=jobs,
-        sync=not no_sync,
-        bars=progress_bar,
-    )
+    done = run(repository, out, **given_settings(options), bars=progress_bar)
     if json:
         print_json(pull_json(done))
     else:
@@ -198,6 +196,7 @@ def report_pull(done: Pulled) -> None:
     print_text_line(f"next: ckptkit inspect {done.output}" if done.format else unknown)
 
 
+@with_options(_CP_OPTIONS)
 def cp(
     src: Source,
     dst: Annotated[
@@ -205,13 +204,8 @@ def cp(
     ],
     also: Also = None,
     yes: Yes = False,
-    overwrite: Overwrite = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Number of blocks of 16 MiB that are in memory at once; by default 8."),
-    ] = None,
-    no_sync: NoSync = False,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Copy a checkpoint or delta unchanged, and verify it.
 
@@ -231,8 +225,8 @@ def cp(
 
     src = join_also_directories(src, also)
     with progress_bar("copying") as progress:
-        options = {"overwrite": overwrite, "sync": not no_sync, **dry_run_option(dst, yes=yes)}
-        done = with_hub_note(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
+        chosen = given_settings(options) | dry_run_option(dst, yes=yes)
+        done = with_hub_note(run(src, dst, **chosen, progress=progress), yes=yes)
     if json:
         print_json(cp_json(done))
     else:

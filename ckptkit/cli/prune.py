@@ -20,10 +20,12 @@ from ckptkit.cli.output import (
     progress_bar,
     to_plain,
 )
+from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import to_live_path
+from ckptkit.settings import Setting, option_name
 from ckptkit.words import format_bytes
 
 if TYPE_CHECKING:
@@ -34,25 +36,24 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _WEEK = "7d"  # default of --older: an upload that was idle for this long is stale
 
 
+_OPTIONS = {
+    "keep_last": Setting(int, None, "Keep the last N checkpoints.", "N"),
+    "keep_every": Setting(int, None, "Keep checkpoints whose step is a multiple of N.", "N"),
+    "keep_best": Setting(str, None, "Keep the N best checkpoints by a metric, such as loss.", "METRIC[:min|max][:N]"),
+    "demote": Setting(
+        bool,
+        False,
+        "Do not delete the checkpoints that no rule keeps: replace each by its weights, as a bf16 Hugging Face model.",
+    ),
+    "jobs": Setting(int, None, "Threads; by default one per core but at most 8.", "N", 1),
+}
+
+
+@with_options(_OPTIONS, before="uploads")
 def prune(
     run: Annotated[
         Path, typer.Argument(parser=to_live_path, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
     ],
-    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N checkpoints.")] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep checkpoints whose step is a multiple of N.")
-    ] = None,
-    keep_best: Annotated[
-        str | None,
-        typer.Option(metavar="METRIC[:min|max][:N]", help="Keep the N best checkpoints by a metric, such as loss."),
-    ] = None,
-    demote: Annotated[
-        bool,
-        typer.Option(
-            help="Do not delete the checkpoints that no rule keeps: replace each by its weights, as a bf16 Hugging "
-            "Face model."
-        ),
-    ] = False,
     also: Also = None,
     uploads: Annotated[
         bool, typer.Option(help="List unfinished uploads to s3://; with --yes, abort them. Deletes no checkpoint.")
@@ -65,10 +66,8 @@ def prune(
     ] = None,
     yes: Annotated[bool, typer.Option(help="Delete. Without --yes, ckptkit only shows what it would delete.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only show what ckptkit would delete; not with --yes.")] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core but at most 8.")
-    ] = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Delete old checkpoints of a run, or keep only their weights.
 
@@ -91,10 +90,10 @@ def prune(
     if yes and dry_run:
         raise Usage("--yes and --dry-run contradict each other", hint="pass one of them")
     if uploads:
-        rules = {"--keep-last": keep_last, "--keep-every": keep_every, "--keep-best": keep_best, "--demote": demote}
-        for name, value in {**rules, "--also": also, "--jobs": jobs}.items():
+        for name, value in {**options, "also": also}.items():
             if value:
-                raise Usage(f"--uploads cannot be combined with {name}", hint="run the two one after the other")
+                message = f"--uploads cannot be combined with {option_name(name)}"
+                raise Usage(message, hint="run the two one after the other")
         print_pruned_uploads(run, parse_age(older or _WEEK), yes=yes, json=json)
         return
     if older is not None:
@@ -103,16 +102,7 @@ def prune(
 
     run = join_also_directories(run, also)
     with progress_bar("demote") as progress:
-        done = run_it(
-            run,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            demote=demote,
-            yes=yes,
-            jobs=jobs,
-            progress=progress,
-        )
+        done = run_it(run, yes=yes, **given_settings(options), progress=progress)
     if json:
         print_json({**to_plain(done), "freed_bytes": done.freed_bytes})
     else:

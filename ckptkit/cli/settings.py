@@ -24,9 +24,11 @@ _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def with_options(
-    settings: Mapping[str, Setting], *, leave_out: Iterable[str] = (), over_a_file: bool = False
+    settings: Mapping[str, Setting], *, leave_out: Iterable[str] = (), before: str = "", over_a_file: bool = False
 ) -> Callable[[Command], Command]:
     """Return a decorator that adds an option for each setting to a command, in place of `**options`.
+
+    The help shows them after the other options, or in front of the option `before`.
 
     With `over_a_file` the options override settings of a file: an option that is not given is None, and each flag also
     has a `--no-` form.
@@ -37,9 +39,9 @@ def with_options(
     def change(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        return with_signature(
-            command, [*(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own), *options]
-        )
+        at = next((i for i, parameter in enumerate(own) if parameter.name == before), len(own))
+        every = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
+        return with_signature(command, [*every[:at], *options, *every[at:]])
 
     return change
 

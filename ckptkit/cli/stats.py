@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
+from ckptkit.cli.conversion import shared_options
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -19,6 +19,7 @@ from ckptkit.cli.output import (
     progress_bar,
     with_repeat_count,
 )
+from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ckptkit.layout.counting import Count
 
 
+@with_options(shared_options("include", "exclude", "allow_unmatched", "jobs"))
 def stats(
     path: Annotated[Path, checkpoint_argument("PATH")],
     other: Annotated[
@@ -40,12 +42,9 @@ def stats(
     ] = None,
     tensors: Annotated[bool, typer.Option(help="List every tensor on its own line.")] = False,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="With OTHER: show the N tensors that moved most.")] = 20,
-    include: Include = None,
-    exclude: Exclude = None,
-    allow_unmatched: AllowUnmatched = False,
-    jobs: Jobs = None,
     also: Also = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Show norm, mean, deviation and extremes of tensors.
 
@@ -59,22 +58,16 @@ def stats(
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
     path = join_also_directories(path, also)
+    chosen = given_settings(options)
     if other is not None:
-        if include or exclude or tensors:
+        if tensors or chosen.keys() & {"include", "exclude"}:
             raise Usage("--include, --exclude and --tensors cannot be combined with OTHER", hint="drop them or OTHER")
-        report_movement(path, other, top=top, jobs=jobs, json=json)
+        report_movement(path, other, top=top, jobs=options["jobs"], json=json)
         return
     from ckptkit.checks.stats import stats as look
 
     with progress_bar("statistics") as progress:
-        result = look(
-            path,
-            include=include or (),
-            exclude=exclude or (),
-            allow_unmatched=allow_unmatched,
-            jobs=jobs,
-            progress=progress,
-        )
+        result = look(path, **chosen, progress=progress)
     if json:
         print_json(to_json(result))
     else:

@@ -209,7 +209,7 @@ class Run:
         """
         if stage is not None:
             return stage.open().path
-        if path not in self._replaced:
+        if is_remote(path) and path not in self._replaced:
             require_no_checkpoint_at(path)
         return path
 
