@@ -6,116 +6,72 @@ from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.version import __version__
+from ckptkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
-    from ckptkit.checks.diff import diff
-    from ckptkit.checks.differences import Diff
-    from ckptkit.checks.inspect import Inspected, inspect
-    from ckptkit.checks.make_manifest import make_manifest
-    from ckptkit.checks.moved import Moved
+    from ckptkit.checkpoints.checkpoint import Checkpoint as Checkpoint
+    from ckptkit.checkpoints.checkpoint import open_layout as open_layout
+    from ckptkit.checks.diff import diff as diff
+    from ckptkit.checks.differences import Diff as Diff
+    from ckptkit.checks.inspect import Inspected as Inspected
+    from ckptkit.checks.inspect import inspect as inspect
+    from ckptkit.checks.make_manifest import make_manifest as make_manifest
+    from ckptkit.checks.moved import Moved as Moved
     from ckptkit.checks.moved import moved as moved
-    from ckptkit.checks.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
-    from ckptkit.checks.stats import Stats, stats
-    from ckptkit.checks.verify import Verified, verify
-    from ckptkit.conversion.average import average
-    from ckptkit.conversion.consolidate import consolidate
-    from ckptkit.conversion.convert import convert
-    from ckptkit.conversion.finalize import finalize
-    from ckptkit.conversion.merge import merge
-    from ckptkit.conversion.reshard import reshard
-    from ckptkit.diagnosis.doctor import Diagnosis, doctor
-    from ckptkit.diagnosis.explain import explain
-    from ckptkit.diagnosis.finding import Finding
-    from ckptkit.errors import CkptError
-    from ckptkit.hub.cp import CopiedFiles, cp
-    from ckptkit.hub.pull import Pulled, pull
-    from ckptkit.hub.push import Pushed, push
-    from ckptkit.plugins.deltas.apply import apply
-    from ckptkit.plugins.deltas.apply_in_place import ChangedInPlace, apply_in_place
-    from ckptkit.plugins.deltas.delta import WrittenDelta, delta
-    from ckptkit.plugins.deltas.inspect_delta import InspectedDelta, inspect_delta
-    from ckptkit.plugins.deltas.verify_delta import verify_delta
-    from ckptkit.plugins.estimate.estimate import Estimated, estimate
-    from ckptkit.plugins.prove.prove import Proved, prove
-    from ckptkit.plugins.report.report import Reported, report
-    from ckptkit.plugins.watch.watch import Watched, watch
-    from ckptkit.runs.ls import Listing, ls
+    from ckptkit.checks.open import LazyCheckpoint as LazyCheckpoint
+    from ckptkit.checks.open import LazyTensor as LazyTensor
+    from ckptkit.checks.open import open as open  # noqa: A004 - `ckptkit.open` is its name
+    from ckptkit.checks.stats import Stats as Stats
+    from ckptkit.checks.stats import stats as stats
+    from ckptkit.checks.verify import Verified as Verified
+    from ckptkit.checks.verify import verify as verify
+    from ckptkit.conversion.average import average as average
+    from ckptkit.conversion.consolidate import consolidate as consolidate
+    from ckptkit.conversion.convert import convert as convert
+    from ckptkit.conversion.finalize import finalize as finalize
+    from ckptkit.conversion.merge import merge as merge
+    from ckptkit.conversion.reshard import reshard as reshard
+    from ckptkit.diagnosis.doctor import Diagnosis as Diagnosis
+    from ckptkit.diagnosis.doctor import doctor as doctor
+    from ckptkit.diagnosis.explain import explain as explain
+    from ckptkit.diagnosis.finding import Finding as Finding
+    from ckptkit.errors import CkptError as CkptError
+    from ckptkit.hub.cp import CopiedFiles as CopiedFiles
+    from ckptkit.hub.cp import cp as cp
+    from ckptkit.hub.pull import Pulled as Pulled
+    from ckptkit.hub.pull import pull as pull
+    from ckptkit.hub.push import Pushed as Pushed
+    from ckptkit.hub.push import push as push
+    from ckptkit.plugins.deltas.apply import apply as apply
+    from ckptkit.plugins.deltas.apply_in_place import ChangedInPlace as ChangedInPlace
+    from ckptkit.plugins.deltas.apply_in_place import apply_in_place as apply_in_place
+    from ckptkit.plugins.deltas.delta import WrittenDelta as WrittenDelta
+    from ckptkit.plugins.deltas.delta import delta as delta
+    from ckptkit.plugins.deltas.inspect_delta import InspectedDelta as InspectedDelta
+    from ckptkit.plugins.deltas.inspect_delta import inspect_delta as inspect_delta
+    from ckptkit.plugins.deltas.verify_delta import verify_delta as verify_delta
+    from ckptkit.plugins.estimate.estimate import Estimated as Estimated
+    from ckptkit.plugins.estimate.estimate import estimate as estimate
+    from ckptkit.plugins.prove.prove import Proved as Proved
+    from ckptkit.plugins.prove.prove import prove as prove
+    from ckptkit.plugins.report.report import Reported as Reported
+    from ckptkit.plugins.report.report import report as report
+    from ckptkit.plugins.watch.watch import Watched as Watched
+    from ckptkit.plugins.watch.watch import watch as watch
+    from ckptkit.runs.ls import Listing as Listing
     from ckptkit.runs.ls import list_run as list_run
-    from ckptkit.runs.pin import pin, unpin
-    from ckptkit.runs.prune import Pruned, prune
-    from ckptkit.runs.uploads import PrunedUploads, prune_uploads
-    from ckptkit.state.options import ConvertOptions
-    from ckptkit.state.report import Converted
-    from ckptkit.training.saving.run import Run
-    from ckptkit.training.smoke.smoke import smoke
-    from ckptkit.training.train import train
-
-__all__ = [
-    "ChangedInPlace",
-    "Checkpoint",
-    "CkptError",
-    "ConvertOptions",
-    "Converted",
-    "CopiedFiles",
-    "Diagnosis",
-    "Diff",
-    "Estimated",
-    "Finding",
-    "Inspected",
-    "InspectedDelta",
-    "LazyCheckpoint",
-    "LazyTensor",
-    "Listing",
-    "Moved",
-    "Proved",
-    "Pruned",
-    "PrunedUploads",
-    "Pulled",
-    "Pushed",
-    "Reported",
-    "Run",
-    "Stats",
-    "Verified",
-    "Watched",
-    "WrittenDelta",
-    "__version__",
-    "apply",
-    "apply_in_place",
-    "average",
-    "consolidate",
-    "convert",
-    "cp",
-    "delta",
-    "diff",
-    "doctor",
-    "estimate",
-    "explain",
-    "finalize",
-    "inspect",
-    "inspect_delta",
-    "ls",
-    "make_manifest",
-    "merge",
-    "open",
-    "open_layout",
-    "pin",
-    "prove",
-    "prune",
-    "prune_uploads",
-    "pull",
-    "push",
-    "report",
-    "reshard",
-    "smoke",
-    "stats",
-    "train",
-    "unpin",
-    "verify",
-    "verify_delta",
-    "watch",
-]
+    from ckptkit.runs.ls import ls as ls
+    from ckptkit.runs.pin import pin as pin
+    from ckptkit.runs.pin import unpin as unpin
+    from ckptkit.runs.prune import Pruned as Pruned
+    from ckptkit.runs.prune import prune as prune
+    from ckptkit.runs.uploads import PrunedUploads as PrunedUploads
+    from ckptkit.runs.uploads import prune_uploads as prune_uploads
+    from ckptkit.state.options import ConvertOptions as ConvertOptions
+    from ckptkit.state.report import Converted as Converted
+    from ckptkit.training.saving.run import Run as Run
+    from ckptkit.training.smoke.smoke import smoke as smoke
+    from ckptkit.training.train import train as train
 
 _HOMES = {
     name: f"ckptkit.{module}"
@@ -163,6 +119,7 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
+__all__ = sorted({*_HOMES, "__version__"} - {"list_run", "moved"})  # noqa: PLE0605 - `as` marks the exports
 
 
 def __getattr__(name: str) -> Any:
