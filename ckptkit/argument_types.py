@@ -75,7 +75,6 @@ def resolve_annotation(hint: Any, names: dict[str, Any]) -> Any:
 
 
 def check_argument_type(name: str, value: object, kind: Any) -> None:
-    """Raise `Usage` if the value of an argument does not have this type."""
     if is_of_type(value, kind):
         return
     expected = join_with_or(dict.fromkeys(describe_type(kind)))

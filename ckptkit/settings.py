@@ -41,7 +41,6 @@ def settings_of(holder: Any) -> dict[str, Setting]:
 
 
 def setting_of_annotation(hint: Any, default: object) -> Setting:
-    """Return the setting that an annotation describes."""
     value_type, words = get_args(hint)
     if get_origin(value_type) in (Union, UnionType):
         value_type = next(option for option in get_args(value_type) if option is not type(None))

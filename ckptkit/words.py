@@ -142,24 +142,3 @@ def per_cent(part: float) -> str:
     if part in (0, 1):
         return f"{part:.0%}"
     return f"{part if part > 1 else min(max(part, 0.0001), 0.9999):.2%}"
-
-
-def round_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about `count` round numbers between two others."""
-    span = high - low
-    if not (math.isfinite(span) and span > 0):
-        return [low]
-    rough = span / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = power * max(factor for factor in (1, 2, 5, 10) if factor * power <= rough * 1.3)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def log_scale_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten between two positive numbers; for a large range, only powers of ten."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1, 2, 5) if last - first <= 2 else (1,)
-    every = max(1, (last - first) // 4)
-    numbers = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
-    return [number for number in numbers if low * 0.999 <= number <= high * 1.001]

@@ -343,12 +343,10 @@ class Merging:
 
     @property
     def changed_tensors(self) -> tuple[str, ...]:
-        """Return the names of the tensors that differ from the base's."""
         return tuple(dict.fromkeys((*self.begins, *(name for name, steps in self.steps.items() if steps))))
 
     @property
     def computed_tensors(self) -> tuple[str, ...]:
-        """Return the names of the tensors that have a recipe."""
         return tuple(dict.fromkeys((*self.changed_tensors, *self.plain)))
 
     def have_same_rows(self, name: str, source: str) -> bool:

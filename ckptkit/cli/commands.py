@@ -83,7 +83,6 @@ _FORMATS = {  # other tools' names of formats
 
 
 def hint_on_command(name: str, commands: Iterable[str]) -> str:
-    """Return the hint for an unknown command: what to run instead."""
     near = get_close_matches(name, commands, n=1, cutoff=0.75)
     return f"run `ckptkit {_COMMANDS.get(name, near[0] if near else '--help')}`"
 
@@ -223,7 +222,6 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command, None for an unknown name."""
         return make_command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -314,7 +312,6 @@ app = typer.Typer(
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version and exit, if `--version` is given."""
     if wanted:
         typer.echo(f"ckptkit {__version__}")
         raise typer.Exit

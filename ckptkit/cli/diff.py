@@ -203,6 +203,5 @@ def print_lines(what: str, lines: Sequence[str], most: int | None) -> None:
 
 
 def print_omitted_count(number: int, most: int | None) -> None:
-    """Print how many lines were left out, if any."""
     if most is not None and number > most:
         print_text_line(f"  ... {number - most:,} more: --all lists them")

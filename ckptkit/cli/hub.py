@@ -178,7 +178,6 @@ def pull(
 
 
 def pull_json(done: Pulled) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
     names = ("revision", "commit", "output", "format", "nbytes", "fetched_bytes", "seconds")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
     return {"repository": done.repo_id, "files": files, **pick(done, *names)}
@@ -234,7 +233,6 @@ def cp(
 
 
 def cp_json(done: CopiedFiles) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
     names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
     left_behind = [pick(entry, "path", "why") for entry in done.left_behind]

@@ -127,7 +127,6 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
 
 
 def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
-    """Return a tensor as JSON, with its chunks if `with_chunks`."""
     spec = tensor.spec
     result: dict[str, Any] = {"name": name, "dtype": spec.dtype.name, **pick(spec, "shape", "nbytes")}
     if with_chunks:

@@ -93,7 +93,6 @@ def print_raw_line(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object to stdout."""
     typer.echo(json.dumps(to_plain(value)))
 
 
@@ -146,7 +145,6 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
 
 
 def print_files(files: Mapping[str, int]) -> None:
-    """Print a table of files and their sizes in bytes."""
     rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in files.items()]
     print_table(without_middle(rows), ("  file", "size"))
 

@@ -147,7 +147,6 @@ def print_pruned_uploads(run: Path, older: float, *, yes: bool, json: bool) -> N
 
 
 def upload_json(upload: OpenUpload) -> dict[str, Any]:
-    """Return an upload as JSON."""
     fields = pick(upload, "path", "started", "host", "idle_seconds", "sent_bytes", "whole_bytes")
     return {**fields, "claimed": upload.claim is not None, "files": [part.key for part in upload.files]}
 

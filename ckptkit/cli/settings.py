@@ -103,7 +103,6 @@ def option_of_setting(name: str, setting: Setting) -> inspect.Parameter:
 
 
 def typer_option_of(setting: Setting, **more: Any) -> Any:
-    """Return typer's description of the option of a setting."""
     return typer.Option(help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
 
 

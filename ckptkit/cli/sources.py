@@ -14,7 +14,6 @@ from ckptkit.io.path import to_path
 
 
 def checkpoint_argument(metavar: str) -> Any:
-    """Return typer's description of an argument that names a checkpoint or a run."""
     help_text = "A checkpoint, or a run (its latest complete checkpoint)."
     return typer.Argument(parser=to_path, metavar=metavar, help=help_text)
 

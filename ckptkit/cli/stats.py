@@ -186,7 +186,6 @@ def format_cosine(movement: Movement) -> str:
 
 
 def movement_json(result: Moved) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
     moved = [
         pick(movement, "name", "change", "equal") | pick(movement.distance, "max_abs", "cosine", "strange")
         for movement in result.tensors

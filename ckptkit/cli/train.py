@@ -199,7 +199,6 @@ MARKS = {True: "ok", False: "FAILED", None: "skipped"}
 
 
 def print_check_row(check: Check) -> None:
-    """Print a row about a check."""
     print_text_line(
         f"{check.name:<{_LONGEST}}  {MARKS[check.ok]:<7}  {f'{check.seconds:.1f} s':>6}  {check.detail}".rstrip()
     )

@@ -46,7 +46,6 @@ class LoadTarget:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return the layout of all components: every tensor, and where its chunks are stored."""
         return self.checkpoint.layout
 
     @cached_property
@@ -95,7 +94,6 @@ class LoadTarget:
 
     @cached_property
     def inconsistencies(self) -> tuple[Inconsistency, ...]:
-        """Return the entries that contradict other entries of the checkpoint."""
         return examine_checkpoint(self.checkpoint)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,19 +86,16 @@ def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Trial:
     return Trial(remark=", ".join(words) if weights.filled or weights.lost else "")
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenFixes:
-    """The findings with the commands that fix them, and notes on findings that no command fixes."""
+def choose_fixes(
+    findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: DryRun
+) -> tuple[tuple[Finding, ...], list[str]]:
+    """Return the findings, grouped, with the fewest commands that fix them and that pass `dry_run`.
 
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...] = ()
-
-
-def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: DryRun) -> ChosenFixes:
-    """Return the findings, grouped, with the fewest commands that fix them and that pass `dry_run`."""
+    Also returns notes on findings that no command fixes.
+    """
     grouped = group_findings(findings)
     if any(finding.code == "other_model" for finding in grouped):  # no command can create the requested model
-        return ChosenFixes(tuple(replace(finding, fixed_by=None) for finding in grouped))
+        return tuple(replace(finding, fixed_by=None) for finding in grouped), []
     suggested = list(dict.fromkeys(finding.fixed_by for finding in grouped if finding.fixed_by))
     joint = joined_fix_by_fix(suggested, is_sharded=checkpoint.model_component.reader.name == SHARDS)
     trial = cache(dry_run)
@@ -113,8 +110,7 @@ def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: D
     kept = dict.fromkeys(fix for fix in chosen.values() if fix)
     notes += [f"`{fix}`: {remark}" for fix in kept if (remark := trial(fix).remark)]
     fixes = [chosen[finding.fixed_by] if finding.fixed_by else None for finding in grouped]
-    fixed = (replace(finding, fixed_by=fix) for finding, fix in zip(grouped, fixes, strict=True))
-    return ChosenFixes(tuple(fixed), tuple(notes))
+    return tuple(replace(finding, fixed_by=fix) for finding, fix in zip(grouped, fixes, strict=True)), notes
 
 
 def fallback_commands(fix: Fix) -> Iterator[Fix]:

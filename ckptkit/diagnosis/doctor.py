@@ -89,7 +89,6 @@ class Diagnosis(Summarized):
 
     @property
     def verdict(self) -> str:
-        """Return the result in one line."""
         what = count(len(self.findings), "finding")
         return f"{self.path}: {what if self.findings else 'no problem found in names, shapes and metadata'}"
 
@@ -129,22 +128,22 @@ def doctor(
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_load_target(checkpoint, model, like, world_size)
     findings += [finding for kind in KINDS for finding in kind(case)] if case else []
-    chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
+    findings, fix_notes = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (
         *remarks_on_hub_id(model),
         *note_on_unfinished_checkpoint(path_of_source(ckpt), checkpoint),
         *notes_on_skipped_checks(case),
-        *chosen.notes,
+        *fix_notes,
     )
     read = tuple(dict.fromkeys(name for tie in comparable_ties(case).items() for name in tie)) if case else ()
-    diagnosis = Diagnosis(checkpoint.path, chosen.findings, notes, compared=read)
+    diagnosis = Diagnosis(checkpoint.path, findings, notes, compared=read)
     if fix is None:
         return diagnosis
-    if not chosen.findings:
+    if not findings:
         return replace(diagnosis, notes=(*notes, f"nothing to fix: {fix} was not written"))
     # the commands that are certain to help with every finding that suggests them
-    suggested = dict.fromkeys(one.fixed_by for one in chosen.findings if one.fixed_by)
-    fixed_by = {command: [one for one in chosen.findings if one.fixed_by == command] for command in suggested}
+    suggested = dict.fromkeys(one.fixed_by for one in findings if one.fixed_by)
+    fixed_by = {command: [one for one in findings if one.fixed_by == command] for command in suggested}
     certain = [command for command, those in fixed_by.items() if all(one.is_certain for one in those)]
     if len(certain) != 1:
         many = f"{len(certain)} commands would each fix a part: run one, then `ckptkit doctor` on its output"

@@ -33,7 +33,7 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
         for parts in dict.fromkeys(match.groups() for match in message.pattern.finditer(text)):
             findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
             meanings.append(Finding(message.code, None, message.means))  # if the checkpoint shows no cause
-    return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings
+    return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))[0]
 
 
 def texts_of_error(error: BaseException) -> Iterator[str]:

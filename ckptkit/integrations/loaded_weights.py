@@ -13,7 +13,7 @@ from ckptkit.layout import Layout
 if TYPE_CHECKING:
     import torch
 
-_BY_MODEL: WeakKeyDictionary[Any, LoadedWeights] = WeakKeyDictionary()
+LOADED: WeakKeyDictionary[Any, LoadedWeights] = WeakKeyDictionary()  # by model
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +28,12 @@ def record_loaded_weights(
     model: Any, layout: Layout, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all weights of a layout unchanged, and after the last record them as the weights of `model`."""
-    delete_load_record(model)
+    LOADED.pop(model, None)
     sums = {}
     for name, tensor in weights:
         sums[name] = crc32_of_tensor(tensor)
         yield name, tensor
-    set_load_record(model, LoadedWeights(layout, sums))
-
-
-def find_load_record(model: Any) -> LoadedWeights | None:
-    return _BY_MODEL.get(model)
-
-
-def set_load_record(model: Any, weights: LoadedWeights) -> None:
-    _BY_MODEL[model] = weights
-
-
-def delete_load_record(model: Any) -> None:
-    _BY_MODEL.pop(model, None)
+    LOADED[model] = LoadedWeights(layout, sums)
 
 
 def crc32_of_tensor(tensor: torch.Tensor) -> int:

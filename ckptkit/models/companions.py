@@ -57,7 +57,6 @@ class Companions:
     library: ConfigOf | None = None
 
     def source_path_of(self, name: str) -> Path:
-        """Return the path that a file was read from."""
         return self.elsewhere.get(name) or (self.found_in or Path()) / name
 
     def source_lines(self) -> list[str]:
@@ -68,7 +67,6 @@ class Companions:
         return [f"used {', '.join(names)} from {place}" for place, names in places.items()]
 
     def to_files(self) -> dict[str, bytes]:
-        """Return the content of the files to write, by name."""
         return self.files if self.config is None else self.files | {CONFIG: dump_config(self.config)}
 
     @property

@@ -267,7 +267,6 @@ def find_default_head_width(model_type: str) -> int | None:
 
 
 def has_tied_head(config: Mapping[str, Any]) -> bool:
-    """Return whether the model's head is tied to its embedding."""
     variation = _TYPES.get(str(config.get("model_type")), Variation())
     return bool(config.get("tie_word_embeddings", variation.is_tied))
 

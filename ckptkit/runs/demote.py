@@ -122,6 +122,5 @@ def add_metrics_to_model(checkpoint: Path, model: Path) -> None:
 
 
 def metrics_file_content(checkpoint: Path) -> bytes:
-    """Return the content of the metrics file of a checkpoint, b"" without metrics."""
     metrics = read_metrics(checkpoint)
     return dump_metrics(Checkpoint.at(checkpoint).step_in_name or 0, metrics) if metrics else b""

@@ -15,7 +15,6 @@ from ckptkit.io.stores import LOCAL
 
 
 def require_complete_checkpoint(path: Path) -> None:
-    """Raise `NotACheckpoint` if a path is not a complete checkpoint."""
     if not (path.is_dir() and Checkpoint.at(path).is_complete):
         hint = f"run `ckptkit verify {path}` to see its problems, or `ckptkit ls {path.parent}` to list the others"
         raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)

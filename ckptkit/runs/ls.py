@@ -75,7 +75,6 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """Return the name of the checkpoint's directory or file."""
         return resolved_name_of(self.path)
 
 

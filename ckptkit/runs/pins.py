@@ -17,14 +17,12 @@ FOLDER = ".pins"
 
 
 def pinned_names_in(root: Path) -> frozenset[str]:
-    """Return the names of the pinned checkpoints of the run in directory `root`."""
     folder = root / FOLDER
     with translate_os_errors(folder):
         return frozenset(pin.name for pin in list_children(folder)) if folder.is_dir() else frozenset()
 
 
 def is_pinned(checkpoint: Path) -> bool:
-    """Return True if a checkpoint is pinned in its run."""
     return checkpoint.name in pinned_names_in(checkpoint.parent)
 
 

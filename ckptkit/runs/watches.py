@@ -98,7 +98,6 @@ def lock_file_of(root: Path, key: str) -> Path:
 
 
 def is_being_handled(checkpoint: Path) -> bool:
-    """Return True if a watch is handling the checkpoint."""
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
         locks = [path for path in list_children(folder) if path.suffix == _LOCK] if folder.is_dir() else []

@@ -122,6 +122,5 @@ def load_newest(
 
 
 def rename_damaged(path: Path) -> None:
-    """Rename a damaged checkpoint."""
     with translate_os_errors(path):
         move_directory_into_place(path, path.with_name(_DAMAGED + path.name), overwrite=False)

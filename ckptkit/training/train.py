@@ -61,7 +61,6 @@ class ReportRelay:
         self.was_interrupted = False
 
     def relay(self, message: StepMetrics | Note) -> None:
-        """Pass a message on."""
         self._has_begun = True
         self._callback(message)
 

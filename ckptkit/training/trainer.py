@@ -47,11 +47,9 @@ class Progress:
     tokens: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state to save in a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Set the position to the one in a checkpoint."""
         for name in asdict(self):
             setattr(self, name, {"base": 0, **state}[name])  # checkpoints of older versions have no `base`
 

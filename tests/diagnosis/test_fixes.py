@@ -63,15 +63,15 @@ def test_a_command_that_fails_gives_way_to_another(produce: Produce) -> None:
         tried.append(one)
         return Trial() if one.verb == "convert" else Trial(Mismatch("a tensor is missing"))
 
-    found = choose_fixes(findings, checkpoint, dry_run)
-    assert [one.fix for one in found.findings] == [
+    found, notes = choose_fixes(findings, checkpoint, dry_run)
+    assert [one.fix for one in found] == [
         "ckptkit convert 'my run/ckpt-3' ./-out --to dcp --world-size 3",
         None,
     ]
-    assert (len(tried), found.notes) == (2, ())
-    found = choose_fixes(findings, checkpoint, lambda _: Trial(Mismatch("a tensor is missing")))
-    assert [one.fix for one in found.findings] == [None, None]
-    assert found.notes == (f"`{fix}` would fail with: a tensor is missing",)
+    assert (len(tried), notes) == (2, [])
+    found, notes = choose_fixes(findings, checkpoint, lambda _: Trial(Mismatch("a tensor is missing")))
+    assert [one.fix for one in found] == [None, None]
+    assert notes == [f"`{fix}` would fail with: a tensor is missing"]
 
 
 @pytest.mark.parametrize(

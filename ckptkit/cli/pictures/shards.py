@@ -124,7 +124,6 @@ class Row:
 
     @cached_property
     def cut(self) -> Cut:
-        """Return the rectangles of the shards."""
         return cut_boxes(self.spec.shape, [shard.box for shard in self.shards])
 
 
@@ -138,7 +137,6 @@ class ShardMap:
 
     @property
     def mean(self) -> float:
-        """Return the mean number of bytes per owner."""
         return sum(owner.nbytes for owner in self.owners) / max(1, len(self.owners))
 
     @staticmethod

@@ -72,7 +72,10 @@ class Family:
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         translated = translate_by_rules(tensors, self.rules(sizes), sizes, to_hub=False)
-        return translated.with_names_changed(lambda name: self.written_as(name, sizes))
+        new_names = {name: self.written_as(name, sizes) for name in translated.tensors}
+        tensors = {new_names[name]: tensor for name, tensor in translated.tensors.items()}
+        came_from = {new_names[name]: olds for name, olds in translated.came_from.items()}
+        return Translated(tensors, came_from, translated.unplaced)
 
     def find_bias_missing(self, names: Iterable[str]) -> str | None:
         """Return the name of a bias that is required beside a weight and missing; None if none is missing."""
@@ -83,5 +86,4 @@ class Family:
         return min((bias for bias in biases if bias not in present), default=None)
 
     def is_unknown_to_hub(self, name: str) -> bool:
-        """Return whether the Hub has no tensor for this name."""
         return bool(self.dropped_pattern.fullmatch(outline_of(name)[0]))

@@ -185,7 +185,6 @@ def find_key_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | N
 
 
 def is_list_of_parameters(key: KeyPath) -> bool:
-    """Return whether a key path leads to the list `params` of a parameter group."""
     return len(key) > 2 and key[-3] == "param_groups" and key[-1] == "params"
 
 

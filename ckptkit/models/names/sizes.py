@@ -53,16 +53,6 @@ def expert_names_of_type(model_type: str) -> ExpertNames:
     return _EXPERTS.get(model_type, ExpertNames())
 
 
-def has_experts_in_layer(layer: int, sizes: Sizes) -> bool:
-    """Return whether a layer of a mixture has experts, by the keys of `Glm4MoeConfig` and `Qwen2MoeConfig`."""
-    config = sizes.text_config
-    first = config.get("first_k_dense_replace", 1 if sizes.model_type == "glm4_moe" else 0)
-    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
-    is_after_dense = type(first) is not int or layer >= first
-    is_nth = type(step) is not int or step < 1 or (layer + 1) % step == 0
-    return is_after_dense and is_nth and not (isinstance(dense, list) and layer in dense)
-
-
 # the keys of config.json for each symbol in rules, in order of precedence
 _KEYS = {
     "heads": ("num_attention_heads", "n_head"),

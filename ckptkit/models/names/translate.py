@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import NamedTuple, Self
@@ -32,11 +32,6 @@ class Translated:
     def of(cls, tensors: Mapping[str, StoredTensor]) -> Self:
         """Return tensors under the names that they have."""
         return cls(dict(tensors), {name: (name,) for name in tensors})
-
-    def with_names_changed(self, new_name: Callable[[str], str]) -> Self:
-        """Return the tensors with `new_name` applied to their new names."""
-        tensors = {new_name(name): tensor for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors, came_from={new_name(name): old for name, old in self.came_from.items()})
 
 
 Turn = Callable[[Mapping[str, StoredTensor]], Translated]

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 )
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
-from ckptkit.integrations.loaded_weights import LoadedWeights, delete_load_record, find_load_record, set_load_record
+from ckptkit.integrations.loaded_weights import LOADED, LoadedWeights
 from ckptkit.plugins.deltas.identity import identity_of_model
 from ckptkit.plugins.deltas.vllm_patches import all_changes_of, load_and_check_chain
 
@@ -91,7 +91,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
             for patch in patches:
                 self.load_noop_patch(patch)
             self.apply_patches(patches)
-            set_load_record(self.model, result)
+            LOADED[self.model] = result
             new = identity_of_model(result.layout.specs, result.sums)
             _logger.info("ckptkit applied %s: the weights are now %s", ", ".join(update_info.paths), new)
 
@@ -100,7 +100,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
 
         Raises `Unsupported` if they cannot be patched in place.
         """
-        weights = find_load_record(self.model)
+        weights = LOADED.get(self.model)
         if weights is None:
             raise Unsupported("the state of the engine's weights is unknown to ckptkit", hint=_RELOAD)
         if self.model_config.quantization is not None:
@@ -129,10 +129,10 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
         try:
             load_checkpoint_weight_patches(self.model, patches)
         except BaseException as error:
-            delete_load_record(self.model)
+            LOADED.pop(self.model, None)
             raise Corrupt(f"the engine's weights are damaged: {error!r}", hint="call `reload_weights`") from error
         if wrong := [name for name, parameter in self.model.named_parameters() if torch.isnan(parameter).any()]:
-            delete_load_record(self.model)
+            LOADED.pop(self.model, None)
             raise Corrupt("the engine's weight has NaN after the patch", tensor=wrong[0], hint="call `reload_weights`")
 
 

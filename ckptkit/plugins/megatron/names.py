@@ -17,7 +17,7 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.rule import Rule, weight_and_bias_rules
-from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, expert_names_of_type, has_experts_in_layer
+from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import Concatenated, Cropped, Grouped
 from ckptkit.plugins.megatron import hybrid_names as hybrid
 from ckptkit.plugins.megatron.arguments import (
@@ -72,6 +72,16 @@ def name_to_write(name: str, sizes: Sizes) -> str:
         return name
     has_norm = sizes.model_type in _MIXTURES and has_experts_in_layer(layer[0], sizes)
     return name if has_norm else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+
+def has_experts_in_layer(layer: int, sizes: Sizes) -> bool:
+    """Return whether a layer of a mixture has experts, by the keys of `Glm4MoeConfig` and `Qwen2MoeConfig`."""
+    config = sizes.text_config
+    first = config.get("first_k_dense_replace", 1 if sizes.model_type == "glm4_moe" else 0)
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
+    is_after_dense = type(first) is not int or layer >= first
+    is_nth = type(step) is not int or step < 1 or (layer + 1) % step == 0
+    return is_after_dense and is_nth and not (isinstance(dense, list) and layer in dense)
 
 
 def attention_rules(model: str) -> tuple[Rule, ...]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.history import Segment, Series
-from ckptkit.words import count, format_brief, log_scale_ticks, round_ticks
+from ckptkit.words import count, format_brief
 
 _MANY_TIMES = 50  # a logarithmic axis is used if the maximum is more than this many times the minimum
 
@@ -193,3 +193,24 @@ def describe_segment(drawn: Sequence[Series], stretch: Segment) -> str:
     others = [(metric.name, metric.find_value_at(stretch.first)) for metric in drawn[1:]]
     more = "".join(f", {name} {format_brief(value)}" for name, value in others if value is not None)
     return f"step {where}: {format_brief(stretch.mean)}{spread}{more}"
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Return about four round numbers between two others."""
+    span = high - low
+    if not (math.isfinite(span) and span > 0):
+        return [low]
+    rough = span / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * max(factor for factor in (1, 2, 5, 10) if factor * power <= rough * 1.3)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_scale_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten between two positive numbers; for a large range, only powers of ten."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    every = max(1, (last - first) // 4)
+    numbers = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
+    return [number for number in numbers if low * 0.999 <= number <= high * 1.001]

@@ -34,7 +34,6 @@ class Batch:
 
     @property
     def loss_token_count(self) -> int:
-        """Return the number of targets with a loss."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
@@ -109,5 +108,4 @@ def indices_of_rank(indices: range, rank: int, world_size: int) -> range:
 
 
 def open_corpus(tokens: TokenFile, *, length: int, seed: int) -> Corpus:
-    """Return the corpus of a token file, cut into sequences of `length`."""
     return Corpus(tokens.mmap_ids(), tokens.end, length, seed, tokens.checksum)

@@ -52,7 +52,6 @@ class RopeScaling:
         )
 
     def to_keys(self) -> dict[str, Any]:
-        """Return the RoPE keys of config.json for this scaling."""
         keys = asdict(self)
         return keys if self.rope_type == "llama3" else {name: keys[name] for name in ("rope_type", "factor")}
 

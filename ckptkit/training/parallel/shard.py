@@ -123,5 +123,4 @@ def count_matmul_elements(model: nn.Module) -> tuple[int, int]:
 
 
 def name_without_fsdp1(name: str) -> str:
-    """Return a parameter's name without the prefixes of FSDP1."""
     return name.replace("_fsdp_wrapped_module.", "")

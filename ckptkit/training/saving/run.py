@@ -157,7 +157,6 @@ class Run:
         self._replaced.add(checkpoint)
 
     def _fresh_run_folder(self) -> RunFolder:
-        """Return the run's directory without cached listings."""
         return RunFolder(drop_cached_listing(self.root))
 
     @with_checked_arguments

@@ -119,7 +119,6 @@ class PlainPlanner(DefaultSavePlanner):
     """A planner for a plain torch.save file, which stores dicts without the tuples that DCP needs."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name for it
-        """Return an entry without the tuple of `wrap_dict`."""
         return super().transform_object(write_item, unwrap_dict(object))
 
 

@@ -132,7 +132,6 @@ def check_trains(runs: SmokeRuns) -> str:
 
 
 def check_losses_finite(runs: SmokeRuns) -> str:
-    """Check that every loss is finite."""
     losses = [step.loss for step in steps_of_rank_0(runs.first_accounts)]
     if len(losses) != STEPS or not all(map(math.isfinite, losses)):
         raise CheckFailed(f"losses {losses}")

@@ -51,7 +51,6 @@ def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor])
 
 
 def steps_of_rank_0(accounts: list[RankAccount]) -> list[StepMetrics]:
-    """Return the steps of rank 0."""
     return [step for account in accounts[:1] for step in account.steps]
 
 
@@ -130,7 +129,6 @@ class SmokeRuns:
 
     @property
     def last_checkpoint_path(self) -> Path:
-        """Return the last checkpoint of the run."""
         latest = RunFolder(self.config.run).latest()
         if latest is None:
             raise CheckFailed(f"no checkpoint in {self.config.run}")

@@ -13,9 +13,8 @@ from torch import Tensor
 import ckptkit
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.integrations.loaded_weights import (
+    LOADED,
     LoadedWeights,
-    delete_load_record,
-    find_load_record,
     record_loaded_weights,
 )
 from ckptkit.plugins.deltas.record import read_delta_record
@@ -45,13 +44,13 @@ def deltas(root: Path, *models: Mapping[str, Tensor]) -> list[Path]:
 def loaded(path: Path) -> LoadedWeights:
     """What is remembered of the weights of a checkpoint that is loaded."""
     engine, tensors = Model(), ckptkit.open(path)
-    assert find_load_record(engine) is None
+    assert LOADED.get(engine) is None
     for _ in record_loaded_weights(engine, tensors.layout, ((name, one.torch()) for name, one in tensors.items())):
-        assert find_load_record(engine) is None
-    weights = find_load_record(engine)
+        assert LOADED.get(engine) is None
+    weights = LOADED.get(engine)
     assert weights is not None
-    delete_load_record(engine)
-    assert find_load_record(engine) is None
+    LOADED.pop(engine, None)
+    assert LOADED.get(engine) is None
     return weights
 
 
