@@ -18,10 +18,9 @@ from ckptkit.adapters.expert_pairs import (
     GATE,
     GATE_UP,
     UP,
-    ExpertFacts,
     ExpertPair,
+    ExpertReader,
     find_expert_form,
-    read_expert_pairs,
 )
 from ckptkit.adapters.experts import find_lora_b_layout
 from ckptkit.adapters.find import Adapter
@@ -57,9 +56,10 @@ def convert_expert_matrices(
         message = f"--experts-layout is for experts in one matrix; this adapter stores them as {current_form}"
         raise Usage(message, path=path, hint="drop --experts-layout")
     base = base_text_config(config, path, options)
-    asked = ExpertFacts(options.experts_layout, first_integer(base, "hidden_size"), first_integer(base, *_COUNTS))
+    hidden, expert_count = first_integer(base, "hidden_size"), first_integer(base, *_COUNTS)
     names = expert_names_of_base(base, path) if form == PER_EXPERT else None
-    pairs = list(convert_pairs_to_form(read_expert_pairs(adapter, config, asked), form, names))
+    reader = ExpertReader(adapter, config, options.experts_layout, hidden, expert_count)
+    pairs = list(convert_pairs_to_form(reader.read_pairs(), form, names))
     new_tensors = list(tensors_in_form(pairs, form, names))
     result = with_expert_matrices(adapter, new_tensors)
     fitting = config_for_form(config, pairs, result, adapter, names, form)
@@ -160,18 +160,15 @@ def tensors_in_form(
     for pair in pairs:
         if form == FLAT:
             is_inner = pair.leaf == GATE_UP and pair.module in has_both
-            yield from expert_entries(pair.module, _INNER if is_inner else "", *flat_matrices_of(pair))
+            a = axes.merge_axes(pair.a, 0, 2)  # [E*r, in]
+            b = axes.merge_axes(axes.permute_axes(pair.b, (1, 2, 0)), 1, 2)  # [out, r*E]
+            yield from expert_entries(pair.module, _INNER if is_inner else "", a, b)
         elif form == PER_EXPERT:
             both = zip(axes.unstack(pair.a), axes.unstack(pair.b), strict=True)
             for number, (a, b) in enumerate(both):
                 yield from expert_entries(f"{pair.module}.{number}.{parameter_leaf_name(pair, names)}", "", a, b)
         else:
             yield from expert_entries(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
-
-
-def flat_matrices_of(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
-    """Return A `[E*r, in]` and B `[out, r*E]`."""
-    return axes.merge_axes(pair.a, 0, 2), axes.merge_axes(axes.permute_axes(pair.b, (1, 2, 0)), 1, 2)
 
 
 def parameter_leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
@@ -211,7 +208,13 @@ def config_for_form(
     leaves = sorted({parameter_leaf_name(pair, names) for pair in pairs})
     targets = values.get("target_modules")
     if isinstance(targets, list):
-        kept = [target for target in targets if stays_in_target_modules(str(target), experts, others)]
+        # a target stays if it matches a module outside the experts, or no expert
+        kept = [
+            target
+            for target in targets
+            if any(ends_with_name(module, str(target)) for module in others)
+            or not any(ends_with_name(module, str(target)) for module in experts)
+        ]
         values["target_modules"] = kept if form == FLAT else list(dict.fromkeys([*kept, *leaves]))
     parameters = {f"{'.'.join(pair.module.split('.')[-2:])}.{pair.leaf}" for pair in pairs}
     values["target_parameters"] = sorted(parameters) if form == FLAT else None
@@ -227,12 +230,6 @@ def config_for_form(
 def with_config_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConfig:
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     return replace(config, content=content, values=values)
-
-
-def stays_in_target_modules(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether a target stays in `target_modules`: it matches a module outside the experts, or no expert."""
-    is_of_others = any(ends_with_name(module, target) for module in others)
-    return is_of_others or not any(ends_with_name(module, target) for module in experts)
 
 
 def rank_and_alpha_patterns(

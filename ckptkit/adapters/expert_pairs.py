@@ -53,73 +53,55 @@ class ExpertPair(NamedTuple):
         return self.a.spec.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertFacts:
-    """Facts beside the adapter: the layout of lora_B, and the hidden size and expert count from the base's config."""
-
-    layout: str | None = None
-    hidden: int | None = None
-    count: int | None = None
-
-
 def find_expert_form(adapter: Adapter) -> str | None:
     """Return the form of an adapter's expert matrices; None if it has none. Raises `Mismatch` for several forms."""
     specs = adapter.layout.specs
     name_by_form = {}
     for name, entry in adapter.entries.items():
-        if location := entry.of_experts:
-            name_by_form[form_of_expert_place(location, len(specs[name].shape))] = name
+        if place := entry.of_experts:
+            all_in_one = STACKED if len(specs[name].shape) == 3 else FLAT
+            form = PER_EXPERT if place.expert is not None else THREE_D if place.leaf else all_in_one
+            name_by_form[form] = name
     if len(name_by_form) > 1:
         message = f"the adapter stores experts as {' and '.join(sorted(name_by_form))}"
         raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(name_by_form.values())))
     return next(iter(name_by_form), None)
 
 
-def form_of_expert_place(place: ExpertPlace, ndim: int) -> str:
-    if place.expert is not None:
-        return PER_EXPERT
-    if place.leaf:
-        return THREE_D
-    return STACKED if ndim == 3 else FLAT
-
-
-def read_expert_pairs(adapter: Adapter, config: AdapterConfig, facts: ExpertFacts) -> list[ExpertPair]:
-    """Return an adapter's expert matrices, in any form. Raises `Mismatch` for contradictions, or `Unsupported`."""
-    by_depth: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-    by_place: dict[str, dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-    for name, entry in adapter.entries.items():
-        if location := entry.of_experts:
-            by_depth[location.module][entry.depth][entry.kind] = name
-            by_place[location.module][location][entry.kind] = name
-    reading = ExpertReader(adapter, config, facts)
-    if find_expert_form(adapter) in (
-        FLAT,
-        STACKED,
-    ):  # the depths of PEFT's wrappers tell the parameters of a layer apart
-        pairs = [pair for module, names in by_depth.items() for pair in reading.read_nested_pairs(module, names)]
-    else:
-        pairs = [pair for module, places in by_place.items() for pair in reading.read_named_pairs(module, places)]
-    check_expert_counts(adapter, pairs, facts)
-    return pairs
-
-
-def check_expert_counts(adapter: Adapter, pairs: Sequence[ExpertPair], facts: ExpertFacts) -> None:
-    """Raise `Mismatch` unless all parameters of a layer have the same number of experts, equal to the base's."""
-    counts: dict[str, int] = {}
-    for pair in pairs:
-        wanted = facts.count or counts.setdefault(pair.module, pair.expert_count)
-        if pair.expert_count != wanted:
-            message = f"expected {wanted} experts, found {pair.expert_count} of `{pair.module}.{pair.leaf}`"
-            raise Mismatch(message, path=adapter.layout.path, hint="check that no shard is missing")
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertReader:
-    """Reads the expert matrices of one adapter, given its config and the facts about the experts."""
+    """Reads the expert matrices of one adapter, in any form.
+
+    `layout` is the option for the layout of lora_B, and `hidden` and `count` are the hidden size and the number of
+    experts in the base's config; None if unknown.
+    """
 
     adapter: Adapter
     config: AdapterConfig
-    asked: ExpertFacts
+    layout: str | None
+    hidden: int | None
+    count: int | None
+
+    def read_pairs(self) -> list[ExpertPair]:
+        """Return all expert matrices. Raises `Mismatch` for contradictions, or `Unsupported`."""
+        by_depth: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+        by_place: dict[str, dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+        for name, entry in self.adapter.entries.items():
+            if location := entry.of_experts:
+                by_depth[location.module][entry.depth][entry.kind] = name
+                by_place[location.module][location][entry.kind] = name
+        # the depths of PEFT's wrappers tell the parameters of a layer apart
+        if find_expert_form(self.adapter) in (FLAT, STACKED):
+            pairs = [pair for module, names in by_depth.items() for pair in self.read_nested_pairs(module, names)]
+        else:
+            pairs = [pair for module, places in by_place.items() for pair in self.read_named_pairs(module, places)]
+        counts: dict[str, int] = {}  # by layer
+        for pair in pairs:
+            wanted = self.count or counts.setdefault(pair.module, pair.expert_count)
+            if pair.expert_count != wanted:
+                message = f"expected {wanted} experts, found {pair.expert_count} of `{pair.module}.{pair.leaf}`"
+                raise Mismatch(message, path=self.adapter.layout.path, hint="check that no shard is missing")
+        return pairs
 
     def tensor(self, name: str) -> StoredTensor:
         return self.adapter.layout.tensors[name]
@@ -167,8 +149,8 @@ class ExpertReader:
         count = max(a.spec.shape[0], b.spec.shape[0])
         if {a.spec.shape[0], b.spec.shape[0]} - {1, count}:
             raise self.misfit_error(names["B"], f"matrices of {a.spec.shape[0]} experts, or one for all")
-        if count == 1 and self.asked.count:
-            count = self.asked.count
+        if count == 1 and self.count:
+            count = self.count
         return repeat_shared_expert(a, count), repeat_shared_expert(b, count)
 
     def read_nested_pairs(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
@@ -196,7 +178,7 @@ class ExpertReader:
         if rows % rank or b.spec.shape[1] != rows:
             raise self.misfit_error(names["B"], f"lora_B with {rows} columns, {rank} for each expert")
         count = rows // rank
-        layout = choose_lora_b_layout(self.config, parameter, count, rank, self.asked.layout, names["B"])
+        layout = choose_lora_b_layout(self.config, parameter, count, rank, self.layout, names["B"])
         whole = axes.split_axis(b, 1, (count, rank) if layout == BLOCKS else (rank, count))
         return axes.split_axis(a, 0, (count, rank)), axes.permute_axes(
             whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1)
@@ -231,10 +213,10 @@ class ExpertReader:
             raise self.unsupported_error(f"{message}, found {len(sides)}", name)
         ((depth, (inputs, outputs)),), (leaf,) = sides.items(), targets
         of_hidden, other = (inputs, outputs) if leaf == GATE_UP else (outputs, inputs)
-        if (of_hidden == self.asked.hidden) == (other == self.asked.hidden):
+        if (of_hidden == self.hidden) == (other == self.hidden):
             message = f"`{leaf}` [{outputs}, {inputs}]: only the base shows which side is the input"
             raise Usage(message, path=self.adapter.layout.path, hint="pass --base MODEL")
-        return {depth: leaf}, other == self.asked.hidden
+        return {depth: leaf}, other == self.hidden
 
     def unsupported_error(self, message: str, name: str) -> CkptError:
         hint = "drop --experts to keep the matrices as they are"

@@ -305,7 +305,12 @@ class Merging:
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_IN_MEMORY:
             message = f"DoRA needs full columns of this weight ({spec}), more than fits in memory"
             raise Unsupported(message, path=source.adapter.layout.path, tensor=update.magnitude)
-        self.reach[own] = region_of_full_tensor(shape) if is_turned else region_of_same_rows(shape)
+        full = Box((0,) * len(shape), shape)
+        self.reach[own] = (
+            (lambda _: full)  # an output is a column here, so every box needs full columns
+            if is_turned
+            else (lambda box: Box((box.start[0], *full.start[1:]), (box.size[0], *shape[1:])))
+        )
         operand = Operand(source.number, update.magnitude, product.a.dtype)
         return DoraRescale(product, operand, magnitude, int(is_turned))
 
@@ -372,15 +377,6 @@ def require_weight_one(source: AdapterSource, name: str, what: str) -> None:
     if source.weight != 1:
         message = f"--factors: expected 1 for {what}, found {source.weight:g}"
         raise Unsupported(message, path=source.adapter.layout.path, tensor=name, hint="pass 1 for this adapter")
-
-
-def region_of_same_rows(shape: Shape) -> Region:
-    return lambda box: Box((box.start[0], *(0 for _ in shape[1:])), (box.size[0], *shape[1:]))
-
-
-def region_of_full_tensor(shape: Shape) -> Region:
-    """Return the region of all elements: an output is a column here, so every box needs full columns."""
-    return lambda _: Box((0,) * len(shape), shape)
 
 
 def hint_similar_name(name: str, base: Layout) -> str:

@@ -172,15 +172,11 @@ def pull(
 
     done = run(repository, out, **given_settings(options), bars=progress_bar)
     if json:
-        print_json(pull_json(done))
+        names = ("revision", "commit", "output", "format", "nbytes", "fetched_bytes", "seconds")
+        files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+        print_json({"repository": done.repo_id, "files": files, **pick(done, *names)})
     else:
         report_pull(done)
-
-
-def pull_json(done: Pulled) -> dict[str, Any]:
-    names = ("revision", "commit", "output", "format", "nbytes", "fetched_bytes", "seconds")
-    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
-    return {"repository": done.repo_id, "files": files, **pick(done, *names)}
 
 
 def report_pull(done: Pulled) -> None:

@@ -28,7 +28,7 @@ from ckptkit.words import count, per_cent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptkit.checks.moved import Moved, Movement
+    from ckptkit.checks.moved import Movement
     from ckptkit.checks.stats import Stats
     from ckptkit.layout.counting import Count
 
@@ -147,7 +147,11 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     with progress_bar("compare") as progress:
         result = measure(a, b, jobs=jobs, progress=progress)
     if json:
-        print_json(movement_json(result))
+        moved = [
+            pick(movement, "name", "change", "equal") | pick(movement.distance, "max_abs", "cosine", "strange")
+            for movement in result.tensors
+        ]
+        print_json({"moved": moved, "equal": result.whole.equal, **pick(result, "a", "b", "notes")})
         return
     print_note(f"from {result.a} to {result.b}")
     for text in result.notes:
@@ -183,11 +187,3 @@ def movement_row(movement: Movement) -> tuple[str, ...]:
 def format_cosine(movement: Movement) -> str:
     value = movement.distance.cosine
     return "" if value is None else f"{value:.4f}"
-
-
-def movement_json(result: Moved) -> dict[str, Any]:
-    moved = [
-        pick(movement, "name", "change", "equal") | pick(movement.distance, "max_abs", "cosine", "strange")
-        for movement in result.tensors
-    ]
-    return {"moved": moved, "equal": result.whole.equal, **pick(result, "a", "b", "notes")}

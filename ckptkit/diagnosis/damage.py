@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ckptkit.adapters.empty import EMPTY
 from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.problems import Problems
+from ckptkit.checks.verify import verify_component
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, export_fix, rewrite_fix
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
@@ -20,16 +22,20 @@ from ckptkit.runs.ls import make_listed
 Damage = Mapping[Path, Sequence[CkptError]]
 
 
-def problems_by_component(checkpoint: Checkpoint, check: Callable[[Path], Sequence[CkptError]]) -> Damage:
+def problems_by_component(checkpoint: Checkpoint) -> Damage:
     """Return the problems of each component of a checkpoint, by its path.
 
-    `check` returns the problems of a local component; it may read the beginning of each entry. For a component in an
-    object store only the metadata is read. Raises `IOFailure` if a component could not be checked.
+    Reads the beginning of each entry of a local component. For a component in an object store only the metadata is
+    read. Leaves out that an adapter is empty: `find_empty_adapter` says more about it. Raises `IOFailure` if a
+    component could not be checked.
     """
-    problems_by_path = {
-        part.path: problems_reading_component(part) if is_remote(part.path) else check(part.path)
-        for part in checkpoint.components
-    }
+    problems_by_path: dict[Path, Sequence[CkptError]] = {}
+    for part in checkpoint.components:
+        if is_remote(part.path):
+            problems_by_path[part.path] = problems_reading_component(part)
+        else:
+            problems = verify_component(part.path, fast=True).problems
+            problems_by_path[part.path] = [problem for problem in problems if problem.code != EMPTY]
     problems_by_path |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
     for problem in (problem for problems in problems_by_path.values() for problem in problems):
         if isinstance(problem, IOFailure):

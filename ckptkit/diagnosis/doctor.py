@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckptkit.adapters.empty import EMPTY
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, path_of_source
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
 from ckptkit.checkpoints.optimizers.masters import REMAINDERS, remainders_in
-from ckptkit.checks.verify import verify_component
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
 from ckptkit.diagnosis.damage import find_damage, find_inconsistencies, find_torch_version, problems_by_component
@@ -48,7 +46,7 @@ from ckptkit.diagnosis.weights import (
     find_undeclared_quantized,
     find_unmerged_adapters,
 )
-from ckptkit.errors import CkptError, and_more, too_small_error
+from ckptkit.errors import and_more, too_small_error
 from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
@@ -128,7 +126,7 @@ def doctor(
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_load_target(checkpoint, model, like, world_size)
     findings += [finding for kind in KINDS for finding in kind(case)] if case else []
-    findings, fix_notes = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
+    chosen, fix_notes = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (
         *remarks_on_hub_id(model),
         *note_on_unfinished_checkpoint(path_of_source(ckpt), checkpoint),
@@ -136,14 +134,14 @@ def doctor(
         *fix_notes,
     )
     read = tuple(dict.fromkeys(name for tie in comparable_ties(case).items() for name in tie)) if case else ()
-    diagnosis = Diagnosis(checkpoint.path, findings, notes, compared=read)
+    diagnosis = Diagnosis(checkpoint.path, chosen, notes, compared=read)
     if fix is None:
         return diagnosis
-    if not findings:
+    if not chosen:
         return replace(diagnosis, notes=(*notes, f"nothing to fix: {fix} was not written"))
     # the commands that are certain to help with every finding that suggests them
-    suggested = dict.fromkeys(one.fixed_by for one in findings if one.fixed_by)
-    fixed_by = {command: [one for one in findings if one.fixed_by == command] for command in suggested}
+    suggested = dict.fromkeys(one.fixed_by for one in chosen if one.fixed_by)
+    fixed_by = {command: [one for one in chosen if one.fixed_by == command] for command in suggested}
     certain = [command for command, those in fixed_by.items() if all(one.is_certain for one in those)]
     if len(certain) != 1:
         many = f"{len(certain)} commands would each fix a part: run one, then `ckptkit doctor` on its output"
@@ -163,7 +161,7 @@ def open_load_target(
     """Return the checkpoint with its target, None if its model cannot be read, and the damage that was found."""
     if broken := find_broken_export(checkpoint):
         return None, broken
-    damage = problems_by_component(checkpoint, component_problems)
+    damage = problems_by_component(checkpoint)
     if not damage and (part := find_partial_file_error(checkpoint)):
         damage = {checkpoint.model_component.path: [part]}
     findings = list(find_damage(checkpoint, damage, model))
@@ -172,11 +170,6 @@ def open_load_target(
     readable = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))
     other = None if like is None else Checkpoint.open(like)
     return LoadTarget(readable, open_model(readable, model), other, world_size), findings
-
-
-def component_problems(path: Path) -> Sequence[CkptError]:
-    """Return the problems of a component, except an empty adapter: `find_empty_adapter` says more about it."""
-    return [problem for problem in verify_component(path, fast=True).problems if problem.code != EMPTY]
 
 
 def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptkit.diagnosis.case import LoadTarget
@@ -135,10 +135,10 @@ def explain_tensor_instead_of_value(matched: MatchedMessage, target: LoadTarget)
         yield Finding("kind", name, message)
 
 
-def explain_shape_mismatch(in_checkpoint: str, in_model: str, name: str, target: LoadTarget) -> Iterator[Finding]:
-    """Yield the shape mismatch of a tensor, from the shapes and the name in a message."""
-    saved, wanted = (tuple(map(int, _SIZE.findall(shape))) for shape in (in_checkpoint, in_model))
-    name = name.strip().rstrip(".")
+def explain_shape_mismatch(parts: Sequence[str], target: LoadTarget) -> Iterator[Finding]:
+    """Yield the shape mismatch of a tensor. `parts` are the checkpoint's shape, the model's shape, and its name."""
+    saved, wanted = (tuple(map(int, _SIZE.findall(part))) for part in parts[:2])
+    name = parts[2].strip().rstrip(".")
     rows = row_count_by_name(target.weights.layout.tensors) if target.weights else {}
     is_vocabulary = any(f".{name}".endswith(f".{known}") or known.endswith(f".{name}") for known in rows)
     if saved and wanted and saved[1:] == wanted[1:] and is_vocabulary:

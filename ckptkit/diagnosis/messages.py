@@ -97,7 +97,7 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "The name is the same, the shape differs. If only the first number differs, for the embedding and the head,"
         " the vocabulary was padded: `--vocab-size` fixes it. Otherwise the config belongs to another model.",
-        lambda matched, target: explain_shape_mismatch(*matched.parts[1:], matched.parts[0], target),
+        lambda matched, target: explain_shape_mismatch((*matched.parts[1:], matched.parts[0]), target),
     ),
     Message(
         "Size mismatch between saved … and current: … for …",
@@ -106,7 +106,7 @@ MESSAGES: tuple[Message, ...] = (
         "The name is the same, the shape differs: the vocabulary was padded, or the config belongs to another model. "
         "If the current size is a single large number, it is FSDP1's flat parameter: load inside "
         "`FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)`, or with `get_state_dict`.",
-        lambda matched, target: explain_shape_mismatch(*matched.parts, target),
+        lambda matched, target: explain_shape_mismatch(matched.parts, target),
     ),
     Message(
         "You set `ignore_mismatched_sizes` to `False`, thus raising an error",

@@ -179,17 +179,17 @@ class Trainer:
         losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             with nullcontext() if batch is batches[-1] else self.sharded.sharding.accumulating_gradients(self.model):
-                loss = self.loss_sum_of(batch.to(self.device))
+                moved = batch.to(self.device)
+                # no variable for the logits: it would keep them in memory during backward
+                loss = self._sum_losses(
+                    self.blueprint.compute_logits(self.model, moved.inputs, moved.positions), moved.targets
+                )
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             losses += loss.detach()
         dist.all_reduce(losses[:1])
         total, local = losses.tolist()
         count = int(tokens)
         return total / max(1, count), local / max(1, local_tokens), count
-
-    def loss_sum_of(self, batch: Batch) -> Tensor:
-        """Return the sum of the losses over a batch's targets, in fp32."""
-        return self._sum_losses(self.blueprint.compute_logits(self.model, batch.inputs, batch.positions), batch.targets)
 
 
 def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -44,19 +44,13 @@ def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
     """
     first = Counter(name.partition(".")[0] for name in shapes)
     for module, count in first.items():
-        if count * 2 == len(shapes) and (copy := find_copy_under(f"{module}.", shapes)):
+        prefix = f"{module}."
+        below = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
+        if count * 2 == len(shapes) and (copy := find_copy_with_prefix(below, prefix, shapes)):
             return copy
         alike = [other for other in first if other != module and first[other] == count >= _MIN_TENSORS]
         if _AVERAGE.search(module) and (copy := find_average_under(module, alike, shapes)):
             return copy
-    return None
-
-
-def find_copy_under(prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
-    """Return the copy under a prefix, if every other name occurs under it again."""
-    copied = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
-    if copied and all(shapes.get(of) == shapes[name] and not of.startswith(prefix) for name, of in copied.items()):
-        return SecondModel(*next(iter(copied.items())), prefix)
     return None
 
 

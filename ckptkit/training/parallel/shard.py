@@ -56,7 +56,7 @@ class ShardedModel:
         return [
             parameter
             for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and (name_without_fsdp1(name) in self.matrices) == matrices
+            if parameter.requires_grad and (name.replace("_fsdp_wrapped_module.", "") in self.matrices) == matrices
         ]
 
 
@@ -120,7 +120,3 @@ def count_matmul_elements(model: nn.Module) -> tuple[int, int]:
     parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     return sum(parameter.numel() for parameter in parameters), frozen
-
-
-def name_without_fsdp1(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
