@@ -23,7 +23,7 @@ from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.run import ignore_torch_warnings
-from ckptkit.training.saving.save import PendingState, Saver, copy_to_cpu
+from ckptkit.training.saving.save import Saver, copy_to_cpu
 from ckptkit.training.saving.state import Tree, take_optimizer_state
 
 OPTIMIZER = "optimizer_0"  # directory in a Trainer checkpoint that has the optimizer's shards
@@ -125,7 +125,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
                 for name, entry in ((SHARDS, "model"), (OPTIMIZER, "optimizer")):
                     self._ranks.run_on_first_rank((stage.path / name).mkdir)
                     writer = RoomWriter(stage.path / name, "dcp")
-                    saver.write_state(writer, PendingState({entry: pending[entry]}), stage.dst / name)
+                    saver.write_state(writer, {entry: pending[entry]}, stage.dst / name)
                 self._ranks.run_on_first_rank(partial(publish_folder, stage, folder))
         except BaseException:
             stage.discard()

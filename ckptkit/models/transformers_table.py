@@ -91,7 +91,10 @@ def transform_all(
         if pattern is None:
             put_tensor(transformed, rename_by_transforms(key, after), tensors[name], (name,))
         else:
-            add_to_group(groups, converters, key, pattern, name)
+            if key not in groups:  # `key` is the name of the group's first result
+                own = [converter for converter in converters if pattern in converter.source_patterns]
+                groups[key] = TransformGroup(deepcopy(own[-1]))
+            groups[key].found.setdefault(pattern, []).append(name)
     for key, group in groups.items():
         for new, tensor in convert_group(meta, key, group, tensors):
             put_tensor(transformed, rename_by_transforms(new, after), tensor, group.names)
@@ -111,16 +114,6 @@ def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
         if pattern is not None:
             return new, pattern
     return name, None
-
-
-def add_to_group(
-    groups: dict[str, TransformGroup], converters: Iterable[Any], key: str, pattern: str, name: str
-) -> None:
-    """Add a tensor to its group; `key` is the name of the group's first result."""
-    if key not in groups:
-        own = [converter for converter in converters if pattern in converter.source_patterns]
-        groups[key] = TransformGroup(deepcopy(own[-1]))
-    groups[key].found.setdefault(pattern, []).append(name)
 
 
 def convert_group(

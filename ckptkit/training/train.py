@@ -45,30 +45,25 @@ def train(
         settings_of_resumed_run(root, resume) if config is None else settings_from_file(to_path(config), resume)
     )
     chosen = TrainConfig(run=root, resume=resume, **{**file_settings, **parse_settings(settings)})
-    relay = ReportRelay(report or (lambda _: None))
-    launch(partial(loop.train_rank, chosen), nproc, relay.relay, relay.handle_interrupt)
-    if relay.was_interrupted:
+    callback = report or (lambda _: None)
+    has_begun = was_interrupted = False
+
+    def relay(message: StepMetrics | Note) -> None:
+        nonlocal has_begun
+        has_begun = True
+        callback(message)
+
+    def handle_interrupt() -> bool:
+        """Return True if the ranks have begun, so that there is a step to save, and report that they will save it."""
+        nonlocal was_interrupted
+        if has_begun:
+            was_interrupted = True
+            note = Note("saving after this step; press Ctrl-C again to stop without a save")
+            # The signal may interrupt this thread while it prints and holds a lock: print from another thread.
+            threading.Thread(target=callback, args=(note,)).start()
+        return has_begun
+
+    launch(partial(loop.train_rank, chosen), nproc, relay, handle_interrupt)
+    if was_interrupted:
         raise KeyboardInterrupt
     return RunFolder(drop_cached_listing(root)).latest()
-
-
-class ReportRelay:
-    """Passes messages of the ranks to a callback, and records whether a Ctrl-C asked them to save and stop."""
-
-    def __init__(self, callback: Callable[[StepMetrics | Note], None]) -> None:
-        self._callback = callback
-        self._has_begun = False
-        self.was_interrupted = False
-
-    def relay(self, message: StepMetrics | Note) -> None:
-        self._has_begun = True
-        self._callback(message)
-
-    def handle_interrupt(self) -> bool:
-        """Return True if the ranks have begun, so that there is a step to save, and report that they will save it."""
-        if self._has_begun:
-            self.was_interrupted = True
-            text = "saving after this step; press Ctrl-C again to stop without a save"
-            # The signal may interrupt this thread while it prints and holds a lock: print from another thread.
-            threading.Thread(target=self._callback, args=(Note(text),)).start()
-        return self._has_begun

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from ckptkit.argument_types import with_checked_arguments
@@ -46,8 +47,8 @@ from ckptkit.summary import format_call
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.config import require_storable
 from ckptkit.training.saving.load import Stored
-from ckptkit.training.saving.save import ADAPTER, FORMATS, PendingState, Saver
-from ckptkit.training.saving.state import Training
+from ckptkit.training.saving.save import ADAPTER, FORMATS, Saver
+from ckptkit.training.saving.state import Training, Tree
 
 _TORCH_WARNINGS = (
     "torch.distributed is disabled, unavailable or uninitialized",  # a single process is a supported use
@@ -187,14 +188,21 @@ class Run:
         stage = None if is_remote(path) else Stage(path)
         try:
             room = self._ranks.run_on_first_rank(partial(self._reserve, path, stage))
-            pending = self._saver.prepare_state({"step": step, **training.take_state()}, copy=self._thread is not None)
+            entries, tied = self._saver.prepare_state(
+                {"step": step, **training.take_state()}, copy=self._thread is not None
+            )
+            writer = (
+                StoreWriter(path, files=files, overwrite=path in self._replaced, takes_over=True)
+                if is_remote(path)
+                else RoomWriter(room, self._saver.format, files=files, tied=tied)
+            )
         except BaseException as error:
             if stage is not None:
                 stage.discard()
             if isinstance(error, Occupied):
                 error.path, error.hint = path, "save another step, or delete this checkpoint first"
             raise
-        finish = partial(self._write_and_publish, path, stage, room, pending, files)
+        finish = partial(self._write_and_publish, path, stage, writer, entries)
         if self._thread is None:
             finish()
         else:
@@ -212,21 +220,14 @@ class Run:
             require_no_checkpoint_at(path)
         return path
 
-    def _write_and_publish(
-        self, path: Path, stage: Stage | None, room: Path, pending: PendingState, files: Mapping[str, bytes]
-    ) -> None:
+    def _write_and_publish(self, path: Path, stage: Stage | None, writer: StorageWriter, entries: Tree) -> None:
         """Write the state, make it visible, and apply the retention rules. Runs in a thread with `background`.
 
-        A failed save to a store leaves its claim and the uploaded objects: readers ignore them, and the next save of
-        the step replaces them.
+        In a store the writer itself makes the finished checkpoint visible. A failed save there leaves its claim and the
+        uploaded objects: readers ignore them, and the next save of the step replaces them.
         """
         try:
-            writer = (
-                StoreWriter(path, files=files, overwrite=path in self._replaced, takes_over=True)
-                if is_remote(path)  # this writer itself makes the finished checkpoint visible
-                else RoomWriter(room, self._saver.format, files=files, tied=pending.tied)
-            )
-            self._saver.write_state(writer, pending, room)
+            self._saver.write_state(writer, entries, path)
             if stage is not None:
                 self._ranks.run_on_first_rank(stage.commit)
         except BaseException:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ MODEL = "model"
 IN_PARTS = (MODEL, "optim")
 
 
-@dataclass(frozen=True, slots=True)
-class PendingState:
-    """A state ready to be written. `tied` maps each omitted tensor to the name of the stored tensor that it shares."""
-
-    state: Tree
-    tied: Mapping[KeyPath, str] = field(default_factory=dict)
-
-
 class Saver:
     """Writes states in the format `state_dict`.
 
@@ -54,8 +45,11 @@ class Saver:
         config = files.get(CONFIG) if state_dict == "hf" else None
         self._drops_head = config is not None and has_tied_head(json.loads(config))
 
-    def prepare_state(self, state: Tree, *, copy: bool) -> PendingState:
-        """Return the entries to write; with `copy`, a CPU copy of them that the training does not change."""
+    def prepare_state(self, state: Tree, *, copy: bool) -> tuple[Tree, Mapping[KeyPath, str]]:
+        """Return the entries to write; with `copy`, a CPU copy of them that the training does not change.
+
+        Also maps each omitted tensor to the name of the stored tensor that it shares.
+        """
         tied: dict[KeyPath, str] = {}
         if self._drops_head:
             state = {**state, MODEL: self._ranks.run_on_all_ranks(lambda: without_tied_head(state[MODEL]))}
@@ -70,18 +64,16 @@ class Saver:
             entries = copy_to_cpu(entries)
         if self._ranks.rank == 0:
             entries |= {name: wrap_dict(entry) for name, entry in state.items() if name not in IN_PARTS}
-        return PendingState(entries, tied)
+        return entries, tied
 
-    def write_state(self, writer: StorageWriter, pending: PendingState, path: Path) -> None:
-        """Write a state from `prepare_state`, each rank its own shards. Raises an error of any rank on all ranks.
+    def write_state(self, writer: StorageWriter, entries: Tree, path: Path) -> None:
+        """Write entries of `prepare_state`, each rank its own shards. Raises an error of any rank on all ranks.
 
         `path` is for error messages only.
         """
         planner = PlainPlanner() if self.format == "pt" else None
         try:
-            state_dict_saver.save(
-                pending.state, storage_writer=writer, planner=planner, process_group=self._ranks.group
-            )
+            state_dict_saver.save(entries, storage_writer=writer, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
             raise to_rank_error(error, path, "save") from error
 
