@@ -97,16 +97,8 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     layout, quantized = inspected.layout, inspected.quantized
     names = ("step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest")
     adapter_names = (
-        "name",
-        "method",
-        "rows",
-        "alpha",
-        "targets",
-        "modules",
-        "replaced",
-        "parameters",
-        "nbytes",
-        "base",
+        *("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes", "base"),
+        *("has_base", "config"),
     )
     quantized_names = ("method", "weights", "parameters", "sizes", "refusal")
     return {
@@ -114,7 +106,7 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         "checkpoint": inspected.whole,
         **pick(inspected, *names, "salvaged", "unread", "remarks"),
         "producer": inspected.trainer,  # the key of earlier versions
-        "adapters": [pick(adapter, *adapter_names, "has_base", "config") for adapter in inspected.adapters],
+        "adapters": [pick(adapter, *adapter_names) for adapter in inspected.adapters],
         "quantized": None if quantized is None else pick(quantized, *quantized_names),
         "left_behind": [pick(left, "path", "why") for left in inspected.left_behind],
         "groups": {

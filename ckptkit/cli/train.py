@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ckptkit.training.metrics import StepMetrics
     from ckptkit.training.smoke.run_check import Check
 
-NPROC = typer.Option(min=1, help="Processes to start here; by default one per GPU, or one.")
-DEVICE = typer.Option(help="Where to train.")
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -63,7 +61,9 @@ def train(
             parser=to_path, metavar="PATH", help="Settings in TOML, such as a run's train.toml; options override them."
         ),
     ] = None,
-    nproc: Annotated[int | None, NPROC] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start here; by default one per GPU, or one.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Train a causal language model with FSDP.
@@ -160,7 +160,7 @@ def smoke(
     ),
     nproc: Annotated[int, typer.Option(min=1, help="Number of training processes.")] = 2,
     untied: Annotated[bool, typer.Option(help="Do not share embedding and output weights.")] = False,
-    device: Annotated[Device, DEVICE] = "auto",
+    device: Annotated[Device, typer.Option(help="Where to train.")] = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace output of an earlier smoke test.")] = False,
     json: Json = False,
     **script: Any,

@@ -15,9 +15,13 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 from ckptkit.models.known_types import EMBEDDING, HEAD, Table, find_table
-from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules, llama_sizes
+from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules
 from ckptkit.models.transformers_table import to_disk, transforms_of
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
+)
 AskBase = Callable[[], frozenset[str] | None] | None
 
 
@@ -155,7 +159,18 @@ class ExpectedByTransformers(Expected):
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        return llama_sizes(self.meta)
+        known = self.meta.model.config
+        if known.is_encoder_decoder:
+            message = f"a `{known.model_type}` also has an encoder, whose activations ckptkit does not know"
+            raise Unsupported(message)
+        config = known.get_text_config()
+        sizes = {name: getattr(config, name, None) for name in _SIZES}
+        if sizes["intermediate_size"] is None:
+            sizes["intermediate_size"] = 4 * config.hidden_size  # the default since GPT-2
+        experts = getattr(config, "num_experts_per_tok", None)
+        if experts:
+            sizes["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", sizes["intermediate_size"])
+        return sizes | {"model_type": known.model_type}
 
 
 def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
@@ -164,7 +179,7 @@ def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expec
     `ask_base` returns the names of the base's tensors. It is called only for model types that have several forms on
     disk. Raises `Unsupported` for an unknown model.
     """
-    own = find_expected_by_table(config_as_text(config))
+    own = find_expected_by_table(config)
     if own is not None and own.is_llama:
         return own
     hub_names = ask_base() if ask_base else None
@@ -175,19 +190,19 @@ def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expec
 def find_expected_llama(config: Mapping[str, Any]) -> Expected | None:
     """Return the table's model, if its blocks compute the same as Llama's; None for any other."""
     try:
-        own = find_expected_by_table(config_as_text(config))
+        own = find_expected_by_table(config)
     except Unsupported:  # config.json lacks a size
         return None
     return own if own is not None and own.is_llama else None
 
 
-def config_as_text(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, skipkeys=True, default=repr)
+def find_expected_by_table(config: Mapping[str, Any]) -> ExpectedByTable | None:
+    """Return the model of a config.json from ckptkit's own table; None if the table does not know its type."""
+    return expected_of_text(json.dumps(config, skipkeys=True, default=repr))
 
 
 @lru_cache(maxsize=8)  # conversions call this several times, and a mixture has tens of thousands of names
-def find_expected_by_table(text: str) -> ExpectedByTable | None:
-    """Return the model of a config.json from ckptkit's own table; None if the table does not know its type."""
+def expected_of_text(text: str) -> ExpectedByTable | None:
     config = json.loads(text)
     table = find_table(config)
     if table is None:

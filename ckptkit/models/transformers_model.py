@@ -28,10 +28,6 @@ _LAYERS = re.compile(r".*(layers?|blocks|depths?|stages)")
 _EXPERTS = re.compile(r".*experts.*")
 _MAX_LAYERS, _MAX_LAYERS_TIMES_EXPERTS = 2_000, 1 << 20  # ten times more than any model: limits a malicious config
 _MIXTURE = ".experts"  # suffix of module names with fused experts
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "max_position_embeddings"),
-)
 _MAPPINGS = (
     *("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),
     *("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_MAPPING"),
@@ -216,21 +212,6 @@ def linear_modules(meta: MetaModel) -> dict[str, bool]:
         for name, module in meta.model.named_modules()
         if type(module) is nn.Linear or name.endswith(_MIXTURE)
     }
-
-
-def llama_sizes(meta: MetaModel) -> dict[str, Any]:
-    """Return the sizes of a model under Llama's names, as `Expected.sizes` describes them."""
-    known = meta.model.config
-    if known.is_encoder_decoder:
-        raise Unsupported(f"a `{known.model_type}` also has an encoder, whose activations ckptkit does not know")
-    config = known.get_text_config()
-    sizes = {name: getattr(config, name, None) for name in _SIZES}
-    if sizes["intermediate_size"] is None:
-        sizes["intermediate_size"] = 4 * config.hidden_size  # the default since GPT-2
-    experts = getattr(config, "num_experts_per_tok", None)
-    if experts:
-        sizes["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", sizes["intermediate_size"])
-    return sizes | {"model_type": known.model_type}
 
 
 def sanitized_config(config: Any) -> Any:

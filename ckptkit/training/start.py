@@ -33,6 +33,7 @@ from ckptkit.io.allocation import make_directory
 from ckptkit.io.file import read_small
 from ckptkit.io.path import is_remote
 from ckptkit.io.small_files import replace_file, require_writable
+from ckptkit.models.companions import CONFIG
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
@@ -49,7 +50,6 @@ from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapter_names
 from ckptkit.training.trainer import Trainer
 
-CONFIG = "config.json"
 _LIMIT = 1 << 24  # bytes of a config.json
 _COMPUTED = ".rotary_emb.inv_freq"  # a buffer in checkpoints of older transformers; every model computes it itself
 _PRIME = 2**31 - 1  # so small that the product of two residues fits into int64

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
+from ckptkit.adapters.config import ends_with_name
 from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.training.models.blueprint import Blueprint
@@ -135,7 +136,7 @@ class LoraBlueprint:
             model = self._base.build()
         targets = self._lora.targets or linear_names(self._base.transformer_blocks(model))
         for target in targets:
-            if not any(is_name_or_suffix(name, target) for name, _ in model.named_modules()):
+            if not any(ends_with_name(name, target) for name, _ in model.named_modules()):
                 known = ", ".join(linear_names([model]))
                 message = f"--lora-targets: expected the name of a module, found `{target}`"
                 raise Usage(message, hint=f"use one of {known}" if known else None)
@@ -147,16 +148,12 @@ class LoraBlueprint:
 def target_linear_modules(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the target modules with their names. Raises `Unsupported` for a target that is not a plain `nn.Linear`."""
     for name, module in model.named_modules():
-        if not any(is_name_or_suffix(name, target) for target in targets):
+        if not any(ends_with_name(name, target) for target in targets):
             continue
         if type(module) is not nn.Linear:
             message = f"`{name}` is a `{type(module).__name__}`: only linear layers are given adapters here"
             raise Unsupported(message, hint="pass other layers with --lora-targets")
         yield name, module
-
-
-def is_name_or_suffix(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def linear_names(modules: Sequence[nn.Module]) -> tuple[str, ...]:

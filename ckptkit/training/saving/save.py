@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
+from ckptkit.models.companions import CONFIG
 from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.terms import local_shard, local_shards, memory_identity_of
@@ -28,7 +29,6 @@ from ckptkit.training.saving.state import Tree, map_tensors
 
 ADAPTER = "adapter"
 FORMATS = {"sharded": "dcp", "full": "pt", "hf": "hf", ADAPTER: "dcp"}  # checkpoint format by the `state_dict` option
-CONFIG = "config.json"
 MODEL = "model"
 IN_PARTS = (MODEL, "optim")
 

@@ -183,12 +183,6 @@ def check_resumes_state(runs: SmokeRuns) -> str:
     return f"{progress['sequences']} sequences, {progress['tokens']} tokens"
 
 
-def check_resumes_losses(runs: SmokeRuns) -> str:
-    return (
-        f"{require_equal_steps(runs.first_accounts, runs.resumed_accounts, SAVED)} losses and norms equal, bit for bit"
-    )
-
-
 def require_equal_steps(original: list[RankAccount], resumed: list[RankAccount], saved: int) -> int:
     """Compare the steps after step `saved` of a run with the steps of a run resumed there, and return their number.
 
@@ -292,7 +286,9 @@ CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
     "ranks agree": check_ranks_differ,
     "replicas": check_replicas_equal,
     "resume: state": check_resumes_state,
-    "resume: losses": check_resumes_losses,
+    "resume: losses": lambda runs: (
+        f"{require_equal_steps(runs.first_accounts, runs.resumed_accounts, SAVED)} losses and norms equal, bit for bit"
+    ),
     "resume: weights": lambda runs: compare_checkpoints(
         runs.last_checkpoint_path, runs.scratch / "resumed" / runs.last_checkpoint_path.name
     ),
