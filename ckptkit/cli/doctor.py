@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, pick, print_json, print_note, print_table, print_text_line
+from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.destination import is_on_hub
-from ckptkit.io.path import to_path
+from ckptkit.settings import Setting
 from ckptkit.words import format_number_ranges
 
 if TYPE_CHECKING:
@@ -20,26 +21,21 @@ if TYPE_CHECKING:
 _ROWS = 20  # rows of the table without --all
 
 
+_OPTIONS = {
+    "model": Setting(str, None, "The model to load it into: a directory, a config.json, or a Hub id.", "MODEL"),
+    "like": Setting(Path, None, "Compare with a checkpoint that your job can load.", "OTHER"),
+    "world_size": Setting(int, None, "The number of ranks to load it with.", "N", 1),
+    "fix": Setting(Path, None, "If one fix is certain to help, run it and write to OUT.", "OUT"),
+}
+
+
+@with_options(_OPTIONS, before="every")
 def doctor(
     ckpt: Annotated[Path, checkpoint_argument("CKPT")],
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="The model to load it into: a directory, a config.json, or a Hub id."),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(parser=to_path, metavar="OTHER", help="Compare with a checkpoint that your job can load."),
-    ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The number of ranks to load it with.")
-    ] = None,
-    fix: Annotated[
-        Path | None,
-        typer.Option(parser=to_path, metavar="OUT", help="If one fix is certain to help, run it and write to OUT."),
-    ] = None,
     every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,
     also: Also = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Find what breaks when you load a checkpoint, and fix it.
 
@@ -55,10 +51,10 @@ def doctor(
     """
     from ckptkit.diagnosis.doctor import doctor as examine
 
-    if is_on_hub(fix):
+    if is_on_hub(options["fix"]):
         hint = "run `ckptkit doctor CKPT`, then the command that it names, with --yes"
-        raise Usage("--fix does not write to the Hub", path=fix, hint=hint)
-    diagnosis = examine(join_also_directories(ckpt, also), model=model, like=like, world_size=world_size, fix=fix)
+        raise Usage("--fix does not write to the Hub", path=options["fix"], hint=hint)
+    diagnosis = examine(join_also_directories(ckpt, also), **options)
     if json:
         print_json(to_json(diagnosis))
     else:

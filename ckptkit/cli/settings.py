@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -103,6 +103,8 @@ def option_of_setting(name: str, setting: Setting) -> inspect.Parameter:
 
 
 def typer_option_of(setting: Setting, **more: Any) -> Any:
+    if setting.kind is Path:
+        more["parser"] = to_path
     return typer.Option(help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
 
 
@@ -110,8 +112,7 @@ def override_option(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting that overrides a file. Its default is None; the help shows the setting's."""
     shown = ("yes" if setting.default else "no") if isinstance(setting.default, bool) else setting.default
     text = setting.text if setting.default in (MISSING, None, ()) else f"{setting.text} [{shown}]"
-    parser: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
-    described = typer.Option(help=text, metavar=setting.placeholder, show_default=False, **parser)
+    described = typer_option_of(replace(setting, text=text, least=None), show_default=False)
     return keyword_only_parameter(name, option_type_of(setting) | None, None, described)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.checkpoints.find_components import describe_not_copied
-from ckptkit.cli.conversion import Jobs, Map
+from ckptkit.cli.conversion import Jobs, shared_options
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -21,10 +21,12 @@ from ckptkit.cli.output import (
     progress_bar,
     to_plain,
 )
+from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.cli.sources import Also, each_with_others, join_also_directories
 from ckptkit.errors import Usage
 from ckptkit.io.file import missing_path_error
 from ckptkit.io.path import to_local_path, to_path
+from ckptkit.settings import Setting
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -35,33 +37,32 @@ if TYPE_CHECKING:
 _ABOUT_PART = ("path", "format", "tensors", "nbytes", "has_manifest", "proved_files", "salvaged")
 
 
+_OPTIONS = {
+    "fast": Setting(
+        bool, False, "Check the structure only: do not read large tensors. On S3, compare the store's CRC-32."
+    ),
+    "against": Setting(Path, None, "Also compare with another checkpoint, tensor by tensor.", "OTHER"),
+    "allow_cast": Setting(bool, False, "With --against: allow dtypes to differ."),
+    **shared_options("map"),
+    "rename": Setting(
+        tuple[str, ...], (), "With --against: rename the parameters of OTHER first; repeatable.", "'REGEX=>TEXT'"
+    ),
+    "stats": Setting(bool, False, "Also look for NaN, Inf, denormals, and tensors that are all zero or constant."),
+    **shared_options("jobs"),
+}
+
+
+@with_options(_OPTIONS, before="base")
 def verify(
     paths: Annotated[
         list[Path], typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs (all their checkpoints).")
     ],
-    fast: Annotated[
-        bool,
-        typer.Option(help="Check the structure only: do not read large tensors. On S3, compare the store's CRC-32."),
-    ] = False,
-    against: Annotated[
-        Path | None,
-        typer.Option(parser=to_path, metavar="OTHER", help="Also compare with another checkpoint, tensor by tensor."),
-    ] = None,
-    allow_cast: Annotated[bool, typer.Option(help="With --against: allow dtypes to differ.")] = False,
-    map: Map = None,  # noqa: A002 - the name of the option
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="'REGEX=>TEXT'", help="With --against: rename the parameters of OTHER first; repeatable."),
-    ] = None,
     base: Annotated[
         Path | None, typer.Option(parser=to_path, metavar="BASE", help="For a delta: also check that BASE is its base.")
     ] = None,
-    stats: Annotated[
-        bool, typer.Option(help="Also look for NaN, Inf, denormals, and tensors that are all zero or constant.")
-    ] = False,
-    jobs: Jobs = None,
     also: Also = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Check that a checkpoint is complete and undamaged.
 
@@ -75,6 +76,7 @@ def verify(
     from ckptkit.checkpoints.other_kinds import directories_in_group, find_other_kind
     from ckptkit.checks.verify import verify as check
 
+    fast, against, stats, jobs = (options[name] for name in ("fast", "against", "stats", "jobs"))
     paths = each_with_others(paths, also, "verify them one by one")
     if base is None:
         paths = [member for path in paths for member in directories_in_group(path)]
@@ -90,17 +92,7 @@ def verify(
     checkpoints = [path for path in paths if path not in deltas]
     with progress_bar("verify") as progress:
         if checkpoints or not deltas:
-            verified += check(
-                *checkpoints,
-                fast=fast,
-                against=against,
-                allow_cast=allow_cast,
-                map=map,
-                rename=rename or (),
-                stats=stats,
-                jobs=jobs,
-                progress=progress,
-            )
+            verified += check(*checkpoints, **given_settings(options), progress=progress)
     is_ok = all(part.is_ok for part in verified)
     numbers = [tensor for part in verified for tensor in part.stats]
     if json:
