@@ -96,17 +96,14 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     layout, quantized = inspected.layout, inspected.quantized
     names = ("step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest")
-    adapter_names = (
-        *("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes", "base"),
-        *("has_base", "config"),
-    )
+    adapter_names = ("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes")
     quantized_names = ("method", "weights", "parameters", "sizes", "refusal")
     return {
         **pick(layout, "format", "root", "nbytes"),
         "checkpoint": inspected.whole,
         **pick(inspected, *names, "salvaged", "unread", "remarks"),
         "producer": inspected.trainer,  # the key of earlier versions
-        "adapters": [pick(adapter, *adapter_names) for adapter in inspected.adapters],
+        "adapters": [pick(adapter, *adapter_names, "base", "has_base", "config") for adapter in inspected.adapters],
         "quantized": None if quantized is None else pick(quantized, *quantized_names),
         "left_behind": [pick(left, "path", "why") for left in inspected.left_behind],
         "groups": {
