@@ -64,7 +64,7 @@ def as_typer_command(command: Command) -> Command:
     def run(**values: Any) -> None:
         command(**{name: value for name, value in values.items() if name in own})  # the callback of --quiet has acted
 
-    parameters = {"quiet": keyword_only_parameter("quiet", bool, False, QUIET), **own}.values()
+    parameters = [*own.values(), keyword_only_parameter("quiet", bool, False, QUIET)]
     return with_signature(run, [name_option(each.replace(kind=each.KEYWORD_ONLY)) for each in parameters])
 
 
