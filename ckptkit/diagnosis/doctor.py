@@ -125,7 +125,8 @@ def doctor(
         raise too_small_error("world_size", 1, world_size)
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_load_target(checkpoint, model, like, world_size)
-    findings += [finding for kind in KINDS for finding in kind(case)] if case else []
+    found = [finding for kind in KINDS for finding in kind(case)] if case else []
+    findings += sorted(found, key=lambda finding: finding.code != "config")  # another model explains the others
     chosen, fix_notes = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (
         *remarks_on_hub_id(model),

@@ -136,8 +136,13 @@ def different_model_finding(target: LoadTarget, pairs: Pairs) -> Finding:
         f"{len(pairs)} of {len(target.shapes)} tensors have another shape, {example}"
     )
     own = target.checkpoint.companions
-    fix = export_fix(target.checkpoint, base=str(own.found_in)) if target.asked and own.config is not None else None
+    fix = fix_with_own_config(target, str(own.found_in)) if target.asked and own.config is not None else None
     return Finding("config", None, message, fix)
+
+
+def fix_with_own_config(target: LoadTarget, base: str) -> Fix | None:
+    """Return the command that exports the model with its own config; None if it has that already."""
+    return None if is_loadable_model(target.checkpoint) else export_fix(target.checkpoint, base=base)
 
 
 def describe_sizes(shapes: Mapping[str, Shape]) -> str:
@@ -159,10 +164,14 @@ def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
         return
     differ = own.compare(ModelFacts(Path(model.name), Companions(config=dict(model.config)))).certain_differences
     if not differ:
+        form = target.best_matching_form
+        here, there = (describe_sizes(shapes) for shapes in (target.shapes, form.shapes if form else {}))
+        if own.config is None and form is not None and here != there:
+            yield Finding("config", None, f"{model.name} is another model: {there} in its config, {here} here")
         return
     words = first_of([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)
     if pairs:
-        fix = None if own.config is None else export_fix(target.checkpoint, base=str(own.config_directory))
+        fix = None if own.config is None else fix_with_own_config(target, str(own.config_directory))
         yield Finding("config", None, f"{model.name} is another model: {words}", fix)
     else:
         where = f"{own.described_in} in {own.config_directory}"
