@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -313,12 +312,19 @@ def copy_to_directory(contents: Contents, dst: Path, source: Path, send: Send, *
     if overwrite and not (contents.is_file and not dst.is_file()):
         check_replaceable(dst, contents.sizes, output_is_training=contents.has_training_state)
     key = copy_resume_key(contents, source)
-    with resumable_stage(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
+    stage = Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)
+    journal = stage.notes_directory / _JOURNAL
+
+    def may_resume(error: BaseException) -> bool:  # after an interruption or I/O failure, except a full disk
+        is_failure = isinstance(error, IOFailure) and not isinstance(error, NoRoom)
+        return (is_failure or not isinstance(error, Exception)) and journal.exists()
+
+    with stage.opened(may_resume):
         require_free_space(stage.dst, missing_bytes(stage.path, contents.sizes))
         for name, size in contents.sizes.items():
             make_directory((stage.path / name).parent)
             create_file(stage.path / name, size, (), must_be_new=False)
-        sink = LocalPieces(stage.path, stage.notes_directory / _JOURNAL)
+        sink = LocalPieces(stage.path, journal)
         send(sink)
         stage.commit()
     return sum(contents.sizes.values()) - sink.resumed_bytes
@@ -330,22 +336,6 @@ def copy_resume_key(contents: Contents, source: Path) -> bytes:
         files = {name: [size, (contents.root / name).stat().st_mtime_ns] for name, size in contents.sizes.items()}
     key = {"command": "cp", "ckptkit": __version__, "source": str(source.absolute()), "files": files}
     return json.dumps(key, indent=1).encode()
-
-
-@contextmanager
-def resumable_stage(stage: Stage) -> Iterator[Stage]:
-    """Open the stage. Keeps its files for the next call after an interruption or I/O failure, except a full disk."""
-    try:
-        yield stage.open()
-    except BaseException as error:
-        is_failure = isinstance(error, IOFailure) and not isinstance(error, NoRoom)
-        may_continue = is_failure or not isinstance(error, Exception)
-        if may_continue and (stage.notes_directory / _JOURNAL).exists():
-            stage.unlock_for_resume()
-            error.add_note(f"the same command continues with the files in {stage.path}")
-        else:
-            stage.discard()
-        raise
 
 
 def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool) -> tuple[int, list[str]]:

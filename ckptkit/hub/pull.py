@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from io import SEEK_END
@@ -94,9 +93,8 @@ def pull(
         sizes = {file: remote.nbytes for file, remote in files.items()}
         if overwrite:
             check_replaceable(dst, repository.files)
-        with opened_resumable(
-            Stage(dst, overwrite=overwrite, sync=sync, key=pull_resume_key(repository, files))
-        ) as stage:
+        stage = Stage(dst, overwrite=overwrite, sync=sync, key=pull_resume_key(repository, files))
+        with stage.opened(lambda _: has_any_file(stage.path)):
             require_free_space(stage.dst, missing_bytes(stage.path, sizes))
             earlier_bytes = sum(min(size, size_or_zero(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
@@ -158,18 +156,9 @@ def pull_resume_key(repository: HubRepository, files: Mapping[str, HubFile]) -> 
     return json.dumps(key, indent=1).encode()
 
 
-@contextmanager
-def opened_resumable(stage: Stage) -> Iterator[Stage]:
-    """Open the stage. Keeps its files after an error, so that the next call continues."""
-    try:
-        yield stage.open()
-    except BaseException as error:
-        if any(path.is_file() for path in stage.path.rglob("*") if WORK not in path.parts):
-            stage.unlock_for_resume()
-            error.add_note(f"the same command continues with the files in {stage.path}")
-        else:
-            stage.discard()
-        raise
+def has_any_file(directory: Path) -> bool:
+    """Return whether a directory has a file of the output, complete or partial."""
+    return any(path.is_file() for path in directory.rglob("*") if WORK not in path.parts)
 
 
 def download_missing_files(

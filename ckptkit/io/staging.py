@@ -120,6 +120,19 @@ class Stage:
             self._is_ours = True
         return self
 
+    @contextmanager
+    def opened(self, may_resume: Callable[[BaseException], bool] = lambda _: False) -> Iterator[Self]:
+        """Open the stage. An error in the block discards it, or keeps it for the next call if `may_resume` is True."""
+        try:
+            yield self.open()
+        except BaseException as error:
+            if may_resume(error):
+                self.unlock_for_resume()
+                error.add_note(f"the same command continues with the files in {self.path}")
+            else:
+                self.discard()
+            raise
+
     def _acquire(self) -> int:
         while True:
             try:
@@ -272,10 +285,6 @@ def publish_file(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
 
     Raises `Occupied` if the file exists, unless `overwrite`.
     """
-    stage = Stage(dst, overwrite=overwrite, is_file=True)
-    try:
-        write_new_file(stage.open().path / dst.name, content)
+    with Stage(dst, overwrite=overwrite, is_file=True).opened() as stage:
+        write_new_file(stage.path / dst.name, content)
         stage.commit()
-    except BaseException:
-        stage.discard()
-        raise

@@ -141,9 +141,7 @@ class ComparedPair:
         from ckptkit.plugins.deltas.write_delta import write_delta
 
         origins = [Origin.of(side.path) for side in self.sides]
-        stage = Stage(staging, sync=sync)
-        try:
-            stage.open()
+        with Stage(staging, sync=sync).opened() as stage:
             make_directory(stage.notes_directory)
             with Spool(stage.notes_directory / "changes", self.sides[0].layout.specs) as spool:
                 changes, checked = self.find_changes(spool)
@@ -156,9 +154,6 @@ class ComparedPair:
                 origin.require_unchanged()
             files = {name: file_size(stage.path / name) for name in sorted(names_in(stage.path)) if "." in name[1:]}
             stage.commit()
-        except BaseException:
-            stage.discard()
-            raise
         return replace(written, record=record, files=files, dry_run=False)
 
     def find_changes(self, spool: Spool) -> tuple[FoundChanges, int]:

@@ -137,16 +137,12 @@ def write_tokens(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> Tok
     """Write the token ids of all documents in `files` to `path`; atomic."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
     count = 0
-    stage = Stage(path, overwrite=True, is_file=True)
-    try:
-        with translate_os_errors(path), (stage.open().path / path.name).open("wb") as file:
+    with Stage(path, overwrite=True, is_file=True).opened() as stage:
+        with translate_os_errors(path), (stage.path / path.name).open("wb") as file:
             for ids in tokenize_documents(files, tokenizer):
                 file.write(ids.astype(dtype).data)
                 count += len(ids)
         stage.commit()
-    except BaseException:
-        stage.discard()
-        raise
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 
