@@ -23,7 +23,7 @@ from ckptkit.io.file import destination_exists_error
 from ckptkit.io.path import RemotePath, map_in_parallel
 from ckptkit.io.pieces import FilePiece, is_sent_in_pieces
 from ckptkit.io.stores.s3 import S3Bucket, find_crc32_in
-from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, error_code_of
+from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, error_code_of, tolerated
 from ckptkit.io.stores.s3_objects import abort_upload, find_object_content, list_objects, list_parts, list_uploads
 
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
@@ -299,13 +299,10 @@ class S3Destination:
 
     def _find_crc(self, name: str, nbytes: int) -> int | None:
         """Return the CRC-32 of an object of this size; None if it is missing or the store has no CRC-32."""
-        try:
+        with tolerated(ABSENT):
             response = self._call("head_object", name, ChecksumMode="ENABLED")
-        except IOFailure as error:
-            if error_code_of(error) not in ABSENT:
-                raise
-            return None
-        return find_crc32_in(response) if int(response["ContentLength"]) == nbytes else None
+            return find_crc32_in(response) if int(response["ContentLength"]) == nbytes else None
+        return None
 
     def _require_same_object(self, name: str, nbytes: int, crc: int, refusal: IOFailure | None = None) -> None:
         """Raise `Occupied` unless the object has this size and CRC-32 (if the store has one).
@@ -343,13 +340,10 @@ class S3Destination:
 
     def _probe_features(self) -> None:
         """Find out the store's features: whether it refuses a second claim, and computes checksums."""
-        try:
+        with tolerated(TAKEN):
             # the claim exists, so a store with conditional writes refuses this
             self._put_claim(None, _ONLY_NEW)
             self.has_conditions = False
-        except IOFailure as error:
-            if error_code_of(error) not in TAKEN:
-                raise
         asked = self._bucket.call_operation("head_object", self._place.claim_key, ChecksumMode="ENABLED")
         # some stores merely return every header that they received
         unasked = self._bucket.call_operation("head_object", self._place.claim_key)

@@ -5,7 +5,8 @@ https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,77 +16,57 @@ _KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_EN
 _RIGHTS = "the key needs s3:ListBucket and s3:GetObject; to write also s3:PutObject, s3:DeleteObject and "
 _RIGHTS += "s3:AbortMultipartUpload"
 _LOGIN = "log in again, or renew AWS_SESSION_TOKEN"
+_SSO_LOGIN = ("the login has expired", "run `aws sso login`")
 _REGION = "set AWS_DEFAULT_REGION to {region}"
 _AGAIN = "run the same command again"
 _NETWORK = "check the network, and AWS_ENDPOINT_URL if the store is not AWS"
 _BUCKET = ("the bucket does not exist", "create the bucket, or correct the URL and AWS_ENDPOINT_URL")
-_DENIED = ("access denied", _RIGHTS)
-_EXPIRED = ("the credentials have expired", _LOGIN)
+_NO_BUCKET_NAME = ("this cannot be the name of a bucket", "correct the URL")
 _ELSEWHERE = ("the bucket is in another region", _REGION)
-_NO_KEYS = ("there are no credentials for the store", _KEYS)
-_BUSY = ("the store is too busy", "run the same command again later, or with a smaller --jobs")
-_FAILED = ("the store failed", _AGAIN)
-_CHANGED = ("another process changes this object at the same moment", _AGAIN)
 _FULL = ("the store has no room", "free some space there, or raise the quota of the bucket")
-_UNREACHED = ("the store cannot be reached", _NETWORK)
 _NO_RESPONSE = ("the store does not answer", _NETWORK)
 
-REFUSALS = {  # the store's error code or HTTP status -> message and hint
+# message and hint, by the store's error codes and HTTP statuses
+_BY_CODES = {
     "NoSuchBucket": _BUCKET,
-    "InvalidBucketName": ("this cannot be the name of a bucket", "correct the URL"),
-    "AccessDenied": _DENIED,
-    "AllAccessDisabled": _DENIED,
-    "403": _DENIED,
+    "InvalidBucketName": _NO_BUCKET_NAME,
+    "AccessDenied AllAccessDisabled 403": ("access denied", _RIGHTS),
     "InvalidAccessKeyId": ("the store does not know this access key", _KEYS),
     "SignatureDoesNotMatch": ("the store does not accept the secret key", _KEYS),
     "InvalidToken": ("the store does not accept the session token", _LOGIN),
-    "ExpiredToken": _EXPIRED,
-    "TokenRefreshRequired": _EXPIRED,
-    "RequestExpired": _EXPIRED,
+    "ExpiredToken TokenRefreshRequired RequestExpired": ("the credentials have expired", _LOGIN),
     "RequestTimeTooSkewed": ("the clock of this machine differs from that of the store", "set the clock"),
-    "PermanentRedirect": _ELSEWHERE,
-    "TemporaryRedirect": _ELSEWHERE,
-    "AuthorizationHeaderMalformed": _ELSEWHERE,
+    "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed 301 307": _ELSEWHERE,
     "IllegalLocationConstraintException": _ELSEWHERE,
-    "301": _ELSEWHERE,
-    "307": _ELSEWHERE,
-    "BadDigest": ("the store received other bytes than were sent", _AGAIN),
-    "XAmzContentSHA256Mismatch": ("the store received other bytes than were sent", _AGAIN),
+    "BadDigest XAmzContentSHA256Mismatch": ("the store received other bytes than were sent", _AGAIN),
     "EntityTooLarge": ("the file is larger than the store allows", "write smaller files with --max-shard-size"),
-    "SlowDown": _BUSY,
-    "ServiceUnavailable": _BUSY,
-    "TooManyRequests": _BUSY,
-    "503": _BUSY,
-    "429": _BUSY,
-    "InternalError": _FAILED,
-    "500": _FAILED,
-    "502": _FAILED,
-    "504": _FAILED,
-    "ConditionalRequestConflict": _CHANGED,
-    "OperationAborted": _CHANGED,
-    "PreconditionFailed": _CHANGED,
-    "409": _CHANGED,
-    "412": _CHANGED,
-    "QuotaExceeded": _FULL,
-    "XMinioStorageFull": _FULL,
-    "XMinioAdminBucketQuotaExceeded": _FULL,
-    "507": _FULL,
+    "SlowDown ServiceUnavailable TooManyRequests 503 429": (
+        "the store is too busy",
+        "run the same command again later, or with a smaller --jobs",
+    ),
+    "InternalError 500 502 504": ("the store failed", _AGAIN),
+    "ConditionalRequestConflict OperationAborted PreconditionFailed 409 412": (
+        "another process changes this object at the same moment",
+        _AGAIN,
+    ),
+    "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded 507": _FULL,
 }
-LIBRARY = {  # class names of the library's errors without a response -> message and hint
-    "NoCredentialsError": _NO_KEYS,
-    "PartialCredentialsError": _NO_KEYS,
-    "CredentialRetrievalError": _NO_KEYS,
+_REFUSALS = {code: answer for codes, answer in _BY_CODES.items() for code in codes.split()}
+# message and hint, by the class names of the library's errors without a response
+_BY_CLASSES = {
+    "NoCredentialsError PartialCredentialsError CredentialRetrievalError": (
+        "there are no credentials for the store",
+        _KEYS,
+    ),
     "ProfileNotFound": ("AWS_PROFILE names no profile", "correct AWS_PROFILE, or make the profile in ~/.aws/config"),
-    "UnauthorizedSSOTokenError": ("the login has expired", "run `aws sso login`"),
-    "SSOTokenLoadError": ("the login has expired", "run `aws sso login`"),
-    "TokenRetrievalError": ("the login has expired", "run `aws sso login`"),
+    "UnauthorizedSSOTokenError SSOTokenLoadError TokenRetrievalError": _SSO_LOGIN,
     "NoRegionError": ("the region is missing", "set AWS_DEFAULT_REGION to the region of the bucket"),
-    "ParamValidationError": ("this cannot be the name of a bucket", "correct the URL"),
+    "ParamValidationError": _NO_BUCKET_NAME,
     "SSLError": ("the store's certificate is not trusted", "check AWS_ENDPOINT_URL, or set AWS_CA_BUNDLE"),
     "ProxyConnectionError": ("the proxy cannot be reached", "check HTTPS_PROXY and NO_PROXY"),
-    "EndpointConnectionError": _UNREACHED,
-    "ConnectTimeoutError": _UNREACHED,
+    "EndpointConnectionError ConnectTimeoutError": ("the store cannot be reached", _NETWORK),
 }
+_LIBRARY = {name: answer for names, answer in _BY_CLASSES.items() for name in names.split()}
 ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
 TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 DENIED = ("403", "AccessDenied", "AllAccessDisabled")
@@ -115,12 +96,12 @@ def to_s3_error(error: BaseException, path: Path) -> IOFailure:
 def message_and_hint(error: BaseException, code: str) -> tuple[str, str | None]:
     """Return the message and the hint for an error."""
     if code:
-        return REFUSALS.get(code, ("the store refuses", None))
+        return _REFUSALS.get(code, ("the store refuses", None))
     known_errors = (
-        LIBRARY[kind.__name__]
+        _LIBRARY[kind.__name__]
         for cause in error_chain(error)
         for kind in type(cause).__mro__
-        if kind.__name__ in LIBRARY
+        if kind.__name__ in _LIBRARY
     )
     if "Invalid endpoint" in str(error):
         return "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
@@ -130,6 +111,16 @@ def message_and_hint(error: BaseException, code: str) -> tuple[str, str | None]:
 def error_code_of(error: BaseException | None) -> str:
     """Return the error code in the store's response, such as `NoSuchKey`; "" without a response."""
     return str(response_of(error).get("Error", {}).get("Code", ""))
+
+
+@contextmanager
+def tolerated(codes: Collection[str]) -> Iterator[None]:
+    """Leave the block at an error with one of these codes."""
+    try:
+        yield
+    except IOFailure as error:
+        if error_code_of(error) not in codes:
+            raise
 
 
 def has_no_reason(error: BaseException) -> bool:

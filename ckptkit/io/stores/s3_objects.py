@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import IOFailure
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import ABSENT, error_code_of
+from ckptkit.io.stores.s3_errors import ABSENT, tolerated
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,9 @@ def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
 
 def find_object_content(bucket: S3Bucket, key: str) -> bytes | None:
     """Return the content of a small object; None if it does not exist."""
-    try:
+    with tolerated(ABSENT):
         return bucket.read_object(key)
-    except IOFailure as error:
-        if error_code_of(error) not in ABSENT:
-            raise
-        return None
+    return None
 
 
 def list_uploads(bucket: S3Bucket, prefix: str) -> list[MultipartUpload]:
@@ -78,8 +74,5 @@ def list_parts(bucket: S3Bucket, key: str, upload: str) -> Iterator[Mapping[str,
 
 def abort_upload(bucket: S3Bucket, key: str, upload: str) -> None:
     """Abort the upload with the id `upload`, if it still exists: the store deletes its parts."""
-    try:
+    with tolerated(ABSENT):
         bucket.call_operation("abort_multipart_upload", key, UploadId=upload)
-    except IOFailure as error:
-        if error_code_of(error) not in ABSENT:
-            raise

@@ -15,7 +15,7 @@ from itertools import islice
 
 from ckptkit.errors import IOFailure
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import ABSENT, error_code_of, to_s3_error
+from ckptkit.io.stores.s3_errors import ABSENT, error_code_of, to_s3_error, tolerated
 from ckptkit.io.stores.s3_objects import MultipartUpload, list_parts
 
 _BATCH = 1000  # S3's maximum of objects per deletion request
@@ -46,15 +46,12 @@ class SentParts:
 def find_sent_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
     """Return the size and time of an upload's parts; None if the upload no longer exists."""
     nbytes, changed = 0, 0.0
-    try:
+    with tolerated(ABSENT):
         for part in list_parts(bucket, upload.key, upload.upload):
             nbytes += int(part["Size"])
             changed = max(changed, part["LastModified"].timestamp())
-    except IOFailure as error:
-        if error_code_of(error) not in ABSENT:
-            raise
-        return None
-    return SentParts(nbytes, changed)
+        return SentParts(nbytes, changed)
+    return None
 
 
 def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.path import RemotePath, drop_cached_listing
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import TAKEN, error_code_of
+from ckptkit.io.stores.s3_errors import TAKEN, error_code_of, tolerated
 
 _ABSENT = ("404", "NoSuchKey")
 
@@ -18,12 +18,9 @@ class S3SmallFiles:
 
     def find_content_tag(self, path: RemotePath) -> str:
         """Return the ETag of an object; "" if there is no object."""
-        try:
+        with tolerated(_ABSENT):
             return str(self._bucket.call_operation("head_object", path.key)["ETag"])
-        except IOFailure as error:
-            if error_code_of(error) not in _ABSENT:
-                raise
-            return ""
+        return ""
 
     def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
         """Write an object atomically and return its ETag; see `SmallFiles`."""
