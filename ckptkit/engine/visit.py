@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block, Gatherer, blocks_of_plan
-from ckptkit.errors import CkptError, Corrupt, IOFailure
+from ckptkit.errors import CkptError, Corrupt, IOFailure, errors_at
 from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import Checksums, crc32, damage_message
 from ckptkit.io.file import OpenFiles
@@ -222,13 +222,10 @@ def visit_blocks(
 
             def step(block: Block) -> None:
                 own.pieces = [[] for _ in own.sources]
-                try:
+                with errors_at(tensor=block.target.name or None):
                     seen = process(own, block)
                     with lock:
                         record(block, seen, own.pieces)
-                except CkptError as error:
-                    error.blame(tensor=block.target.name or None)
-                    raise
 
             yield step
 

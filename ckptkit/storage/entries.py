@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.archives.zip_entries import check_archive_in_memory
 from ckptkit.io.file import opening, read_at
@@ -100,10 +100,8 @@ def entry_as_torch_save(layout: Layout, name: str) -> BytesIO:
     blob = layout.blobs[name]
     path = layout.root / blob.path
     written = BytesIO()
-    try:
+    with errors_at(path=path, tensor=name):
         torch.save(load_safely(archive_bytes_of(blob, path)), written)
-    except CkptError as error:
-        raise error.blame(path=path, tensor=name) from None
     written.seek(0)
     return written
 

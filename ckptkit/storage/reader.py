@@ -33,12 +33,11 @@ from ckptkit.engine.blocks import blocks_of_target
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Worker
-from ckptkit.errors import CkptError, Usage
+from ckptkit.errors import CkptError, Usage, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.io.path import to_path
 from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits, plain_key
 from ckptkit.layout.box import Box
-from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB, KEEP, require_known_family_name
@@ -131,7 +130,7 @@ class LayoutReader(StorageReader):
                 items[first_with[name]].append(item)
             else:
                 missing[name] = None
-        try:
+        with errors_at(path=self.layouts[0].root if self.layouts else None):
             terms.check_missing(missing, wanted, first_with.keys())
             if wanted and terms.unasked != IGNORE:
                 keys: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
@@ -140,9 +139,6 @@ class LayoutReader(StorageReader):
                 self._read_all_at_once(items, planner, terms)
             else:
                 self._read_in_turn(items, planner, terms)
-        except CkptError as error:
-            error.blame(path=self.layouts[0].root if self.layouts else None)
-            raise
         terms.fill_missing(missing, wanted)
         done: Future[None] = Future()
         done.set_result(None)
@@ -373,7 +369,8 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     # otherwise the last read would silently win
     duplicates = {label: torch.empty_like(tensors[label]) for label in tied}
     with through_cpu_if_split(layout, items, {**tensors, **duplicates}) as filled:
-        read_targets(make_plan(locate_all_chunks(needed_in_dtypes_of(layout, wanted)), wanted), filled, ledger)
+        needed = edits.cast_to_specs(replace(restrict_to_needed(layout, wanted), keys={}), wanted.specs)
+        read_targets(make_plan(locate_all_chunks(needed), wanted), filled, ledger)
     for label, one in tied.items():
         name, other = (items[which].storage_index.fqn for which in (label, one))
         require_equal_tied_values({name: duplicates[label], other: tensors[one]}, {name: other}, layout.root)
@@ -410,10 +407,8 @@ def read_targets(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | Non
             out = memory_of_tensor(tensor if is_direct else buffers[tensor.device])
             for block in blocks_of_target(plan, target):
                 start = target.chunk.offset + block.start if is_direct else 0
-                try:
+                with errors_at(tensor=target.name):
                     worker.read_input(block, out=out[start : start + block.nbytes])
-                except CkptError as error:
-                    raise error.blame(tensor=target.name) from None
                 if not is_direct:
                     write_from_buffer(
                         view_of_box(tensor, block.box.relative_to(target.chunk.box)), buffers[tensor.device]
@@ -434,13 +429,3 @@ def layout_of_items(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapp
         for name, parts in chunks.items()
     }
     return Layout(layout.root, "memory", wanted)
-
-
-def needed_in_dtypes_of(layout: Layout, wanted: Layout) -> Layout:
-    """Return the part of a layout that `wanted` consists of, in the dtypes of `wanted` if both are floats."""
-
-    def wanted_dtype(name: str, spec: Spec) -> DType:
-        dtype = wanted.tensors[name].spec.dtype
-        return dtype if spec.dtype.is_castable_to(dtype) else spec.dtype
-
-    return edits.cast_tensors(replace(restrict_to_needed(layout, wanted), keys={}), wanted_dtype)

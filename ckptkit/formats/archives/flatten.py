@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import CkptError, Unsupported, errors_at
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
@@ -202,10 +202,8 @@ class Flattening:
         self.charge_budget(len(name))
         if name in self.flat.keys:
             raise Unsupported("two entries of the state dict have the same name", tensor=name)
-        try:
+        with errors_at(tensor=name):
             self.flat.put(key, self.make_stored_tensor(value) if is_tensor(value) else self.make_blob(value))
-        except CkptError as error:
-            raise error.blame(tensor=name) from None
 
     def make_stored_tensor(self, value: Any) -> StoredTensor:
         """Return a tensor with one chunk: its storage, or the part of the storage that it uses."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, errors_at
 from ckptkit.formats.archives.zip_entries import (
     ReadAt,
     ZipEntry,
@@ -154,16 +154,12 @@ class StateFile:
 
 def read_state_file(root: Path, name: str) -> StateFile:
     """Return the contents of file `name` in a directory. Every error names the file."""
-    path = root / name
-    try:
-        with opened_torch_save(path) as (read, length):
-            if is_legacy_torch_save(read(0, min(length, HEAD))):
-                return StateFile(name, *read_legacy(read, length))
-            entries = entry_locations(read, length)
-            check_byte_order(read, entries)
-            state, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
-    except CkptError as error:
-        raise error.blame(path=path) from None
+    with opened_torch_save(root / name) as (read, length):
+        if is_legacy_torch_save(read(0, min(length, HEAD))):
+            return StateFile(name, *read_legacy(read, length))
+        entries = entry_locations(read, length)
+        check_byte_order(read, entries)
+        state, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
     return StateFile(name, state, entries)
 
 
@@ -179,8 +175,8 @@ def is_torch_save(path: Path) -> bool:
 
 @contextmanager
 def opened_torch_save(path: Path) -> Iterator[tuple[ReadAt, int]]:
-    """Open a file of torch.save. Yields a function that reads from it, and its size in bytes."""
-    with opening(path) as file:
+    """Open a file of torch.save. Yields a function that reads from it, and its size. Errors inside name the file."""
+    with errors_at(path=path), opening(path) as file:
         length = file.size
         yield with_cached_ends(lambda offset, size: read_at(file, size, offset), length), length
 
@@ -199,11 +195,8 @@ def entry_locations(read: ReadAt, length: int) -> dict[str, ZipEntry]:
 
 def entries_in(path: Path) -> dict[str, ZipEntry]:
     """Return the location of each entry in a file, by name, as `entry_locations`. Every error names the file."""
-    try:
-        with opened_torch_save(path) as (read, length):
-            return entry_locations(read, length)
-    except CkptError as error:
-        raise error.blame(path=path) from None
+    with opened_torch_save(path) as opened:
+        return entry_locations(*opened)
 
 
 def check_files(root: Path, names: Iterable[str], report: Report) -> None:

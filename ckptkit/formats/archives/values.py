@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError
+from ckptkit.errors import errors_at
 from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.locate import ZSTD
 from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry_content
@@ -24,12 +24,10 @@ def load_value(root: Path, blob: Blob) -> Any:
     """Return the value of a blob in directory `root`, as `inert_pickle.load` gives it."""
     if blob.content is not None:
         return inert_pickle.load(blob.content, ANY_NAME)[0]
-    try:
+    with errors_at(path=root / blob.path):
         read, length = blob_reader(root, blob)
         data = read_entry_content(read, read_directory(read, length), "data.pkl", limit=length)
         return inert_pickle.load(data, ANY_NAME)[0]
-    except CkptError as error:
-        raise error.blame(path=root / blob.path) from None
 
 
 def blob_reader(root: Path, blob: Blob) -> tuple[ReadAt, int]:

@@ -11,9 +11,21 @@ from dataclasses import dataclass, replace
 from struct import Struct
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats.archives.values import blob_reader
-from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, check_byte_order, read_directory, read_entry_content
+from ckptkit.formats.archives.zip_entries import (
+    ALL_ONES,
+    DIRECTORY_RECORD,
+    END,
+    END64,
+    END64_LOCATOR,
+    LOCAL_HEADER,
+    ReadAt,
+    ZipEntry,
+    check_byte_order,
+    read_directory,
+    read_entry_content,
+)
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import STORAGES
@@ -37,12 +49,10 @@ class Storages:
 
     def pickled_value_of(self, name: str) -> Any:
         """Return the tensor or other entry of this name, as `write_pickle.dump` takes it."""
-        try:
+        with errors_at(tensor=name):
             if name in self.wanted.tensors:
                 return self._make_tensor_record(name, self.wanted.tensors[name])
             return self._load_entry_value(self.wanted.blobs[name])
-        except CkptError as error:
-            raise error.blame(tensor=name) from None
 
     def _make_tensor_record(self, name: str, stored: StoredTensor) -> Record:
         """Return a tensor with its own storage; tied tensors, which have the same chunks, share one.
@@ -70,15 +80,13 @@ class Storages:
             return inert_pickle.load(blob.content, ANY_NAME)[0]
         if blob.wrapper:
             raise Unsupported(f"stored through the transform `{blob.wrapper}`")
-        try:
+        with errors_at(path=self.wanted.root / blob.path):
             self._use_budget(blob.length)
             read, length = blob_reader(self.wanted.root, blob)
             entries = read_directory(read, length)
             check_byte_order(read, entries)
             value, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=length), ANY_NAME)
             self._import_storages(value, read, entries)
-        except CkptError as error:
-            raise error.blame(path=self.wanted.root / blob.path) from None
         return value
 
     def _import_storages(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
@@ -103,13 +111,7 @@ class Storages:
             raise Unsupported(f"the entries that are not tensors need more than {_ENTRY_LIMIT} bytes")
 
 
-_local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
-_central = Struct("<4sHHHHHHIIIHHHHHII")
-_end = Struct("<4sHHHHIIH")
-_end64 = Struct("<4sQHHIIQQQQ")
-_end64_locator = Struct("<4sIQI")
 _UTF8, _SIZES_FOLLOW = 0x0800, 0x0008  # flags: names are UTF-8; CRC and sizes follow the content
-_ALL_ONES = 0xFFFFFFFF
 _ALIGNMENT = 64  # bytes: each content begins at a multiple of this, as torch pads
 _TYPED = {name: storage for storage, name in STORAGES.items()}
 
@@ -215,54 +217,37 @@ class _ArchiveBuilder:
             checksum = crc32(content)
             self.known += content
         if length:  # torch computes the offset of the next entry, and expects no checksum behind an empty one
-            size = Struct("<QQ" if length >= _ALL_ONES else "<II")
+            size = Struct("<QQ" if length >= ALL_ONES else "<II")
             self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
         self.directory += self.directory_record(path, checksum, length, header)
         self.count += 1
 
     def write_entry_header(self, path: bytes, length: int) -> None:
         """Write the header before an entry's content, padded so that the content is aligned."""
-        large = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= _ALL_ONES else b""
-        padding = -(self.at + _local.size + len(path) + len(large) + 4) % _ALIGNMENT
+        large = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= ALL_ONES else b""
+        padding = -(self.at + LOCAL_HEADER.size + len(path) + len(large) + 4) % _ALIGNMENT
         extra = large + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-        self.known += (
-            _local.pack(b"PK\x03\x04", 0, flags_of(length), 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra
-        )
+        header = LOCAL_HEADER.pack(b"PK\x03\x04", 0, flags_of(length), 0, 0, 0, 0, 0, 0, len(path), len(extra))
+        self.known += header + path + extra
 
     @staticmethod
     def directory_record(path: bytes, checksum: int, length: int, header: int) -> bytes:
-        wide = [value for value in (length, length, header) if value >= _ALL_ONES]
+        wide = [value for value in (length, length, header) if value >= ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
-        size, header_offset = min(length, _ALL_ONES), min(header, _ALL_ONES)
-        fields = (
-            0,
-            0,
-            flags_of(length),
-            0,
-            0,
-            0,
-            checksum,
-            size,
-            size,
-            len(path),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-            header_offset,
-        )
-        return _central.pack(b"PK\x01\x02", *fields) + path + extra
+        size, header_offset = min(length, ALL_ONES), min(header, ALL_ONES)
+        sizes = (checksum, size, size, len(path), len(extra))
+        fields = (0, 0, flags_of(length), 0, 0, 0, *sizes, 0, 0, 0, 0, header_offset)
+        return DIRECTORY_RECORD.pack(b"PK\x01\x02", *fields) + path + extra
 
     def finish_template(self) -> ZipTemplate:
         """Return the archive, with its directory at the end, where readers look for it."""
         at, count, size = self.at, self.count, len(self.directory)
         end = at + size
         self.known += self.directory
-        self.known += _end64.pack(b"PK\x06\x06", _end64.size - 12, 0, 45, 0, 0, count, count, size, at)
-        self.known += _end64_locator.pack(b"PK\x06\x07", 0, end, 1)
-        few, near = min(count, 0xFFFF), min(at, _ALL_ONES)
-        self.known += _end.pack(b"PK\x05\x06", 0, 0, few, few, min(size, _ALL_ONES), near, 0)
+        self.known += END64.pack(b"PK\x06\x06", END64.size - 12, 0, 45, 0, 0, count, count, size, at)
+        self.known += END64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
+        few, near = min(count, 0xFFFF), min(at, ALL_ONES)
+        self.known += END.pack(b"PK\x05\x06", 0, 0, few, few, min(size, ALL_ONES), near, 0)
         self.parts.append((self.start, bytes(self.known)))
         holes = {key: replace(hole, crc_at=(hole.crc_at[0], at + hole.crc_at[1])) for key, hole in self.holes.items()}
         return ZipTemplate(self.at, tuple(self.parts), holes)

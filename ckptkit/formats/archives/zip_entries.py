@@ -74,12 +74,12 @@ def check_byte_order(read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
 
 
 ReadAt = Callable[[int, int], bytes]  # (offset in the archive, length) -> bytes
-_local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
-_central = Struct("<4sHHHHHHIIIHHHHHII")
-_end = Struct("<4sHHHHIIH")
-_end64_locator = Struct("<4sIQI")
-_end64 = Struct("<4sQHHIIQQQQ")
-_ALL_ONES = 0xFFFFFFFF
+LOCAL_HEADER = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
+DIRECTORY_RECORD = Struct("<4sHHHHHHIIIHHHHHII")
+END = Struct("<4sHHHHIIH")
+END64_LOCATOR = Struct("<4sIQI")
+END64 = Struct("<4sQHHIIQQQQ")
+ALL_ONES = 0xFFFFFFFF
 _HAS_DESCRIPTOR = 8  # flag bit 3: CRC and sizes follow the content
 _DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
 _CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
@@ -127,12 +127,12 @@ def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     entries: dict[str, ZipEntry] = {}
     at = 0
     for _ in range(count):
-        if at + _central.size > size:
+        if at + DIRECTORY_RECORD.size > size:
             raise Corrupt("the zip directory is truncated")
-        fields = _central.unpack_from(directory, at)
+        fields = DIRECTORY_RECORD.unpack_from(directory, at)
         record = offset + at
         name_length, extra_length, comment_length = fields[10:13]
-        at += _central.size
+        at += DIRECTORY_RECORD.size
         raw_name = directory[at : at + name_length]
         extra = directory[at + name_length : at + name_length + extra_length]
         at += name_length + extra_length + comment_length
@@ -154,10 +154,10 @@ def read_content_range(
     if method != 0 or packed != unpacked or flags & 1:
         message = f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch writes neither"
         raise Unsupported(message)
-    if header + _local.size > limit:
+    if header + LOCAL_HEADER.size > limit:
         raise Corrupt(f"a zip entry starts at {header}, past the {limit} bytes of the archive's entries")
-    local = _local.unpack(read(header, _local.size))
-    start = header + _local.size
+    local = LOCAL_HEADER.unpack(read(header, LOCAL_HEADER.size))
+    start = header + LOCAL_HEADER.size
     if local[0] != b"PK\x03\x04" or read(start, local[9]) != raw_name:
         raise Corrupt(f"the zip directory lists an entry at byte {header}, but no entry starts there")
     offset = start + local[9] + local[10]
@@ -179,16 +179,16 @@ def apply_zip64(unpacked_size: int, packed_size: int, header_offset: int, extra:
         field, extra = extra[4 : 4 + size], extra[4 + size :]
         if kind == 1:
             for i, value in enumerate(values):
-                if value == _ALL_ONES and len(field) >= 8:
+                if value == ALL_ONES and len(field) >= 8:
                     values[i], field = int.from_bytes(field[:8], "little"), field[8:]
     return values[1], values[0], values[2]
 
 
 def read_directory_location(read: ReadAt, length: int) -> tuple[int, int, int]:
     """Return number of entries, size and offset of the central directory, from the archive's last bytes."""
-    if length < _end.size:
-        raise Corrupt(f"expected an archive of at least {_end.size} bytes, found {length}")
-    end = _end.unpack(read(length - _end.size, _end.size))
+    if length < END.size:
+        raise Corrupt(f"expected an archive of at least {END.size} bytes, found {length}")
+    end = END.unpack(read(length - END.size, END.size))
     if end[0] != b"PK\x05\x06":
         head = read(0, min(length, 64))
         if head[8:9] == b"{":
@@ -196,16 +196,16 @@ def read_directory_location(read: ReadAt, length: int) -> tuple[int, int, int]:
         message = "expected an archive of torch.save: this is another kind of file, or its end is missing"
         raise find_wrong_kind_error(head) or Corrupt(message, hint=RESTORE)
     count, size, offset = end[4:7]
-    if count == 0xFFFF or _ALL_ONES in (size, offset):
-        at = length - _end.size - _end64_locator.size
-        locator = _end64_locator.unpack(read(at, _end64_locator.size)) if at >= 0 else (b"",)
-        if locator[0] != b"PK\x06\x07" or locator[2] + _end64.size > length:
+    if count == 0xFFFF or ALL_ONES in (size, offset):
+        at = length - END.size - END64_LOCATOR.size
+        locator = END64_LOCATOR.unpack(read(at, END64_LOCATOR.size)) if at >= 0 else (b"",)
+        if locator[0] != b"PK\x06\x07" or locator[2] + END64.size > length:
             raise Corrupt("the zip64 end record of the archive is missing")
-        end64 = _end64.unpack(read(locator[2], _end64.size))
+        end64 = END64.unpack(read(locator[2], END64.size))
         if end64[0] != b"PK\x06\x06":
             raise Corrupt("the zip64 end record of the archive is damaged")
         count, size, offset = end64[7:10]
-    if count * _central.size > size:
+    if count * DIRECTORY_RECORD.size > size:
         raise Corrupt(f"expected {count} entries in the zip directory, found only {size} bytes")
     return count, size, offset
 

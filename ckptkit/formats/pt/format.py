@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Report, Unsupported, raise_problem
+from ckptkit.errors import Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import flatten, unflatten
 from ckptkit.formats.archives.state_files import (
     HEAD,
@@ -72,10 +72,8 @@ class Pt(FormatWriter):
         """Return the layout of the file. A non-tensor entry becomes a blob with its own pickle."""
         file = require_single_file(path)
         state = read_state_file(file.parent, file.name)
-        try:
+        with errors_at(path=file):
             flat = flatten(state.value, state.entries, state.name)
-        except CkptError as error:
-            raise error.blame(path=file) from None
         return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.archives.state_files import archive_extents_of, entries_in, read_state_file
 from ckptkit.formats.indices import read_index
@@ -117,7 +117,7 @@ def read_directory_index(path: Path) -> Index:
 def add_file_contents(whole: FlatState, index: Index, file: str, report: Report) -> None:
     """Add the contents of one of the files. Every error names the file."""
     above: KeyPath = () if index.groups is None else (_OPTIMIZER, _GROUPS if file == index.groups else "state")
-    try:
+    with errors_at(path=index.root / file):
         state = read_state_file(index.root, file)
         flattening = Flattening(state.entries, file)
         children = flattening.members(state.value)
@@ -127,8 +127,6 @@ def add_file_contents(whole: FlatState, index: Index, file: str, report: Report)
         duplicate = next((name for name in flattening.flat.keys if name in whole.keys), None)
         if duplicate is not None:
             raise Corrupt("another file contains the tensor too", tensor=duplicate)
-    except CkptError as error:
-        raise error.blame(path=index.root / file) from None
     whole.update(flattening.flat)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, raise_problem
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.archives.state_files import archive_extents_of, check_files, read_raw_pickle
 from ckptkit.formats.each_file import read_each_file
@@ -143,11 +143,8 @@ class FilePerRank(FormatWriter):
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout with the keys `model` and `optimizer`. Raises an error for a tensor that cannot be read."""
         rank_files = find_rank_files(path, report)
-        with collector_paused():
-            try:
-                flat = join_rank_files(path, rank_files, report)
-            except CkptError as error:
-                raise error.blame(path=path) from None
+        with collector_paused(), errors_at(path=path):
+            flat = join_rank_files(path, rank_files, report)
             descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(rank_files.names))
             flats = (flat.tensors, flat.blobs, flat.keys)
             layout = Layout(path, self.name, *flats, rank_files.world, descriptions, spares=flat.spares)
@@ -184,12 +181,10 @@ def has_pickled_shards(path: Path) -> bool:
 
 def find_rank_files(path: Path, report: Report = raise_problem) -> RankFiles:
     """Return the files of ranks in a directory; report missing ones. Raises `Corrupt` if they are not of one run."""
-    try:
+    with errors_at(path=path):
         rank_files = find_model_files(names_in(path), lambda problem: report(problem.blame(path=path)))
         if rank_files is None:
             raise Corrupt("no rank's file contains a model")
-    except CkptError as error:
-        raise error.blame(path=path) from None
     if rank_files.naming is WITH_WORLD and (path / CONFIG).exists():
         config = parse_json(read_small(path / CONFIG, _CONFIG_LIMIT), path / CONFIG)
         recorded = config.get("world_size") if isinstance(config, dict) else None

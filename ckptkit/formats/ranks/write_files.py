@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import Unsupported, errors_at
 from ckptkit.formats.archives.flatten import unflatten
 from ckptkit.formats.archives.state_files import entries_in
 from ckptkit.formats.archives.values import load_value
@@ -167,10 +167,8 @@ class RankStorages(Storages):
         placements = self.writing.find_placements(name) if name in self.wanted.tensors else None
         if placements is None:
             return super().pickled_value_of(name)
-        try:
+        with errors_at(tensor=name):
             return self.make_dtensor(name, placements)
-        except CkptError as error:
-            raise error.blame(tensor=name) from None
 
     def make_dtensor(self, name: str, placements: tuple[Placement, ...]) -> Record:
         """Return a DTensor with its own storage; tied ones share theirs."""

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import FlatState, Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
@@ -91,14 +91,12 @@ def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict:
     The file must contain a dict, unless `is_dict` is false: then it may be a single entry, at `above` itself.
     """
     state = read_state_file(root, name)
-    try:
+    with errors_at(path=root / name):
         holding = _RankFlattening(root, rank, state.entries, name)
         if is_dict or find_dict_items(state.value) == []:
             holding.add_children(holding.members(state.value), above)
         else:
             holding.add_nested(state.value, above)
-    except CkptError as error:
-        raise error.blame(path=root / name) from None
     return RankFile(rank, name, holding.flat, state.value)
 
 
