@@ -220,7 +220,8 @@ def regions_of_file(root: Path, name: str, size: int, extents: Iterable[Extent],
 
 def overlapping_regions(regions: list[Extent], start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
     """Yield the regions that overlap bytes `start:stop` of the file, each with the offsets of the overlap."""
-    for i in range(bisect_right(regions, start, key=lambda region: region.offset) - 1, len(regions)):
+    first = bisect_right(regions, start, key=lambda region: region.offset) - 1
+    for i in range(max(first, 0), len(regions)):  # an empty file has no region
         region = regions[i]
         if region.offset >= stop:
             return

@@ -53,6 +53,13 @@ def test_what_is_not_copied_is_named(tmp_path: Path) -> None:
     assert why == {".cache": "hidden", "link": "not a regular file", "checkpoint-5": "a checkpoint of its own"}
 
 
+def test_an_empty_file_is_copied_too(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "model")
+    (root / "notes.txt").touch()
+    assert ckptkit.cp(root, tmp_path / "copy").files["notes.txt"] == 0
+    assert files_in(tmp_path / "copy") == files_in(root)
+
+
 def test_damage_leaves_nothing(tmp_path: Path) -> None:
     root = make_model(tmp_path / "model")
     content = bytearray((root / "model.safetensors").read_bytes())
