@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptkit.checkpoints.optimizers.masters import COMPLETED, REMAINDERS, find_masters
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.engine.compare import Comparison, compare_layouts
+from ckptkit.engine.compare import Comparison, compare_computed, compare_layouts
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
 from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, StoredTensor
@@ -84,7 +84,6 @@ def differing_copy_error(layout: Layout, name: str, entry: str, compared: Compar
 
 def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
     """Return whether a tensor contains only the remainders of masters that its copy lacks, saved as floats."""
-    from ckptkit.engine.compare_computed import ComparedTensor, compare_computed
     from ckptkit.engine.recipes import FLOAT32, Master, Taken
     from ckptkit.layout.plan import Operand
 
@@ -93,16 +92,10 @@ def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
         return False
     alone = replace(layout, tensors={name: layout.tensors[name]}, twins={}, blobs={}, keys={})
     weights = replace(alone, tensors={name: copy})
-    recipes = Taken(Operand(0, name, FLOAT32)), Master(name, 1, COMPLETED)
-    weight, master = (ComparedTensor(recipe, FLOAT32) for recipe in recipes)
+    spec = replace(copy.spec, dtype=FLOAT32)
+    sides = {name: ((Taken(Operand(0, name, FLOAT32)), spec), (Master(name, 1, COMPLETED), spec))}
     try:
-        compare_computed(
-            locate_all_chunks(weights),
-            locate_all_chunks(alone),
-            {name: copy.spec.shape},
-            {name: (weight, master)},
-            jobs=jobs,
-        )
+        compare_computed(locate_all_chunks(weights), locate_all_chunks(alone), sides, jobs=jobs)
     except Mismatch:
         return False
     return True

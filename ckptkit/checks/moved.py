@@ -10,7 +10,7 @@ from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
-from ckptkit.engine.compare import compare_layouts
+from ckptkit.engine.compare import compare_computed, compare_layouts
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import Progress, make_progress_reporter
@@ -181,18 +181,12 @@ def measure_distances(
     distances = dict(compare_layouts(a, b, measure_all=True, jobs=jobs, progress=report).distances)
     if not computed:
         return distances
-    from ckptkit.engine.compare_computed import ComparedTensor, compare_computed  # deferred: imports numpy
-
     one, two = models
-    shapes = {name: one.specs[name].shape for name in sorted(computed)}
     sides = {
-        name: (
-            ComparedTensor(one.recipe_for(name, 0), one.specs[name].dtype),
-            ComparedTensor(two.recipe_for(name, 1), two.specs[name].dtype),
-        )
-        for name in shapes
+        name: ((one.recipe_for(name, 0), one.specs[name]), (two.recipe_for(name, 1), two.specs[name]))
+        for name in sorted(computed)
     }
-    return distances | compare_computed(c, d, shapes, sides, jobs=jobs, progress=report)
+    return distances | compare_computed(c, d, sides, jobs=jobs, progress=report)
 
 
 def sort_by_change(movements: Iterable[Movement]) -> tuple[Movement, ...]:

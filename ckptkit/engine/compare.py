@@ -1,12 +1,14 @@
 """Compare layouts: read both block by block, and measure the difference where blocks are not equal.
 
-Equal blocks cost only the reads: numpy is imported when two blocks differ.
+Equal blocks cost only the reads: numpy is imported when two blocks differ. `compare_computed` is for tensors that must
+be computed first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from ckptkit.engine.blocks import Block, blocks_of_target
 from ckptkit.engine.check_sources import Sources
@@ -14,11 +16,14 @@ from ckptkit.engine.copy import reread_unchecked_ranges
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
 from ckptkit.io.crc32 import Checksums, crc32
-from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.axes import unsplit_index
-from ckptkit.layout.box import full_box
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.distance import Distance, Tolerance
-from ckptkit.layout.plan import Plan, in_file_order, make_plan, targets_for
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.plan import Plan, Recipe, in_file_order, make_plan, targets_for
+
+Computed = tuple[Recipe, Spec]  # the recipe that computes a tensor, and its dtype and shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,6 @@ def compare_layouts(
         one for name, tensor in b.tensors.items() for one in targets_for(name, with_zero_chunks_located(tensor), (a, b))
     )
     plan = Plan(a, b, in_file_order(targets), (b,))
-    sources = Sources(plan, Ledger())
-    found: dict[str, Distance] = {}
 
     def measure_block(worker: Worker, block: Block) -> tuple[Distance | None, int]:
         a_dtype, b_dtype = (layout.tensors[block.target.name].spec.dtype for layout in (a, b))
@@ -65,6 +68,79 @@ def compare_layouts(
 
         return measure_distance((ours, a_dtype), (theirs, b_dtype), block.box, tolerance), nbytes
 
+    # a block fits the buffers in the dtypes of both layouts
+    itemsizes = {name: max(layout.tensors[name].spec.dtype.itemsize for layout in (a, b)) for name in b.tensors}
+    blocks = (block for target in plan.targets for block in blocks_of_target(plan, target, itemsizes[target.name]))
+    found, checked_bytes = measure_blocks(plan, blocks, measure_block, jobs, progress)
+    found = {name: with_tensor_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
+    return Comparison(with_norms(a, found, jobs), checked_bytes)
+
+
+class Both:
+    """The recipe of two tensors of one shape. Its operands are those of the first, then those of the second."""
+
+    def __init__(self, first: Computed, second: Computed) -> None:
+        self._sides = first, second
+        self.spec = first[1]
+        self.operands = (*first[0].operands, *second[0].operands)
+
+    def measure_block(self, worker: Worker, block: Block) -> tuple[Distance, int]:
+        """Return the distance of the two tensors in a block, and the bytes read for it."""
+        from ckptkit.layout.measuring import measure_distance
+
+        inputs = iter([worker.read_operand(block, i, operand.dtype) for i, operand in enumerate(self.operands)])
+        ours, theirs = (
+            (recipe(block.box, spec.dtype, list(islice(inputs, len(recipe.operands))))[0], spec.dtype)
+            for recipe, spec in self._sides
+        )
+        nbytes = sum(piece.length for of_source in worker.pieces for piece in of_source)
+        return measure_distance(ours, theirs, block.box), nbytes
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+        """Return the elements of the first tensor as `dtype`."""
+        recipe, _ = self._sides[0]
+        return recipe(box, dtype, blocks[: len(recipe.operands)])
+
+
+def compare_computed(
+    a: Layout,
+    b: Layout,
+    sides: Mapping[str, tuple[Computed, Computed]],
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Distance]:
+    """Return the distance of each pair of tensors of one shape in `sides`, by name, computed with `jobs` threads.
+
+    The operands of the first tensor of a pair are in source 0, which is `a`, and the operands of the second in source
+    1, `b`. Verifies every chunk that has a recorded CRC-32. `progress` receives the bytes read, from one thread at a
+    time.
+    """
+    recipes = {name: Both(*pair) for name, pair in sides.items()}
+    wanted = unsharded_tensors({name: Spec(DTYPES["float32"], both.spec.shape) for name, both in recipes.items()})
+    targets = (one for name in sides for one in targets_for(name, wanted[name], (a, b), recipes[name]))
+    plan = Plan(a, b, tuple(targets), (b,))
+
+    def measure_block(worker: Worker, block: Block) -> tuple[Distance, int]:
+        return recipes[block.target.name].measure_block(worker, block)
+
+    return dict.fromkeys(sides, Distance()) | measure_blocks(plan, None, measure_block, jobs, progress)[0]
+
+
+def measure_blocks(
+    plan: Plan,
+    among: Iterable[Block] | None,
+    measure: Callable[[Worker, Block], tuple[Distance | None, int]],
+    jobs: int | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Distance], int]:
+    """Return the distance of each tensor for which `measure` returned any, and how many bytes were verified.
+
+    `measure` returns the distance in a block, None for an equal block, and the bytes to report to `progress`.
+    """
+    sources = Sources(plan, Ledger())
+    found: dict[str, Distance] = {}
+
     def record(block: Block, seen: tuple[Distance | None, int], pieces: Pieces) -> None:
         distance, nbytes = seen
         name = block.target.name
@@ -74,13 +150,9 @@ def compare_layouts(
         if progress:
             progress(nbytes)
 
-    # a block fits the buffers in the dtypes of both layouts
-    itemsizes = {name: max(layout.tensors[name].spec.dtype.itemsize for layout in (a, b)) for name in b.tensors}
-    blocks = (block for target in plan.targets for block in blocks_of_target(plan, target, itemsizes[target.name]))
-    visit_blocks(plan, measure_block, record, jobs, sums=sources.is_awaiting_comparison, among=blocks)
+    visit_blocks(plan, measure, record, jobs, sums=sources.is_awaiting_comparison, among=among)
     reread_unchecked_ranges(sources, jobs)
-    found = {name: with_tensor_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
-    return Comparison(with_norms(a, found, jobs), sources.checked_bytes)
+    return found, sources.checked_bytes
 
 
 def with_tensor_index(distance: Distance, *tensors: StoredTensor) -> Distance:
@@ -142,8 +214,12 @@ def row_major_checksums(layout: Layout, *, jobs: int | None = None) -> dict[str,
 
 def unsharded_plan(layout: Layout) -> Plan:
     """Return the plan that would write each tensor row-major and as one chunk."""
-    tensors = {
+    return make_plan(layout, replace(layout, tensors=unsharded_tensors(layout.specs), blobs={}))
+
+
+def unsharded_tensors(specs: Mapping[str, Spec]) -> dict[str, StoredTensor]:
+    """Return tensors of one chunk each, as if each were to be written to a file of its name."""
+    return {
         name: StoredTensor(spec, (Chunk(full_box(spec.shape), name, 0, spec.nbytes, spec.dtype),))
-        for name, spec in layout.specs.items()
+        for name, spec in specs.items()
     }
-    return make_plan(layout, replace(layout, tensors=tensors, blobs={}))
