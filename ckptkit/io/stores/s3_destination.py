@@ -23,7 +23,7 @@ from ckptkit.io.file import destination_exists_error
 from ckptkit.io.path import RemotePath, map_in_parallel
 from ckptkit.io.pieces import FilePiece, is_sent_in_pieces
 from ckptkit.io.stores.s3 import S3Bucket, find_crc32_in
-from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, error_code_of, tolerated
+from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, Tolerating, error_code_of
 from ckptkit.io.stores.s3_objects import abort_upload, find_object_content, list_objects, list_parts, list_uploads
 
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
@@ -299,7 +299,7 @@ class S3Destination:
 
     def _find_crc(self, name: str, nbytes: int) -> int | None:
         """Return the CRC-32 of an object of this size; None if it is missing or the store has no CRC-32."""
-        with tolerated(ABSENT):
+        with Tolerating(ABSENT):
             response = self._call("head_object", name, ChecksumMode="ENABLED")
             return find_crc32_in(response) if int(response["ContentLength"]) == nbytes else None
         return None
@@ -340,7 +340,7 @@ class S3Destination:
 
     def _probe_features(self) -> None:
         """Find out the store's features: whether it refuses a second claim, and computes checksums."""
-        with tolerated(TAKEN):
+        with Tolerating(TAKEN):
             # the claim exists, so a store with conditional writes refuses this
             self._put_claim(None, _ONLY_NEW)
             self.has_conditions = False

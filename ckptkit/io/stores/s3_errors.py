@@ -6,7 +6,7 @@ https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +113,14 @@ def error_code_of(error: BaseException | None) -> str:
     return str(response_of(error).get("Error", {}).get("Code", ""))
 
 
-@contextmanager
-def tolerated(codes: Collection[str]) -> Iterator[None]:
-    """Leave the block at an error with one of these codes."""
-    try:
-        yield
-    except IOFailure as error:
-        if error_code_of(error) not in codes:
-            raise
+class Tolerating(AbstractContextManager[None, bool]):
+    """Leaves the block without an error at an `IOFailure` with one of these codes."""
+
+    def __init__(self, codes: Collection[str]) -> None:
+        self._codes = codes
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        return isinstance(error, IOFailure) and error_code_of(error) in self._codes
 
 
 def has_no_reason(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import ABSENT, tolerated
+from ckptkit.io.stores.s3_errors import ABSENT, Tolerating
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
 
 def find_object_content(bucket: S3Bucket, key: str) -> bytes | None:
     """Return the content of a small object; None if it does not exist."""
-    with tolerated(ABSENT):
+    with Tolerating(ABSENT):
         return bucket.read_object(key)
     return None
 
@@ -74,5 +74,5 @@ def list_parts(bucket: S3Bucket, key: str, upload: str) -> Iterator[Mapping[str,
 
 def abort_upload(bucket: S3Bucket, key: str, upload: str) -> None:
     """Abort the upload with the id `upload`, if it still exists: the store deletes its parts."""
-    with tolerated(ABSENT):
+    with Tolerating(ABSENT):
         bucket.call_operation("abort_multipart_upload", key, UploadId=upload)

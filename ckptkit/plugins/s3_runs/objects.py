@@ -15,7 +15,7 @@ from itertools import islice
 
 from ckptkit.errors import IOFailure
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import ABSENT, error_code_of, to_s3_error, tolerated
+from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, to_s3_error
 from ckptkit.io.stores.s3_objects import MultipartUpload, list_parts
 
 _BATCH = 1000  # S3's maximum of objects per deletion request
@@ -46,7 +46,7 @@ class SentParts:
 def find_sent_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
     """Return the size and time of an upload's parts; None if the upload no longer exists."""
     nbytes, changed = 0, 0.0
-    with tolerated(ABSENT):
+    with Tolerating(ABSENT):
         for part in list_parts(bucket, upload.key, upload.upload):
             nbytes += int(part["Size"])
             changed = max(changed, part["LastModified"].timestamp())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.path import RemotePath, drop_cached_listing
 from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_errors import TAKEN, error_code_of, tolerated
+from ckptkit.io.stores.s3_errors import TAKEN, Tolerating, error_code_of
 
 _ABSENT = ("404", "NoSuchKey")
 
@@ -18,7 +18,7 @@ class S3SmallFiles:
 
     def find_content_tag(self, path: RemotePath) -> str:
         """Return the ETag of an object; "" if there is no object."""
-        with tolerated(_ABSENT):
+        with Tolerating(_ABSENT):
             return str(self._bucket.call_operation("head_object", path.key)["ETag"])
         return ""
 
