@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,37 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, check_chunks_tile
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DType
 from ckptkit.storage.memory import require_known_dtype
 
+T = TypeVar("T")
+
 
 class PlannedWriter(StorageWriter):
-    """A writer of a checkpoint that all ranks write together."""
+    """A writer of a checkpoint that all ranks write together to `path`."""
+
+    path: Path
+
+    @classmethod
+    def parse_id(cls, checkpoint_id: str | os.PathLike[str]) -> Path:
+        """Return the destination that torch's checkpoint id means. Raises `CkptError` if the writer cannot write it."""
+        raise NotImplementedError
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether the writer can write to a destination."""
+        try:
+            cls.parse_id(checkpoint_id)
+        except (TypeError, CkptError):
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = self.parse_id(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raise `Unsupported` for several ranks without collectives: they must coordinate to write one checkpoint."""
@@ -125,10 +148,10 @@ def written_entries(
     return {name: entries[name] for name in planned.blobs}
 
 
-def completed_state_lines(results: list[WriteResult]) -> Future[list[WriteResult]]:
-    """Return the results of `write_data` in the form that torch expects."""
-    done: Future[list[WriteResult]] = Future()
-    done.set_result(results)
+def completed_future(result: T) -> Future[T]:
+    """Return a result in the form that torch expects from `write_data` and `read_data`."""
+    done: Future[T] = Future()
+    done.set_result(result)
     return done
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ from ckptkit.storage.memory import (
     view_of_box,
     write_from_buffer,
 )
+from ckptkit.storage.plans import completed_future
 from ckptkit.storage.terms import (
     ERROR,
     IGNORE,
@@ -62,6 +63,8 @@ from ckptkit.storage.terms import (
     require_equal_tied_values,
 )
 from ckptkit.summary import format_call
+
+T = TypeVar("T")
 
 
 class LayoutReader(StorageReader):
@@ -140,9 +143,7 @@ class LayoutReader(StorageReader):
             else:
                 self._read_in_turn(items, planner, terms)
         terms.fill_missing(missing, wanted)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return completed_future(None)
 
     def _read_all_at_once(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Read all items into the tensors of the state, after a check of the dtypes of all."""
@@ -283,18 +284,14 @@ def with_state_of_rank(layout: Layout, rank: int) -> Layout:
     if not keys:
         return layout
     old_names = {".".join(map(str, key)): name for name, key in keys.items()}
-    return replace(
-        layout,
-        tensors={
-            **{name: tensor for name, tensor in layout.tensors.items() if name not in old_names},
-            **{new: layout.tensors[old] for new, old in old_names.items() if old in layout.tensors},
-        },
-        blobs={
-            **{name: blob for name, blob in layout.blobs.items() if name not in old_names},
-            **{new: layout.blobs[old] for new, old in old_names.items() if old in layout.blobs},
-        },
-        keys={**layout.keys, **{new: keys[old] for new, old in old_names.items()}},
-    )
+
+    def with_own(entries: Mapping[str, T]) -> dict[str, T]:
+        others = {name: entry for name, entry in entries.items() if name not in old_names}
+        return others | {new: entries[old] for new, old in old_names.items() if old in entries}
+
+    own_keys = {new: keys[old] for new, old in old_names.items()}
+    tensors, blobs = with_own(layout.tensors), with_own(layout.blobs)
+    return replace(layout, tensors=tensors, blobs=blobs, keys={**layout.keys, **own_keys})
 
 
 Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by label; `layout_of_items` uses the labels as file names

@@ -25,7 +25,7 @@ from torch.futures import Future
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.seal import create_files, read_output_layout
 from ckptkit.engine.blocks import BLOCK_BYTES
-from ckptkit.errors import CkptError, Mismatch, Unsupported
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import EntryWriter, get_writer, locate_all_chunks
 from ckptkit.io.allocation import create_file, require_free_space
 from ckptkit.io.crc32 import crc32, xor_contribution
@@ -39,7 +39,7 @@ from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.memory import Buffers, read_row_major, view_of_box
 from ckptkit.storage.plans import (
     PlannedWriter,
-    completed_state_lines,
+    completed_future,
     plan_layout,
     resolve_entry,
     resolve_tensor,
@@ -85,7 +85,7 @@ class RoomWriter(PlannedWriter):
         sync: bool = True,
     ) -> None:
         super().__init__()
-        self.room = to_local_path(os.fspath(room))
+        self.path = self.parse_id(room)
         self.sync = sync
         self._format = format
         self._files = to_bytes(files, self.room, get_writer(format))
@@ -95,9 +95,14 @@ class RoomWriter(PlannedWriter):
         self._sizes: dict[str, dict[str, int]] = {}
         self._options = WriterOptions(max_shard_size)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.room = to_local_path(os.fspath(checkpoint_id))
+    @classmethod
+    def parse_id(cls, checkpoint_id: str | os.PathLike[str]) -> Path:
+        return to_local_path(os.fspath(checkpoint_id))
+
+    @property
+    def room(self) -> Path:
+        """Return the directory in which the ranks write."""
+        return self.path
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, with gaps for the data, and return the plans with the task of each rank."""
@@ -141,7 +146,7 @@ class RoomWriter(PlannedWriter):
                 writer = get_writer(to)
                 assert isinstance(writer, EntryWriter)
                 results += self._write_entries(task.root / place, writer.entries_file_name(task.rank), entries, planner)
-        return completed_state_lines(results)
+        return completed_future(results)
 
     def _write_tensors(
         self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
@@ -180,15 +185,6 @@ class RoomWriter(PlannedWriter):
         for portion in self._portions:
             portion.finalize_files(self._options, self._sizes[portion.directory], chain(*results))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether an id is the path of a local directory. URLs are not supported here."""
-        try:
-            to_local_path(os.fspath(checkpoint_id))
-        except (TypeError, CkptError):
-            return False
-        return True
-
 
 class StagedWriter(RoomWriter):
     """Writes a state to the local `path`. The checkpoint appears atomically, when all ranks are done.
@@ -200,14 +196,13 @@ class StagedWriter(RoomWriter):
     def __init__(
         self, path: Path, to: str, *, files: Mapping[str, SmallFile], max_shard_size: int, overwrite: bool, sync: bool
     ) -> None:
-        super().__init__(path, to, files=files, max_shard_size=max_shard_size, sync=sync)
-        self.path = self.room
-        self.overwrite = overwrite
         self._stage: Stage | None = None
+        super().__init__(path, to, files=files, max_shard_size=max_shard_size, sync=sync)
+        self.overwrite = overwrite
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = to_local_path(os.fspath(checkpoint_id))
+    @property
+    def room(self) -> Path:
+        return self.path if self._stage is None else self._stage.path
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files in a hidden directory, and return the plans with the task of each rank."""
@@ -218,7 +213,7 @@ class StagedWriter(RoomWriter):
         weakref.finalize(self, stage.discard)  # torch does not report the failure of another rank
         try:
             with errors_naming_destination(self.path):
-                self.room = stage.open().path
+                stage.open()
                 return super().prepare_global_plan(plans)
         except BaseException as error:
             self._discard()

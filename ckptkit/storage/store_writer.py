@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from uuid import uuid4
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -23,7 +24,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.checkpoints.replaceable import marker_files_in_store
 from ckptkit.engine.blocks import BLOCK_BYTES
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
 from ckptkit.formats import get_writer
 from ckptkit.formats.dcp.read_metadata import METADATA, entries_file_name, tensors_file_name
 from ckptkit.formats.dcp.shards import ShardItem, bytes_around_data, checksum_of_items, lay_out, size_of_file
@@ -37,13 +38,13 @@ from ckptkit.io.destination import (
     to_destination,
 )
 from ckptkit.io.file import destination_exists_error
-from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
+from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.layout import Blob, Layout
 from ckptkit.layout.box import cut_box, full_box
 from ckptkit.storage.memory import Buffers, read_row_major, view_of_box
 from ckptkit.storage.plans import (
     PlannedWriter,
-    completed_state_lines,
+    completed_future,
     plan_layout,
     resolve_entry,
     resolve_tensor,
@@ -85,7 +86,7 @@ class StoreWriter(PlannedWriter):
 
     def __init__(
         self,
-        path: RemotePath,
+        path: Path,
         *,
         files: Mapping[str, SmallFile] | None = None,
         overwrite: bool = False,
@@ -96,12 +97,17 @@ class StoreWriter(PlannedWriter):
         self._files = to_bytes(files, path, get_writer(FORMAT))
         self._overwrite = overwrite
         self._takes_over = takes_over
-        self._begun: RemotePath | None = None  # destination of this writer's unfinished save
+        self._begun: Path | None = None  # destination of this writer's unfinished save
         self._upload: Upload | None = None  # set on the coordinator, from plan to finish
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = to_store_path(checkpoint_id)
+    @classmethod
+    def parse_id(cls, checkpoint_id: str | os.PathLike[str]) -> Path:
+        """Return the path in a store. Raises `Usage` for a local path."""
+        path = to_destination(checkpoint_id)
+        if not is_remote(path):
+            raise Usage("this is a local path, but only a path in a store is accepted here", path=path)
+        require_multi_process_store(path)
+        return path
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the destination, and return the plans with the task of each rank."""
@@ -152,7 +158,7 @@ class StoreWriter(PlannedWriter):
             *send_entries(destination, task, entries, planner),
         ]
         drop_cached_listing(self.path)
-        return completed_state_lines(results)
+        return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
         """Send the small files and the manifest, then the metadata, which publishes the checkpoint."""
@@ -191,30 +197,12 @@ class StoreWriter(PlannedWriter):
         except IOFailure as error:  # the checkpoint is complete, so training can continue
             warn(f"the checkpoint is complete, but its claim was not deleted: {error}")
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether an id is the URL of a prefix in a store that ckptkit writes to."""
-        try:
-            to_store_path(checkpoint_id)
-        except (TypeError, CkptError):
-            return False
-        return True
 
-
-def require_no_checkpoint_at(path: RemotePath) -> None:
+def require_no_checkpoint_at(path: Path) -> None:
     """Raise `Occupied` if a checkpoint is at a path in a store now. An incomplete save does not count."""
     drop_cached_listing(path)
     if (path / METADATA).exists() or Checkpoint.at(path).is_complete:
         raise destination_exists_error(path)
-
-
-def to_store_path(checkpoint_id: str | os.PathLike[str]) -> RemotePath:
-    """Return the path in a store that the user passed. Raises `Usage` for a local path."""
-    path = to_destination(checkpoint_id)
-    if not is_remote(path):
-        raise Usage("this is a local path, but only a path in a store is accepted here", path=path)
-    require_multi_process_store(path)
-    return path
 
 
 def lay_out_items(tensors: Iterable[WriteItem]) -> list[ShardItem]:
@@ -262,7 +250,7 @@ def send_entries(
 
 
 def collect_checksums(
-    results: Iterable[WriteResult], items: Mapping[str, list[ShardItem]], path: RemotePath
+    results: Iterable[WriteResult], items: Mapping[str, list[ShardItem]], path: Path
 ) -> dict[str, dict[int, int]]:
     """Return the CRC-32 of the data of each shard, by file and offset. Raises `Corrupt` if a shard was not written."""
     by_offset: dict[str, dict[int, int]] = {name: {} for name in items}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptkit.argument_types import with_checked_arguments
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import Unsupported
 from ckptkit.io.destination import require_multi_process_store, to_destination
 from ckptkit.io.path import is_remote
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
@@ -65,9 +66,15 @@ class Writer(PlannedWriter):
     def __repr__(self) -> str:
         return format_call(self, self._writer.path, format=self._format, overwrite=self._overwrite)
 
-    def _choose_writer(self, destination: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
-        path = to_destination(destination)
+    @classmethod
+    def parse_id(cls, checkpoint_id: str | os.PathLike[str]) -> Path:
+        """Return a local path, or a path in a store."""
+        path = to_destination(checkpoint_id)
         require_multi_process_store(path)
+        return path
+
+    def _choose_writer(self, destination: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
+        path = self.parse_id(destination)
         if is_remote(path):
             if self._format not in (None, FORMAT):
                 message = f"`{self._format}` cannot go straight to a store: several ranks would write one object"
@@ -97,12 +104,3 @@ class Writer(PlannedWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self._writer.finish(metadata, results)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether an id is a destination that ckptkit writes to: a local path, or the URL of a store."""
-        try:
-            require_multi_process_store(to_destination(checkpoint_id))
-        except (TypeError, CkptError):
-            return False
-        return True
