@@ -91,14 +91,8 @@ def with_renamed_entries(layout: Layout, names: Mapping[str, str], keys: Mapping
 
 def rename_tensors(layout: Layout, new_name: Callable[[str], str]) -> Layout:
     """Return the same tensors with new names, without blobs and copies. Raises `Mismatch` if two become equal."""
-    old_names: dict[str, str] = {}
-    for name in layout.tensors:
-        new = new_name(name)
-        if new in old_names:
-            raise name_clash_error(layout, old_names[new], name, new)
-        old_names[new] = name
-    tensors = {new: layout.tensors[old] for new, old in old_names.items()}
-    return replace(layout, tensors=tensors, blobs={}, keys={}, twins={}, spares={}, absent={})
+    alone = replace(layout, blobs={}, twins={}, spares={}, absent={})
+    return replace(with_new_key_paths(alone, {name: (new_name(name),) for name in layout.tensors}), keys={})
 
 
 def with_new_key_paths(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
@@ -109,7 +103,8 @@ def with_new_key_paths(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layo
         key = key_paths[name]
         new = ".".join(map(str, key))
         if new in old_names:
-            raise name_clash_error(layout, old_names[new], name, new)
+            message = f"`{old_names[new]}` and `{name}` would both get this name"
+            raise Mismatch(message, path=layout.path, tensor=new, hint="change --rename, or drop one with --exclude")
         old_names[new], keys[new] = name, key
     check_key_paths(layout, keys)
     names = {old: new for new, old in old_names.items()}
@@ -143,11 +138,6 @@ def rounded_tensors_and_copies(layout: Layout) -> tuple[Layout, Layout]:
     tensors = replace(layout, tensors=copied, blobs={}, twins={})
     copies = replace(tensors, tensors={name: layout.twins[name] for name in copied})
     return cast_tensors(tensors, lambda name, _: copies.tensors[name].spec.dtype), copies
-
-
-def name_clash_error(layout: Layout, one: str, other: str, new: str) -> Mismatch:
-    message = f"`{one}` and `{other}` would both get this name"
-    return Mismatch(message, path=layout.path, tensor=new, hint="change --rename, or drop one with --exclude")
 
 
 def cast_tensors(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout.box import Shape
 from ckptkit.words import count
 
+P = ParamSpec("P")
 Key = TypeVar("Key", bound=Hashable)
 Size = Shape | int
 Groups = Sequence[Sequence[int]]  # the parameter indices in each group
@@ -54,12 +55,10 @@ def match_in_order(
     return dict(zip(numbers, parameters, strict=True))
 
 
-def find_match_in_order(
-    groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold | None = None
-) -> dict[int, Key] | None:
-    """Return the parameter of each index, as `match_in_order`; None where that is not certain."""
+def find_certain(match: Callable[P, dict[int, Key]], *args: P.args, **kwargs: P.kwargs) -> dict[int, Key] | None:
+    """Return the result of `match_in_order` or `match_by_size` for these arguments; None where it is not certain."""
     try:
-        return match_in_order(groups, sizes, parameters, may_hold)
+        return match(*args, **kwargs)
     except (Corrupt, Unsupported):
         return None
 
@@ -121,16 +120,6 @@ def partial_model_error(keys: set[Key], models: Sequence[Mapping[Key, Size]]) ->
     without = next(key for key in model if key not in keys)
     message = f"expected {len(model)} parameters as in the model, found {len(keys)}: `{without!s}` has no index. Frozen"
     return Unsupported(f"{message} parameters explain that, and so does an optimizer of something that was not saved")
-
-
-def find_match_by_size(
-    groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]
-) -> dict[int, Key] | None:
-    """Return the parameter of each index, as `match_by_size`; None where that is not certain."""
-    try:
-        return match_by_size(groups, sizes, parameters)
-    except (Corrupt, Unsupported):
-        return None
 
 
 def match_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:

@@ -22,7 +22,7 @@ from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.axes import consecutive_pieces, cut_tensor_from_flat
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_match_by_size, find_match_in_order, is_counted_from_zero
+from ckptkit.layout.matching import find_certain, is_counted_from_zero, match_by_size, match_in_order
 from ckptkit.layout.wrappers import (
     PARAM_NAMES,
     is_flat_name,
@@ -79,7 +79,7 @@ def match_parameters(
     unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
     if unknown or not is_counted_from_zero(groups):
         return None
-    return (find_match_in_order if is_in_order else find_match_by_size)(groups, shapes, sizes)
+    return find_certain(match_in_order if is_in_order else match_by_size, groups, shapes, sizes)
 
 
 def match_names(
@@ -254,7 +254,7 @@ def is_fitting_units(
     """Return whether the indices can belong to the units, which all ranks shard equally."""
     sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
     padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
-    return find_match_in_order(groups, totals, padded) is not None
+    return find_certain(match_in_order, groups, totals, padded) is not None
 
 
 def join_unit_states(

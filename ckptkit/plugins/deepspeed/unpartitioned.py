@@ -18,7 +18,7 @@ from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_match_in_order, is_counted_from_zero, match_by_size
+from ckptkit.layout.matching import find_certain, is_counted_from_zero, match_by_size, match_in_order
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.model_states import ModelStates
@@ -212,7 +212,7 @@ def find_names_in_order(
     parameters = {name_of_index[number]: parameters[name_of_index[number]] for number in sorted(name_of_index)}
     if not is_counted_from_zero([numbers]) or len(masters or moments) != len(parameters):
         return []
-    agrees = [find_match_in_order([numbers], shapes, parameters) is not None for shapes in (moments, masters)]
+    agrees = [find_certain(match_in_order, [numbers], shapes, parameters) is not None for shapes in (moments, masters)]
     return list(parameters) if all(agrees) else []
 
 

@@ -18,7 +18,7 @@ from ckptkit.formats.archives.flatten import FlatState, find_dict_items
 from ckptkit.formats.archives.values import find_parameter_indices_by_group
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_match_in_order
+from ckptkit.layout.matching import find_certain, match_in_order
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.megatron.saved import OPTIMIZER, SavedRank
 
@@ -134,7 +134,7 @@ def match_by_shape_and_decay(
     shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
     if any(PARAM_NAMES in group for group in groups):
         return match_by_names_in_groups(groups, numbers, shapes, parameters)
-    matched = find_match_in_order(numbers, shapes, parameters, may_hold)
+    matched = find_certain(match_in_order, numbers, shapes, parameters, may_hold)
     if matched is None:
         raise Uncertain
     return matched
@@ -198,7 +198,7 @@ def add_masters(named: NamedOptimizer, saved: SavedRank, masters: Sequence[Any])
         narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
         flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in list_or_uncertain(values)))
         shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
-        matched = find_match_in_order([list(flats)], shapes, narrow)
+        matched = find_certain(match_in_order, [list(flats)], shapes, narrow)
         if matched is None:
             raise Uncertain
         for number, flat in flats.items():
