@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout.box import Box
+from ckptkit.layout.plan import restrict_to_needed
 from ckptkit.models.names.weights import find_weights
 from ckptkit.storage import LayoutReader, Reader
-from ckptkit.storage.reader import needed_in_dtypes_of
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers
@@ -169,7 +169,7 @@ def test_no_chunk_is_looked_for_that_is_not_needed(produce: Produce) -> None:
     assert [chunk.size for chunk in stored.chunks] == [(3, 6), (3, 6), (1, 6)]
     rows = stored.chunks[0]._replace(box=Box((4, 0), (3, 6)))
     wanted = replace(layout, tensors={"up.weight": replace(stored, chunks=(rows,))})
-    assert {name: t.chunks for name, t in needed_in_dtypes_of(layout, wanted).tensors.items()} == {
+    assert {name: t.chunks for name, t in restrict_to_needed(layout, wanted).tensors.items()} == {
         "up.weight": stored.chunks[1:]
     }
 
