@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ckptkit.entry_points import import_object
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
@@ -188,71 +187,49 @@ def hint_on_kept_data(destination: Destination) -> Iterator[None]:
         raise
 
 
-class FileStream:
-    """A file of `nbytes` bytes that is written from start to end, while several threads send it to a destination.
+def send_file(there: Destination, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:
+    """Send a complete file of `nbytes` bytes, whose `blocks` come in order, with `SENDERS` threads.
 
-    Use it as a context manager: `write` or the end of the block raises an error of a thread. After the block, the file
-    is complete in the destination. One piece is filled while `SENDERS` others are sent.
+    A block is copied before the next one is asked for. One piece is filled while `SENDERS` others are sent. Raises
+    `ValueError` for another number of bytes.
     """
+    from concurrent.futures import ThreadPoolExecutor  # deferred: slow to import, and rarely needed
 
-    def __init__(self, there: Destination, name: str, nbytes: int) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # deferred: slow to import, and rarely needed
-
-        self.crc = 0  # of all bytes that were sent
-        self._there = there
-        self._name = name
-        self._pieces = cut_into_pieces(name, nbytes)
-        self._piece = next(self._pieces)
-        self._data = new_piece_buffer(self._piece.length)
-        self._filled = 0
-        self._threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="ckptkit-send")
-        self._sending: deque[tuple[int, Future[int]]] = deque()  # (number of bytes, future CRC-32) of each piece
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes, which are copied. Raises `ValueError` for more bytes than planned."""
-        view = memoryview(data)
-        while view:
-            length = min(len(view), self._piece.length - self._filled)
-            if not length:
-                raise ValueError(f"{self._name}: more bytes than were planned")
-            self._data[self._filled : self._filled + length] = view[:length]
-            self._filled += length
-            view = view[length:]
-            if self._filled == self._piece.length:
-                self._submit_piece()
-
-    def _submit_piece(self) -> None:
-        while len(self._sending) >= SENDERS:
-            self._wait_for_oldest_piece()
-        self._sending.append((self._filled, self._threads.submit(self._put_piece, self._piece, self._data)))
-        following = next(self._pieces, None)
-        if following is not None:
-            self._piece = following
-            self._data = new_piece_buffer(following.length)
-            self._filled = 0
-
-    def _put_piece(self, piece: FilePiece, data: memoryview) -> int:
+    def put(piece: FilePiece, data: memoryview) -> tuple[int, int]:
         crc = crc32(data)
-        self._there.put(piece, data, crc)
-        return crc
+        there.put(piece, data, crc)
+        return crc, piece.length
 
-    def _wait_for_oldest_piece(self) -> None:
-        """Wait until the oldest piece is sent."""
-        length, sent = self._sending.popleft()
-        self.crc = combine_crc32(self.crc, sent.result(), length)
+    total = 0  # the CRC-32 of the pieces that were sent
+    sending: deque[Future[tuple[int, int]]] = deque()
+    threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="ckptkit-send")
+    try:
+        for piece, data in fill_pieces(name, nbytes, iter(blocks)):
+            if len(sending) == SENDERS:
+                total = combine_crc32(total, *sending.popleft().result())
+            sending.append(threads.submit(put, piece, data))
+        for sent in sending:
+            total = combine_crc32(total, *sent.result())
+        there.finish_file(name, total)
+    except BaseException as error:
+        there.stop(error)
+        raise
+    finally:
+        threads.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        try:
-            if error is not None:
-                self._there.stop(error)
-            else:
-                if self._filled < self._piece.length:
-                    raise ValueError(f"{self._name}: fewer bytes than were planned")
-                while self._sending:
-                    self._wait_for_oldest_piece()
-                self._there.finish_file(self._name, self.crc)
-        finally:
-            self._threads.shutdown(cancel_futures=True)
+def fill_pieces(name: str, nbytes: int, blocks: Iterator[bytes | memoryview]) -> Iterator[tuple[FilePiece, memoryview]]:
+    """Yield the pieces of a file with their bytes. Takes all blocks to their end."""
+    rest = memoryview(b"")
+    for piece in cut_into_pieces(name, nbytes):
+        data, filled = new_piece_buffer(piece.length), 0
+        while filled < piece.length:
+            rest = rest or next((memoryview(block) for block in blocks if block), rest)
+            if not rest:
+                raise ValueError(f"{name}: fewer bytes than were planned")
+            length = min(len(rest), piece.length - filled)
+            data[filled : filled + length] = rest[:length]
+            filled, rest = filled + length, rest[length:]
+        yield piece, data
+    if rest or any(blocks):
+        raise ValueError(f"{name}: more bytes than were planned")

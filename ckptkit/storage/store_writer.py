@@ -32,9 +32,9 @@ from ckptkit.formats.dcp.write_metadata import dump_metadata
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.destination import (
     Destination,
-    FileStream,
     open_destination,
     require_multi_process_store,
+    send_file,
     to_destination,
 )
 from ckptkit.io.file import destination_exists_error
@@ -212,27 +212,31 @@ def lay_out_items(tensors: Iterable[WriteItem]) -> list[ShardItem]:
 
 def send_tensors(
     destination: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
-) -> Iterator[WriteResult]:
-    """Send the file with a rank's shards. Yields the CRC-32 of each shard's data, by file and offset."""
+) -> list[WriteResult]:
+    """Send the file with a rank's shards. Returns the CRC-32 of each shard's data, by file and offset."""
     placed = lay_out_items(items)
     if size_of_file(placed) != task.nbytes:
         raise Mismatch(f"the planner changed its plan: expected {task.nbytes} bytes, found {size_of_file(placed)}")
-    if not placed:
-        return
     name = tensors_file_name(task.rank)
-    buffers = Buffers()
-    with FileStream(destination, name, task.nbytes) as stream:
+    results: list[WriteResult] = []
+
+    def blocks() -> Iterator[bytes | memoryview]:
+        buffers = Buffers()
         for item, place in zip(items, placed, strict=True):
             assert place.envelope is not None
-            stream.write(bytes_around_data(place.envelope, 0)[0])
+            yield bytes_around_data(place.envelope, 0)[0]
             checksum = 0
             tensor = resolve_tensor(item, planner)
             for box in cut_box(full_box(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
                 block = read_row_major(view_of_box(tensor, box), buffers[tensor.device])
                 checksum = crc32(block, checksum)
-                stream.write(block)
-            stream.write(bytes_around_data(place.envelope, checksum)[1])
-            yield WriteResult(item.index, tensor.nbytes, {(name, place.offset): checksum})
+                yield block
+            yield bytes_around_data(place.envelope, checksum)[1]
+            results.append(WriteResult(item.index, tensor.nbytes, {(name, place.offset): checksum}))
+
+    if placed:
+        send_file(destination, name, task.nbytes, blocks())
+    return results
 
 
 def send_entries(

@@ -24,7 +24,7 @@ import ckptkit
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import IOFailure, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io import pieces
-from ckptkit.io.destination import SENDERS, FileStream
+from ckptkit.io.destination import SENDERS, send_file
 from ckptkit.io.path import to_path
 from ckptkit.io.pieces import PART_BYTES, cut_into_pieces
 from ckptkit.storage import Reader, Writer, find_cause
@@ -210,14 +210,15 @@ def test_a_stream_holds_a_few_pieces(tmp_path: Path) -> None:
         def finish_file(self, name: str, crc: int) -> None:
             pass
 
+        def stop(self, error: BaseException) -> None:
+            pass
+
     size = 7 * PART_BYTES + 5
     there: Any = There()
-    with FileStream(there, "x", size) as stream:
-        for piece in cut_into_pieces("x", size):
-            stream.write(bytes(piece.length))
+    send_file(there, "x", size, (bytes(piece.length) for piece in cut_into_pieces("x", size)))
     assert most == SENDERS
-    with pytest.raises(ValueError, match="fewer bytes"), FileStream(there, "x", 5) as stream:
-        stream.write(b"1234")
+    with pytest.raises(ValueError, match="fewer bytes"):
+        send_file(there, "x", 5, [b"1234"])
 
 
 # -- together ----------------------------------------------------------------------------------------------------------

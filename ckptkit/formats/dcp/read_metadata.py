@@ -34,50 +34,32 @@ _CHUNK_FIELDS = ["offsets", "sizes"]
 _INFO_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
 _BATCH = 4096  # records that are parsed together
 
-_PACKAGE = "torch.distributed.checkpoint"
-_NAMES = frozenset(
-    [
-        *(
-            (f"{package}.metadata", name)
-            for package in (_PACKAGE, "torch.distributed._shard.checkpoint")
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "TensorProperties",
-                "ChunkStorageMetadata",
-                "BytesStorageMetadata",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        (f"{_PACKAGE}.filesystem", "_StorageInfo"),
-        ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
-        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-        # Megatron-LM stores its save plans in the metadata
-        *(
-            (f"{_PACKAGE}.planner", name)
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-        ),
-        (f"{_PACKAGE}.filesystem", "_StoragePrefix"),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
-        # OLMo-core has its own writer, whose classes have torch's names
-        ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("olmo_core.distributed.checkpoint.filesystem", "_StoragePrefix"),
-        *(("torch", name) for name in (*DTYPES, "Size", "strided")),
-        ("torch.serialization", "_get_layout"),
-        *(
-            (module, name)
-            for module in ("pathlib", "pathlib._local")
-            for name in ("PosixPath", "PurePosixPath", "WindowsPath")
-        ),
-        ("collections", "OrderedDict"),
-        ("builtins", "getattr"),  # Python 3.11.2 pickles enum members with it; it is never called
-        ("__builtin__", "getattr"),
-    ]
+_RECORDS = (
+    "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata BytesStorageMetadata "
+    "StorageMeta _MEM_FORMAT_ENCODING"
 )
+_PATHS = "PosixPath PurePosixPath WindowsPath"
+_NAMES_BY_MODULE = {
+    "torch.distributed.checkpoint.metadata": _RECORDS,
+    "torch.distributed._shard.checkpoint.metadata": _RECORDS,
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed._shard.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    # Megatron-LM stores its save plans in the metadata
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    # OLMo-core has its own writer, whose classes have torch's names
+    "olmo_core.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch": " ".join((*DTYPES, "Size", "strided")),
+    "torch.serialization": "_get_layout",
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "collections": "OrderedDict",
+    # Python 3.11.2 pickles enum members with it; it is never called
+    "builtins": "getattr",
+    "__builtin__": "getattr",
+}
+_NAMES = frozenset((module, name) for module, names in _NAMES_BY_MODULE.items() for name in names.split())
 _OPTIMIZER = re.compile(r"(?:(chained_[0-9]+)\.)?(optimizer)\.(.+)", re.DOTALL)
 _MOMENT = re.compile(r"(state)\.([^.]+)\.(.+)", re.DOTALL)
 

@@ -65,24 +65,21 @@ _HOLDERS = {
 _WRAPPING = ("torchao", "transformer_engine")  # packages of tensor classes, which are never imported
 OR_EXCLUDE = ", or drop the entry with --exclude"
 _MADE_ANEW = "._make_in_reduce_ex"  # the function with which Transformer Engine rebuilds a tensor
-_TORCH_NAMES = frozenset(
-    [
-        *(("torch", name) for name in (*DTYPES, *STORAGES, "Size", "device", "Tensor", "strided")),
-        *(("torch._utils", name) for name in (*_REBUILDS, *_REFUSED)),
-        ("torch._tensor", "_rebuild_from_type_v2"),
-        ("torch.storage", "UntypedStorage"),
-        ("torch.nn.parameter", "Parameter"),
-        ("torch.nn.parameter", "Buffer"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "QUInt8Storage"),
-        ("torch", "QInt8Storage"),
-        ("torch", "QInt32Storage"),
-        ("torch", "per_tensor_affine"),
-        ("torch", "per_channel_affine"),
-        ("collections", "OrderedDict"),
-        *(("builtins", "getattr"), ("__builtin__", "getattr")),  # for nested classes; a call of it is a name
-    ]
-)
+_NAMES_BY_MODULE = {
+    "torch": (
+        *(*DTYPES, *STORAGES, "QUInt8Storage", "QInt8Storage", "QInt32Storage"),
+        *("Size", "device", "Tensor", "strided", "per_tensor_affine", "per_channel_affine"),
+    ),
+    "torch._utils": (*_REBUILDS, *_REFUSED),
+    "torch._tensor": ("_rebuild_from_type_v2",),
+    "torch.storage": ("UntypedStorage",),
+    "torch.nn.parameter": ("Parameter", "Buffer"),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    # for nested classes; a call of it is a name
+    "builtins": ("getattr",),
+    "__builtin__": ("getattr",),
+}
 
 
 class _Names:
@@ -90,8 +87,8 @@ class _Names:
 
     def __contains__(self, name: object) -> bool:
         match name:
-            case (str(module), str()):
-                return module.partition(".")[0] in _WRAPPING or name in _TORCH_NAMES
+            case (str(module), str(known)):
+                return module.partition(".")[0] in _WRAPPING or known in _NAMES_BY_MODULE.get(module, ())
         return False
 
 

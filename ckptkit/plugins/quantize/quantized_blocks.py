@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +22,46 @@ from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
-from ckptkit.layout.small_floats import LARGEST, round_to_e4m3
+from ckptkit.layout.small_floats import SMALL_FLOATS
 
 _PART = 1 << 18  # elements at a time, as in `casting`
 _E8M0, _TINY = DTYPES["float8_e8m0fnu"], np.finfo(np.float32).tiny
 _LEAST = {"bfloat16": 2.0**-7, "float32": 2.0**-23}  # the scale of a box of zeros
+
+
+# Rounding to float8_e4m3fn is to nearest, ties to even, as in torch.
+#
+# The upper 16 bits of a float32 determine the result, if their last bit is set wherever the lower half is not zero.
+# This neither creates nor removes ties, since these bits have four more mantissa bits than the result. There are
+# 65,536 upper halves, so a table has all results.
+_MOST = 448.0
+_SIGN, _NAN = 0x80, 0x7F
+_ABOVE = 0x7F81  # upper halves from here on are NaN
+
+
+def round_to_e4m3(values: Array) -> Array:
+    """Return float32 values as bytes of float8_e4m3fn. Magnitudes above 448 become 448; NaN stays NaN."""
+    bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
+    halves = bits & 0xFFFF
+    halves += 0xFFFF  # carries into bit 16 unless the lower half is zero
+    halves |= bits
+    halves >>= 16
+    codes: Array = rounding_table().take(halves.astype(np.intp), mode="clip")
+    return codes
+
+
+@cache
+def rounding_table() -> Array:
+    """Return the result byte for each upper half of a float32."""
+    halves = np.arange(_ABOVE, dtype=np.uint32)
+    values = np.left_shift(halves, 16).view(np.float32).astype(np.float64)
+    numbers = np.array(SMALL_FLOATS["float8_e4m3fn"].value_by_bits[:_NAN])
+    between = (numbers[:-1] + numbers[1:]) / 2
+    below = np.searchsorted(between, values)  # for a tie, the lower neighbor
+    is_tie = between[np.minimum(below, len(between) - 1)] == values
+    codes = np.full(1 << 15, _NAN, np.uint8)
+    codes[:_ABOVE] = below + (is_tie & (below % 2 == 1))
+    return np.concatenate([codes, codes | np.uint8(_SIGN)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +85,12 @@ class Grid:
         """
         if self.by_division:
             scales = np.frombuffer(
-                round_to_bytes(peaks / np.float32(LARGEST), FLOAT32, self.dtype), f"u{self.dtype.itemsize}"
+                round_to_bytes(peaks / np.float32(_MOST), FLOAT32, self.dtype), f"u{self.dtype.itemsize}"
             )
             wide = widener(self.dtype)(scales).reshape(peaks.shape)
             return np.where(wide == 0, np.float32(_LEAST[self.dtype.name]), wide)
         with np.errstate(divide="ignore", over="ignore"):
-            factors = np.float32(1) / peaks * np.float32(LARGEST)  # in two steps, as torch divides a scalar by a tensor
+            factors = np.float32(1) / peaks * np.float32(_MOST)  # in two steps, as torch divides a scalar by a tensor
         factors = np.where(np.isfinite(factors), factors, np.float32(1))
         return np.float32(1) / next_powers(np.float32(1) / factors) if self.dtype == _E8M0 else factors
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ckptkit.layout.small_floats import round_to_e4m3
+from ckptkit.plugins.quantize.quantized_blocks import round_to_e4m3
 
 HALVES = np.arange(1 << 16, dtype=np.uint32) << 16
 RANDOM = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
