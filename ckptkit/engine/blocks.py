@@ -77,15 +77,11 @@ class Gatherer:
                 crc = crc32(step_target, crc)
         return ReadRun(chunk, start, len(target), crc)
 
-    def read_file_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of a file from `offset` on."""
-        self.files[path].read_into(target, offset)
-
     def checksum(self, path: str, offset: int, length: int) -> int:
         crc = 0
         for start in range(0, length, BLOCK_BYTES):
             target = self.scratch[: min(BLOCK_BYTES, length - start)]
-            self.read_file_into(path, offset + start, target)
+            self.files[path].read_into(target, offset + start)
             crc = crc32(target, crc)
         return crc
 

@@ -136,9 +136,8 @@ def scan_files(
         return sums.inside(block.target.chunk.path, block.start, block.nbytes)
 
     def sum_block(worker: Worker, block: Block) -> list[int]:
-        data, path = worker.input_buffer(block.nbytes), block.target.chunk.path
         try:
-            worker.sources[0].read_file_into(path, block.start, data)
+            data = worker.read_stored_bytes(block)
         except CkptError as error:
             with reporting:
                 report(error.blame(tensor=inside(block)[0][0].name or None).with_traceback(None))

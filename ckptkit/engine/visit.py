@@ -95,12 +95,10 @@ def find_damaged_ranges(
     damage: dict[Run, CkptError] = {}
 
     def sum_block(worker: Worker, block: Block) -> int | CkptError:
-        chunk, data = block.target.chunk, worker.input_buffer(block.nbytes)
         try:
-            worker.sources[0].read_file_into(chunk.path, chunk.offset + block.start, data)
+            return crc32(worker.read_stored_bytes(block))
         except (Corrupt, IOFailure) as error:
             return error.with_traceback(None)
-        return crc32(data)
 
     def record(block: Block, seen: int | CkptError, _pieces: Pieces) -> None:
         run = byte_range_of_chunk(block.target.chunk)
@@ -196,6 +194,12 @@ class Worker:
     def write_block(self, block: Block, data: memoryview) -> None:
         chunk = block.target.chunk
         self.files[chunk.path].write_at(data, chunk.offset + block.start)
+
+    def read_stored_bytes(self, block: Block) -> memoryview:
+        """Return the bytes at the place of a block in the files of the first source, until the next read."""
+        chunk, data = block.target.chunk, self.input_buffer(block.nbytes)
+        self.sources[0].files[chunk.path].read_into(data, chunk.offset + block.start)
+        return data
 
 
 def visit_blocks(

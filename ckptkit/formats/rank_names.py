@@ -1,12 +1,16 @@
-"""Recognize files or directories of one set by their names: `rank-0-of-2`, `sdp_00` beside `sdp_01`."""
+"""Recognize files or directories of one set by their names: `rank-0-of-2`, `sdp_00` beside `sdp_01`; read them all."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from ckptkit.errors import Unsupported, and_more
+from ckptkit.errors import CkptError, Report, Unsupported, and_more
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 JOIN = "join them with the program that saved them"
 _NAMED = 6  # names in a message
@@ -81,3 +85,16 @@ def sibling_names(name: str, match: re.Match[str], names: Iterable[str]) -> dict
     start, end = match.span("number")
     pattern = re.compile(re.escape(name[:start]) + "([0-9]{1,8})" + re.escape(name[end:]))
     return {other[0]: int(other[1]) for other in map(pattern.fullmatch, names) if other}
+
+
+def read_each_file(
+    root: Path, files: Mapping[Key, str], read: Callable[[Key, str], Value], report: Report
+) -> dict[Key, Value]:
+    """Return the result of `read` for each file in `root`, by its key, in order. Reports those that cannot be read."""
+    results: dict[Key, Value] = {}
+    for key, name in files.items():
+        try:
+            results[key] = read(key, name)
+        except CkptError as error:
+            report(error.blame(path=root / name))
+    return results

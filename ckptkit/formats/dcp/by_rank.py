@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Report
 from ckptkit.formats.archives.locate import ENVELOPE, locate_in_archives
 from ckptkit.formats.dcp.read_metadata import Entry, Reading, read_metadata
-from ckptkit.formats.each_file import read_each_file
+from ckptkit.formats.rank_names import read_each_file
 from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, read_at

@@ -13,9 +13,9 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.archives.state_files import archive_extents_of, check_files, read_raw_pickle
-from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
+from ckptkit.formats.rank_names import read_each_file
 from ckptkit.formats.ranks.example import example_of_checkpoint
 from ckptkit.formats.ranks.names import (
     BARE,

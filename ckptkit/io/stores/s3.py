@@ -82,7 +82,8 @@ class S3Bucket:
     def __init__(self, root: Path) -> None:
         self.name = root.parts[1]
         self.root = root  # for the URLs in error messages
-        self._files = S3Store(str(root))._files
+        self._store = S3Store(str(root))
+        self._files = self._store._files
 
     def call_operation(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
         """Return the response to an operation, such as `put_object`, on an object or on the bucket.
@@ -95,7 +96,7 @@ class S3Bucket:
         try:
             response: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
         except Exception as error:  # every library has its own exceptions, and those of its dependencies
-            raise self._to_ckpt_error(error, key) from error
+            raise self._store.to_ckpt_error(error, self.root / key) from error
         return response
 
     def read_object(self, key: str) -> bytes:
@@ -114,11 +115,8 @@ class S3Bucket:
         try:
             content: bytes = sync(self._files.loop, read_body, body)
         except Exception as error:
-            raise self._to_ckpt_error(error, key) from error
+            raise self._store.to_ckpt_error(error, self.root / key) from error
         return content
-
-    def _to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
-        return to_s3_error(fetch_error_detail(self._files, self.name, error), self.root / key)
 
 
 class RequestBody(IOBase):

@@ -15,9 +15,9 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten
 from ckptkit.formats.archives.state_files import archive_extents_of, check_files, read_state_file
-from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
+from ckptkit.formats.rank_names import read_each_file
 from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.layout.wrappers import PARAM_NAMES

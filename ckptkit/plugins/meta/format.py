@@ -15,9 +15,9 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten
 from ckptkit.formats.archives.state_files import archive_extents_of, check_files, is_torch_save, read_state_file
-from ckptkit.formats.each_file import read_each_file
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
+from ckptkit.formats.rank_names import read_each_file
 from ckptkit.formats.shards.join_ranks import (
     BY_COLUMNS,
     BY_ROWS,
