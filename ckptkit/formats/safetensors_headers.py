@@ -56,17 +56,17 @@ _PACKED = "float4_e2m1fn_x2"  # torch counts two numbers as one element; the hea
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_header_chunks(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
-    """Return the chunk of each tensor in a file.
+def read_header_chunks(path: Path) -> dict[str, Chunk]:
+    """Return the chunk of each tensor in a file, as `read_header_with_metadata`."""
+    return read_header_with_metadata(path, is_shard=False)[0]
+
+
+def read_header_with_metadata(path: Path, *, is_shard: bool) -> tuple[dict[str, Chunk], dict[str, str]]:
+    """Return the chunk of each tensor in a file, and `__metadata__` without torch's keys and tensors' names.
 
     Refuses everything that the safetensors library refuses, and equal keys. A chunk is a full tensor, unless the file
     has its position in a larger one; with `is_shard` it must have one for each.
     """
-    return read_header_with_metadata(path, is_shard=is_shard)[0]
-
-
-def read_header_with_metadata(path: Path, *, is_shard: bool = False) -> tuple[dict[str, Chunk], dict[str, str]]:
-    """Return what `read_header_chunks` does, and `__metadata__` without torch's keys and tensors' names."""
     header, data_start, size = load_raw_header(path)
     metadata = header.pop("__metadata__", None)
     starts = read_shard_starts(metadata, path)
