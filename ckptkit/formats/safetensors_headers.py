@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import RESTORE, Corrupt, Unsupported, truncated_error
+from ckptkit.errors import RESTORE, Corrupt, Report, Unsupported, raise_problem, truncated_error
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import find_wrong_kind_error, opening, read_at
 from ckptkit.layout import Chunk, Spec
@@ -61,11 +61,13 @@ def read_header_chunks(path: Path) -> dict[str, Chunk]:
     return read_header_with_metadata(path, is_shard=False)[0]
 
 
-def read_header_with_metadata(path: Path, *, is_shard: bool) -> tuple[dict[str, Chunk], dict[str, str]]:
+def read_header_with_metadata(
+    path: Path, *, is_shard: bool, report: Report = raise_problem
+) -> tuple[dict[str, Chunk], dict[str, str]]:
     """Return the chunk of each tensor in a file, and `__metadata__` without torch's keys and tensors' names.
 
     Refuses everything that the safetensors library refuses, and equal keys. A chunk is a full tensor, unless the file
-    has its position in a larger one; with `is_shard` it must have one for each.
+    has its position in a larger one; with `is_shard` it must have one for each. Reports a file of another size.
     """
     header, data_start, size = load_raw_header(path)
     metadata = header.pop("__metadata__", None)
@@ -76,7 +78,7 @@ def read_header_with_metadata(path: Path, *, is_shard: bool) -> tuple[dict[str, 
     chunks = {
         name: parse_header_entry(name, entry, starts.get(name), path, data_start) for name, entry in header.items()
     }
-    require_no_gaps(chunks, path, data_start, size)
+    require_no_gaps(chunks, path, data_start, size, report)
     free = {key: text for key, text in (metadata or {}).items() if key not in chunks and not _OWN.match(key)}
     return chunks, free
 
@@ -152,8 +154,10 @@ def shape_for_header(spec: Spec) -> Shape:
     return (*spec.shape[:-1], spec.shape[-1] * 2)
 
 
-def require_no_gaps(chunks: Mapping[str, Chunk], path: Path, start: int, size: int) -> None:
-    """Raise `Corrupt` unless the chunks fill the file from `start` to `size` without gap or overlap."""
+def require_no_gaps(
+    chunks: Mapping[str, Chunk], path: Path, start: int, size: int, report: Report = raise_problem
+) -> None:
+    """Raise `Corrupt` for a gap or overlap of the chunks, which begin at `start`; report a file of another size."""
     places = sorted((chunk.offset, chunk.length, name) for name, chunk in chunks.items())
     at = start
     for offset, length, name in places:
@@ -163,9 +167,9 @@ def require_no_gaps(chunks: Mapping[str, Chunk], path: Path, start: int, size: i
             raise Corrupt(message, path=path, tensor=name)
         at += length
     if size < at:
-        raise truncated_error(at, size, path=path, by="header")
+        report(truncated_error(at, size, path=path, by="header"))
     if size > at:
-        raise Corrupt(f"expected {at} bytes (header), found {size}: bytes were appended", path=path, hint=RESTORE)
+        report(Corrupt(f"expected {at} bytes (header), found {size}: bytes were appended", path=path, hint=RESTORE))
 
 
 def require_storable_spec(name: str, spec: Spec) -> None:

@@ -79,7 +79,8 @@ class HuggingFace(FormatWriter):
         unread = set(indexed.missing)
         for file in iterate_with_prefetch(indexed.root, indexed.names, lambda name: [(name, 0, _HEAD)]):
             try:
-                header, more = read_header_with_metadata(indexed.root / file, is_shard=indexed.world_size is not None)
+                is_shard = indexed.world_size is not None
+                header, more = read_header_with_metadata(indexed.root / file, is_shard=is_shard, report=report)
             except CkptError as error:
                 unread.add(file)
                 report(error)
