@@ -88,11 +88,15 @@ class CopiedFiles(Summarized):
 
 @dataclass(frozen=True, slots=True)
 class CopiedComponent:
-    """A component of the checkpoint: its files, their byte ranges, and its directory relative to the checkpoint."""
+    """A component of the checkpoint: its files, their byte ranges, and its directory relative to the checkpoint.
+
+    `small_bytes` are in small entries, whose CRC-32 was verified when the archives were opened.
+    """
 
     own: OwnFiles
     extents: tuple[Extent, ...]
     place: str
+    small_bytes: int
 
     def name_in_checkpoint(self, file: str) -> str:
         return f"{self.place}/{file}" if self.place else file
@@ -233,9 +237,10 @@ def read_component_to_copy(
     with translate_os_errors(component.path):
         layout = component.reader.read(component.path, problems.add)
         own = OwnFiles(component.reader, component.path, layout, component.manifest, others)
-        _, extents = check_zip_wrappers(own, file_sizes_of(own, problems), problems, with_packed=False)
+        content, extents = check_zip_wrappers(own, file_sizes_of(own, problems), problems, with_packed=False)
     place = "" if own.root == root else str(own.root.relative_to(root))
-    return CopiedComponent(own, tuple(extents), place)
+    small_bytes = max(0, content - sum(extent.length for extent in extents))
+    return CopiedComponent(own, tuple(extents), place, small_bytes)
 
 
 def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
@@ -264,13 +269,14 @@ def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tupl
 def count_checksummed_bytes(component: CopiedComponent) -> int:
     """Return the number of bytes with a CRC-32: files in the manifest, and byte ranges with a checksum elsewhere."""
     own = component.own
+    if own.recorded_file_sums:
+        return sum(file.nbytes for file in own.recorded_file_sums.values())
     ranges = {
         (extent.path, extent.offset): extent.length
         for extent in component.extents
         if own.expected_checksum(extent) is not None
     }
-    in_ranges = sum(length for (path, _), length in ranges.items() if path not in own.recorded_file_sums)
-    return in_ranges + sum(file.nbytes for file in own.recorded_file_sums.values())
+    return component.small_bytes + sum(ranges.values())
 
 
 def copy_into_sink(

@@ -29,6 +29,7 @@ def test_a_copy_has_the_same_files(producer: producers.Producer, produce: Produc
     assert files_in(tmp_path / "copy") == files_in(root)
     assert done.nbytes == done.sent_bytes == sum(map(len, files_in(root).values()))
     assert done.checked_bytes + done.unchecked_bytes == done.nbytes
+    assert done.checked_bytes >= sum(part.checked_bytes for part in ckptkit.verify(root))
     assert ckptkit.diff(root, tmp_path / "copy").is_equal
 
 
