@@ -257,10 +257,17 @@ class Merging:
         if not fitting_parameters:
             a, b = source.shape_of_tensor(update.a), source.shape_of_tensor(update.b)
             message = f"the base does not have a `{update.module}` that fits matrices {list(b)} and {list(a)}"
-            raise source.mismatch_error(message, update.a, hint=hint_similar_name(update.module, self.base))
-        names = ", ".join(sorted({name for name, _ in fitting_parameters}))
-        message = f"the matrices fit several parameters of the base ({names}), and no file says which one"
-        raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
+            # weights of single experts that are dequantized have no bytes that could be joined to one tensor
+            experts_apart = update.module.endswith(".experts") and any(".experts.0." in name for name in self.plain)
+            hint = "dequantize the base first: ckptkit consolidate BASE OUT --dtype bf16" if experts_apart else None
+            raise source.mismatch_error(message, update.a, hint=hint or hint_similar_name(update.module, self.base))
+        names = sorted({name for name, _ in fitting_parameters})
+        message = f"the matrices fit several parameters of the base ({', '.join(names)}), and no file says which one"
+        if len(names) == 1:
+            sides = list(self.tensors[names[0]].spec.shape[1:])
+            message = f"the experts `{names[0]}` have equal sides {sides}: no shape tells which side lora_A belongs to"
+        hint = "merge it with PEFT: `model.merge_and_unload()`"
+        raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a, hint=hint)
 
     def fitting_parameters(self, source: AdapterSource, update: WeightUpdate) -> Iterator[tuple[str, Kind]]:
         """Yield the parameters of a module whose shape fits an update, with the kind of product."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.errors import Unsupported, Usage
+from ckptkit.errors import Mismatch, Unsupported, Usage
 from tests.adapters.test_merge import ADAPTER, EXPERTS, MODEL, SAID, Made, assert_merged, edit, tiny_mixtral
 
 pytest.importorskip("peft", reason="PEFT is the judge of adapters")
@@ -156,3 +156,21 @@ def test_an_option_that_would_do_nothing_is_refused(made: Made, tmp_path: Path) 
         ckptkit.merge(made.base, made.saved, tmp_path / "out", experts_layout="unsloth")
     with pytest.raises(Usage, match="experts_layout has no effect without merge or experts"):
         ckptkit.consolidate(made.saved, tmp_path / "out", experts_layout="peft")
+
+
+def test_experts_that_cannot_be_merged_say_what_helps(tmp_path: Path) -> None:
+    def square() -> Any:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": COUNT}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+    even = Made(tmp_path / "even", square(), target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(Unsupported, match=r"equal sides \[24, 24\]") as refused:
+        ckptkit.merge(even.base, even.saved, tmp_path / "out")
+    assert "PEFT" in str(refused.value.hint)
+    ckptkit.consolidate(even.base, tmp_path / "fp8", quantize="fp8-channel")
+    with pytest.raises(Mismatch) as other:
+        ckptkit.merge(tmp_path / "fp8", even.saved, tmp_path / "out")
+    assert "dequantize the base first" in str(other.value.hint)
