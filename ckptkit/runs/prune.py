@@ -170,7 +170,7 @@ def plan_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBack
     freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
         return replace(entry, reason="its weights alone are not smaller")
-    reason = f"only its weights stay; deletes {first_of(demotion.deletes, 6)}"
+    reason = f"only its weights stay, in bfloat16; deletes {first_of(demotion.deletes, 6)}"
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 

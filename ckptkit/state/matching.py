@@ -217,10 +217,10 @@ def match_sides(one: Side, two: Side) -> Pair:
         larger = one if one.left_out else two
         rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in larger.left_out[:4])
         more = ", ..." if larger.left_out[4:] else ""
-        remarks.append(f"compared only the model: {larger.layout.root} also has {rest}{more}")
+        remarks.append(f"compared only the model: {larger.layout.path} also has {rest}{more}")
         one, two = one.only_weights(), two.only_weights()
     wrapped = [side for side in (one, two) if side.wrapper and one.wrapper != two.wrapper]
-    remarks += [f"removed the prefix `{side.wrapper}.` from the names in {side.layout.root}" for side in wrapped]
+    remarks += [f"removed the prefix `{side.wrapper}.` from the names in {side.layout.path}" for side in wrapped]
     tied = with_ties_of(two, one)
     return with_ties_of(one, two), tied.with_layout_and_remarks(tied.layout, *remarks)
 

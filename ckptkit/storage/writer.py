@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptkit.argument_types import with_checked_arguments
-from ckptkit.errors import Unsupported
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.formats import find_format_of_file_name
 from ckptkit.io.destination import require_multi_process_store, to_destination
 from ckptkit.io.path import is_remote
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
@@ -68,9 +69,12 @@ class Writer(PlannedWriter):
 
     @classmethod
     def parse_id(cls, checkpoint_id: str | os.PathLike[str]) -> Path:
-        """Return a local path, or a path in a store."""
+        """Return a local path, or a path in a store. Raises `Usage` for the name of a file: ranks write a directory."""
         path = to_destination(checkpoint_id)
         require_multi_process_store(path)
+        if find_format_of_file_name(path.name) is not None:
+            message = "the ranks of a job write a directory, but this is the name of a file"
+            raise Usage(message, path=path, hint=f"name a directory, such as `{path.stem}`")
         return path
 
     def _choose_writer(self, destination: str | os.PathLike[str]) -> StagedWriter | StoreWriter:

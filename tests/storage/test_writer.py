@@ -146,6 +146,9 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path: Path) -> N
         assert names_in(tmp_path) == {"taken"}
     with pytest.raises(Unsafe):
         Writer(tmp_path / "out", files={"../config.json": b""})
+    for name in ("out.pt", "out.safetensors"):
+        with pytest.raises(Usage, match="name of a file"):
+            Writer(tmp_path / name)
     for to, file in (("hf", "model.safetensors"), ("dcp", ".metadata"), ("dcp", "__0_0.distcp"), ("hf", MANIFEST)):
         with pytest.raises(Usage, match="own"):
             Writer(tmp_path / "out", to, files={file: b""})
