@@ -203,7 +203,10 @@ class Flattening:
         if name in self.flat.keys:
             raise Unsupported("two entries of the state dict have the same name", tensor=name)
         with errors_at(tensor=name):
-            self.flat.put(key, self.make_stored_tensor(value) if is_tensor(value) else self.make_blob(value))
+            self.flat.put(key, self.make_entry(value))
+
+    def make_entry(self, value: Any) -> StoredTensor | Blob:
+        return self.make_stored_tensor(value) if is_tensor(value) else self.make_blob(value)
 
     def make_stored_tensor(self, value: Any) -> StoredTensor:
         """Return a tensor with one chunk: its storage, or the part of the storage that it uses."""

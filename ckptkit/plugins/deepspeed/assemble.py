@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
+from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.pickles.tensor_calls import is_tensor
@@ -13,60 +13,44 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.plugins.deepspeed.expert_states import put_experts, put_unpartitioned_experts
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
-from ckptkit.plugins.deepspeed.model_states import ModelStates, tensor_parallel_error
+from ckptkit.plugins.deepspeed.model_states import tensor_parallel_error
 from ckptkit.plugins.deepspeed.modules import put_module, put_modules_in_slices, put_parameter
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.parts import PartOfModel, read_model_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_unpartitioned
 from ckptkit.plugins.deepspeed.values import require_dict
-from ckptkit.plugins.deepspeed.zero import join_sliced_parameters, join_zero_parameters
+from ckptkit.plugins.deepspeed.zero import join_parameters, join_zero_parameters
 
 _SHARED = "tied_modules."  # followed by KEY.NAME, with the name inside the layer
+NAME = "deepspeed"
 
 
-def pipeline_layer_files(files: DeepSpeedFiles) -> Iterator[tuple[int, str]]:
-    """Yield the layer index and the file name of every pipeline layer."""
-    for (number, cut), name in files.layers.items():
-        if cut:
-            raise tensor_parallel_error()
-        yield number, name
-
-
-def put_layer(gathering: Gathering, root: Path, name: str, number: int, masters: Mapping[str, StoredTensor]) -> None:
+def put_layer(gathering: Gathering, root: Path, file: str, number: int, masters: Mapping[str, StoredTensor]) -> None:
     """Put the entries of one pipeline layer, with low-precision copies as twins of their master weights.
 
-    A layer file also contains a copy of each parameter that it shares with other layers, under its own key.
+    A layer file also contains a copy of each parameter that it shares with other layers, under its own key. The name
+    inside the layer and the shape show which parameter that may be.
     """
-    file = read_state_file(root, name)
-    flattening = Flattening(file.entries, name)
-    try:
-        for key, value in require_dict(file.value, name).items():
+    state = read_state_file(root, file)
+    flattening = Flattening(state.entries, file)
+    with errors_at(path=root / file):
+        for key, value in require_dict(state.value, file).items():
             full = f"{number}.{key}"
-            copy = flattening.make_stored_tensor(value) if is_tensor(value) else None
-            names = [full] if full in masters else find_shared_parameters(str(key), copy, masters)
-            if not names or copy is None:
+            if not is_tensor(value):
                 gathering.put_flattened(flattening, value, (MODEL, full))
+                continue
+            copy = flattening.make_stored_tensor(value)
+            shared = [name for name in masters if name.startswith(_SHARED) and name.split(".", 2)[-1] == str(key)]
+            alike = [name for name in shared if masters[name].spec.shape == copy.spec.shape]
+            names = [full] if full in masters else alike
+            if not names:
+                gathering.put_entry((MODEL, full), copy)
+            elif masters[names[0]].spec.shape != copy.spec.shape:
+                expected, found = list(masters[full].spec.shape), list(copy.spec.shape)
+                raise Corrupt(f"expected {expected} as in its master, found {found}", tensor=full)
             elif len(names) == 1:
-                if copy.spec.shape != masters[names[0]].spec.shape:
-                    shapes = (
-                        f"expected {list(masters[full].spec.shape)} as in its master, found {list(copy.spec.shape)}"
-                    )
-                    raise Corrupt(shapes, tensor=full)
-                gathering.put_low_precision_copy((MODEL, names[0]), copy)
-    except CkptError as error:
-        raise error.blame(path=root / name) from None
-
-
-def find_shared_parameters(key: str, copy: StoredTensor | None, masters: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the shared parameters whose low-precision copy this entry may be, by name and shape."""
-    if copy is None:
-        return []
-    shared = (name for name in masters if name.startswith(_SHARED) and name.split(".", 2)[-1] == key)
-    return [name for name in shared if masters[name].spec.shape == copy.spec.shape]
-
-
-NAME = "deepspeed"
+                gathering.twins[f"{MODEL}.{names[0]}"] = copy
 
 
 def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = raise_problem) -> Layout:
@@ -85,13 +69,18 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
         elif experts is not None:
             put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
         else:
-            put_single_file(gathering, part.models[0], root)
+            with errors_at(path=root / part.models[0].path):
+                put_unpartitioned(gathering, part.models[0])
     if experts is not None and names:
         put_experts(gathering, experts, masters, root)
-    for number, name in pipeline_layer_files(files):
+    for (number, cut), name in files.layers.items():
+        if cut:
+            raise tensor_parallel_error()
         put_layer(gathering, root, name, number, masters)
     put_joined_groups(gathering, parts, names)
     put_other_entries(gathering, parts[0])
+    recorded = parts[0].models[0].saved.get("dp_world_size")
+    world_size = len(parts[0].partitions) or (recorded if type(recorded) is int and recorded > 0 else 1)
     flat = gathering.flat
     return Layout(
         root,
@@ -99,10 +88,10 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
         flat.tensors,
         flat.blobs,
         flat.keys,
-        world_size=count_data_parallel_ranks(parts[0]) * len(parts),
+        world_size=world_size * len(parts),
         descriptions=tuple(sorted(source_file_names(files))),
         twins=gathering.twins,
-        spares=gathering.flat.spares,
+        spares=flat.spares,
     )
 
 
@@ -126,7 +115,7 @@ def put_model_part(
     """
     model = part.models[0]
     names: list[list[str]] = [[] for _ in part.partitions[0].settings]
-    try:
+    with errors_at(path=root / model.path):
         if model.shapes is None:
             raise Corrupt("`param_shapes` is missing: it lists the parameters that ZeRO partitioned, with their shapes")
         of_part: dict[str, StoredTensor] = {}
@@ -134,13 +123,11 @@ def put_model_part(
             if parameter.name in of_part:
                 raise Corrupt("two parameter groups contain this parameter", tensor=parameter.name)
             of_part[parameter.name] = parameter.master
-            names[parameter.settings].append(parameter.name)
+            names[parameter.group.settings].append(parameter.name)
             if parameter.name not in masters:  # tied parameters appear in several pipeline stages
                 put_parameter(gathering, parameter)
         masters |= of_part
         put_module(gathering, part, masters, root, report)
-    except CkptError as error:
-        raise error.blame(path=root / model.path) from None
     return names
 
 
@@ -149,12 +136,18 @@ def put_slices(
 ) -> list[list[str]]:
     """Put the parameters that are split over tensor-parallel ranks, and add their fp32 master weights to `masters`.
 
-    Returns the parameter names of each optimizer parameter group.
+    Returns the parameter names of each optimizer parameter group. Raises `Incomplete` if the files of a rank are
+    missing, `Unsupported` unless the run used ZeRO 1 or 2.
     """
-    check_slices(parts, slices, root)
     model = parts[0].models[0]
-    names: list[list[str]] = [[] for _ in parts[0].partitions[0].settings]
-    try:
+    with errors_at(path=root / model.path):
+        if len(parts) != slices.ranks:
+            message = f"expected the files of {slices.ranks} ranks of tensor parallelism, found those of {len(parts)}"
+            raise Incomplete(message, hint="copy the files of all ranks to one directory")
+        if not all(part.partitions and not part.partitions[0].cuts_each for part in parts):
+            hint = "save it with ZeRO 1, or with `save_16bit_model`"
+            raise Unsupported("tensor parallelism without ZeRO 1 or 2", hint=hint)
+        names: list[list[str]] = [[] for _ in parts[0].partitions[0].settings]
         by_rank = [
             {
                 parameter.name: parameter
@@ -167,38 +160,14 @@ def put_slices(
             slices_of_ranks = [on_rank[name] for on_rank in by_rank if name in on_rank]
             if len(slices_of_ranks) < len(parts):
                 raise Corrupt("expected the parameter on all ranks of tensor parallelism", tensor=name)
-            joined = join_sliced_parameters(slices_of_ranks, sliced)
-            names[first.settings].append(name)
+            joined = join_parameters(slices_of_ranks, sliced.join_parts)
+            names[first.group.settings].append(name)
             put_parameter(gathering, joined)
             masters[name] = joined.master
             if copies := sliced.replicated_chunks([parameter.master for parameter in slices_of_ranks]):
                 gathering.flat.spares[f"{MODEL}.{name}"] = copies
         put_modules_in_slices(gathering, [part.models[0] for part in parts], slices, masters)
-    except CkptError as error:
-        raise error.blame(path=root / model.path) from None
     return names
-
-
-def check_slices(parts: list[PartOfModel], slices: SliceMap, root: Path) -> None:
-    """Check that all tensor-parallel ranks have files.
-
-    Raises `Incomplete` if the files of a rank are missing, `Unsupported` unless the run used ZeRO 1 or 2.
-    """
-    model = parts[0].models[0]
-    if len(parts) != slices.ranks:
-        message = f"expected the files of {slices.ranks} ranks of tensor parallelism, found those of {len(parts)}"
-        raise Incomplete(message, path=root / model.path, hint="copy the files of all ranks to one directory")
-    if not all(part.partitions and not part.partitions[0].cuts_each for part in parts):
-        message = "tensor parallelism without ZeRO 1 or 2"
-        raise Unsupported(message, path=root / model.path, hint="save it with ZeRO 1, or with `save_16bit_model`")
-
-
-def put_single_file(gathering: Gathering, model: ModelStates, root: Path) -> None:
-    """Put a model that was saved without ZeRO in a single file."""
-    try:
-        put_unpartitioned(gathering, model)
-    except CkptError as error:
-        raise error.blame(path=root / model.path) from None
 
 
 def put_joined_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
@@ -210,8 +179,9 @@ def put_joined_groups(gathering: Gathering, parts: list[PartOfModel], names_of_p
     merged: list[tuple[Flattening, Settings, list[str]]] = []
     firsts = [part.partitions[0] for part in parts if part.partitions][: len(names_of_parts)]
     for first, names_in_part in zip(firsts, names_of_parts, strict=True):
-        for i, (settings, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
-            if i < len(merged) and have_equal_settings(merged[i][1], settings):
+        for i, (group, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            if i < len(merged) and dump(merged[i][1]) == dump(settings):
                 merged[i][2].extend(name for name in names if name not in merged[i][2])
             else:
                 merged.append((first.flattening, settings, names))
@@ -219,25 +189,12 @@ def put_joined_groups(gathering: Gathering, parts: list[PartOfModel], names_of_p
         gathering.put_group(flattening, i, settings, names)
 
 
-def have_equal_settings(one: Settings, other: Settings) -> bool:
-    first, second = ({key: value for key, value in group.items() if key != "params"} for group in (one, other))
-    return dump(first) == dump(second)
-
-
 def put_other_entries(gathering: Gathering, part: PartOfModel) -> None:
     """Put the client state, schedulers and loss scale: all entries outside the model and the optimizer."""
     model = part.models[0]
     for key, value in model.others.items():
         gathering.put_other(model.flattening, key, value)
-    if part.partitions:
-        for key, value in part.partitions[0].others.items():
+    for partition in part.partitions[:1]:
+        for key, value in partition.others.items():
             if key not in model.others:
-                gathering.put_other(part.partitions[0].flattening, key, value)
-
-
-def count_data_parallel_ranks(part: PartOfModel) -> int:
-    """Return the number of data-parallel ranks that saved this part of the model."""
-    if part.partitions:
-        return len(part.partitions)
-    count = part.models[0].saved.get("dp_world_size")
-    return count if type(count) is int and count > 0 else 1
+                gathering.put_other(partition.flattening, key, value)

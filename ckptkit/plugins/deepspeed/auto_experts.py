@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.axes import stack_tensors
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_each, require_type
 
 LAYERS = "ds_autoep_layers"
 _EARLIER = "autoep_layers"
@@ -56,7 +56,7 @@ def read_auto_layers(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
     Raises `Unsupported` for experts saved with ZeRO 3, and for experts that are not placed in order.
     """
     listed = saved.get(LAYERS) or saved.get(_EARLIER) or []
-    layers = [read_layer(require_dict(description, LAYERS)) for description in require_type(listed, list, LAYERS)]
+    layers = map(read_layer, require_each(listed, require_dict, LAYERS))
     return {name: layer for layer in layers for name in layer.names}
 
 
@@ -73,11 +73,9 @@ def read_layer(layer: Mapping[str | int, Any]) -> AutoLayer:
         message = f"expected {experts} experts on {ranks} ranks, found {per_rank} on each rank"
         raise Corrupt(message, tensor=prefix)
     placement = dict_or_empty(layer.get("expert_placement"), "expert_placement")
-    placed_ranks = [
-        require_dict(placed_rank, "ranks") for placed_rank in require_type(placement.get("ranks", []), list, "ranks")
-    ]
     expected = [(rank, list(range(rank * per_rank, (rank + 1) * per_rank))) for rank in range(ranks)]
-    placed = [(place.get("rank"), place.get("experts")) for place in placed_ranks]
+    ranks_placed = require_each(placement.get("ranks", []), require_dict, "ranks")
+    placed = [(rank.get("rank"), rank.get("experts")) for rank in ranks_placed]
     if placement and placed != expected:
         message = f"AutoEP placed experts {placed[0][1] if placed else []} on the first rank, out of their order"
         raise Unsupported(message, tensor=prefix, hint="load it with DeepSpeed and save it with the default placement")
@@ -91,13 +89,11 @@ def stack_experts(
     in_order = list(dict.fromkeys(layers.values()))
     slices: dict[str, list[StoredTensor]] = {name: [] for name in layers}
     for (layer, expert), file in sorted(files.items()):
-        try:
+        with errors_at(path=root / file):
             for name, tensor in expert_tensors_in(read_state_file(root, file), in_order[layer], expert):
                 if slices[name] and slices[name][0].spec != tensor.spec:
                     raise Corrupt(f"expected {slices[name][0].spec}, as expert 0 has, found {tensor.spec}", tensor=name)
                 slices[name].append(tensor)
-        except CkptError as error:
-            raise error.blame(path=root / file) from None
     return {name: stack_tensors(tensors) for name, tensors in slices.items()}
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete
+from ckptkit.errors import Corrupt, Incomplete, errors_at
 from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
@@ -49,14 +49,12 @@ def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str
             gathering.put_entry((MODEL, fused), tensor)
     for file in experts.files:
         flattening = Flattening(file.entries, file.name)
-        try:
+        with errors_at(path=root / file.name):
             for name, value in require_dict(file.value, file.name).items():
                 if str(name) in masters:
                     put_unpickled_copy(gathering, flattening, str(name), value, masters[str(name)])
                 else:
                     gathering.put_flattened(flattening, value, (MODEL, str(name)))
-        except CkptError as error:
-            raise error.blame(path=root / file.name) from None
 
 
 def put_unpartitioned_experts(
@@ -99,11 +97,8 @@ def put_unpartitioned_experts(
         put_joined_optimizers(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
     else:
         for rank, optimizer in enumerate(optimizers):
-            for key, value in (
-                ("state", optimizer.states),
-                ("param_groups", list(optimizer.groups)),
-                *optimizer.others.items(),
-            ):
+            saved = {"state": optimizer.states, "param_groups": list(optimizer.groups), **optimizer.others}
+            for key, value in saved.items():
                 gathering.put_flattened(optimizer.flattening, value, (f"{APART}{rank}", key))
 
 
@@ -154,17 +149,13 @@ def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]
     optimizers: dict[int, IndexedOptimizer] = {}
     for rank, name in sorted(files.expert_optimizers.items()):
         file = read_state_file(root, name)
-        try:
+        with errors_at(path=root / name):
             value = require_dict(file.value, name).get("optimizer")
             optimizers[rank] = optimizer = read_indexed_optimizer(Flattening(file.entries, name), value)
             ranks = max((expert_ranks(group) for group in optimizer.groups if group.get("moe")), default=1)
             report_missing_ranks(files.expert_optimizers, ranks, root, name)
             if list(map(len, optimizer.indices_by_group)) != list(map(len, optimizers[0].indices_by_group)):
-                raise Corrupt(
-                    "the parameter groups differ from those of rank 0", hint="check that all files come from one run"
-                )
-        except CkptError as error:
-            raise error.blame(path=root / name) from None
+                raise Corrupt("the parameter groups differ from those of rank 0", hint=_HINT)
     return list(optimizers.values())
 
 

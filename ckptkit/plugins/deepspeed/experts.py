@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Unsupported
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.layout import StoredTensor
@@ -23,7 +23,7 @@ from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, stack_expe
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.partitions import Partition
-from ckptkit.plugins.deepspeed.values import require_count, require_dict, require_type
+from ckptkit.plugins.deepspeed.values import require_counts, require_dict, require_type
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")
 _GROUP = re.compile(r"ep_size_([0-9]{1,6})")
@@ -50,32 +50,26 @@ class ExpertFiles:
         match = _EXPERT.fullmatch(name)
         count = self.counts.get(match[1], 0) if match else 0
         if match is None or not count or count % ranks:
-            raise Corrupt(
-                f"expected a multiple of {ranks} experts, one share for each rank, found {count}", tensor=name
-            )
+            message = f"expected a multiple of {ranks} experts, one share for each rank, found {count}"
+            raise Corrupt(message, tensor=name)
         return int(match[2]) // (count // ranks)
 
     def name_in_files(self, name: str, rank: int, ranks: int) -> str:
         """Return the name that a parameter has in the files; expert-parallel rank `rank` of `ranks` calls it `name`."""
-        if name in self.auto_layers:
-            return self.checked_fused_name(name, ranks)
+        if name in self.auto_layers:  # a fused tensor has one name on all ranks and in the files
+            if self.auto_layers[name].ranks != ranks:
+                message = f"expected experts on {self.auto_layers[name].ranks} ranks, found a group for {ranks}"
+                raise Corrupt(message, tensor=name, hint=_HINT)
+            return name
         match = _EXPERT.fullmatch(name)
         if match is None or match[1] not in self.counts:
-            raise Corrupt(
-                "the parameter is in a group of experts, but no file contains an expert of its layer", tensor=name
-            )
+            message = "the parameter is in a group of experts, but no file contains an expert of its layer"
+            raise Corrupt(message, tensor=name)
         count = self.counts[match[1]]
         if count % ranks or int(match[2]) >= count // ranks:
             message = f"the layer has {count} experts on {ranks} ranks, so no rank has expert number {match[2]}"
             raise Corrupt(message, tensor=name, hint=_HINT)
         return f"{match[1]}{rank * (count // ranks) + int(match[2])}{match[3]}"
-
-    def checked_fused_name(self, name: str, ranks: int) -> str:
-        """Check the number of ranks and return `name`: a fused tensor has one name on all ranks and in the files."""
-        if self.auto_layers[name].ranks != ranks:
-            message = f"expected experts on {self.auto_layers[name].ranks} ranks, found a group for {ranks}"
-            raise Corrupt(message, tensor=name, hint=_HINT)
-        return name
 
 
 def find_name_around_number(name: str) -> tuple[str, str] | None:
@@ -89,10 +83,8 @@ def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> 
 
     Raises `Incomplete` if the file of an expert is missing, `Corrupt` for the file of an unknown expert.
     """
-    try:
+    with errors_at(path=root / model.path):
         counts = expert_counts(model)
-    except CkptError as error:
-        raise error.blame(path=root / model.path) from None
     if not counts and not files.experts:
         return None
     if files.layers or len(files.parts) > 1:
@@ -101,7 +93,11 @@ def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> 
     config = find_dict_items(model.saved.get("ds_config"))
     is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
     if model.auto_layers:
-        check_auto_layers(root, model, counts)
+        fused_counts = [layer.experts for layer in dict.fromkeys(model.auto_layers.values())]
+        if fused_counts != counts:
+            message = f"expected layers of {counts[:8]} experts, found {fused_counts[:8]} in `{LAYERS}`"
+            hint = "save a model in which AutoEP replaced all layers of experts"
+            raise Unsupported(message, path=root / model.path, hint=hint)
         return ExpertFiles((), {}, is_first, stack_experts(root, files.experts, model.auto_layers), model.auto_layers)
     read: list[StateFile] = []
     layers: dict[str, int] = {}
@@ -109,9 +105,8 @@ def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> 
         file = read_state_file(root, name)
         prefix = expert_name_prefix(root, file, expert)
         if layers.setdefault(prefix, layer) != layer or len(layers) != layer + 1:
-            raise Corrupt(
-                f"expected layer {layer} as in the other files, found `{prefix}`", path=root / name, hint=_HINT
-            )
+            message = f"expected layer {layer} as in the other files, found `{prefix}`"
+            raise Corrupt(message, path=root / name, hint=_HINT)
         read.append(file)
     return ExpertFiles(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
 
@@ -119,19 +114,10 @@ def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> 
 def expert_counts(model: ModelStates) -> list[int]:
     """Return the number of experts of each expert layer; [] for early versions, which saved only one number."""
     counts = model.saved.get("num_experts")
-    per_layer = [require_count(count, "num_experts") for count in counts] if isinstance(counts, list) else []
+    per_layer = list(require_counts(counts, "num_experts")) if isinstance(counts, list) else []
     if 0 in per_layer:
         raise Corrupt("`num_experts` lists a layer with no experts")
     return per_layer
-
-
-def check_auto_layers(root: Path, model: ModelStates, counts: Sequence[int]) -> None:
-    """Raise `Unsupported` unless the AutoEP layers are exactly the expert layers of the model."""
-    fused_counts = [layer.experts for layer in dict.fromkeys(model.auto_layers.values())]
-    if fused_counts != list(counts):
-        message = f"expected layers of {list(counts[:8])} experts, found {fused_counts[:8]} in `{LAYERS}`"
-        hint = "save a model in which AutoEP replaced all layers of experts"
-        raise Unsupported(message, path=root / model.path, hint=hint)
 
 
 def check_expert_files(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:
@@ -159,7 +145,7 @@ def expert_name_prefix(root: Path, file: StateFile, expert: int) -> str:
 
     Raises `Corrupt` if a tensor belongs to another expert.
     """
-    try:
+    with errors_at(path=root / file.name):
         prefixes = set()
         for key in require_dict(file.value, file.name):
             match = _EXPERT.fullmatch(str(key))
@@ -168,25 +154,15 @@ def expert_name_prefix(root: Path, file: StateFile, expert: int) -> str:
             prefixes.add(match[1])
         if len(prefixes) != 1:
             raise Corrupt(f"expected tensors of one layer in the file of an expert, found {len(prefixes)}")
-    except CkptError as error:
-        raise error.blame(path=root / file.name) from None
     return prefixes.pop()
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionGroup:
-    """The ranks that partition a parameter group among themselves: their partitions, and the shapes by name."""
-
-    partitions: Sequence[Partition]
-    named: Mapping[str, Shape]
 
 
 def partition_groups(
     number: int, named: Mapping[str, Shape], partitions: Sequence[Partition], experts: ExpertFiles | None
-) -> Iterator[PartitionGroup]:
-    """Yield the partition groups of a parameter group.
+) -> Iterator[tuple[Sequence[Partition], Mapping[str, Shape]]]:
+    """Yield the partitions of the ranks that share a parameter group among themselves, and the shapes by name.
 
-    One group with all ranks, or for experts one group per expert-parallel rank.
+    These are all ranks, or for experts once per expert-parallel rank the ranks that have its experts.
     """
     group = partitions[0].groups[number]
     settings = partitions[0].settings[group.settings]
@@ -194,28 +170,21 @@ def partition_groups(
         stray = next(filter(find_name_around_number, named), None)
         if stray is not None and experts is not None:
             raise Unsupported("the parameter of an expert is in a group without experts", tensor=stray)
-        yield PartitionGroup(partitions, named)
+        yield partitions, named
         return
     if experts is None:
         raise Corrupt("there is a parameter group of experts, but `num_experts` counts no experts")
     ranks = expert_ranks(settings)
     if ranks * group.ranks != len(partitions):
-        message = (
-            f"expected files of {ranks * group.ranks} ranks ({ranks} with experts x {group.ranks} with "
-            f"states), found {len(partitions)}"
-        )
-        raise Corrupt(message, hint=_HINT)
+        files = f"{ranks * group.ranks} ranks ({ranks} with experts x {group.ranks} with states)"
+        raise Corrupt(f"expected files of {files}, found {len(partitions)}", hint=_HINT)
+    if experts.is_data_first is None and 1 < ranks < len(partitions):
+        message = f"cannot tell which of {len(partitions)} ranks have the same experts: the configuration was not saved"
+        raise Unsupported(message, hint="pass DeepSpeed its configuration as a dict when you save")
+    each = len(partitions) // ranks
     for rank in range(ranks):
-        if experts.is_data_first is None and 1 < ranks < len(partitions):
-            message = (
-                f"cannot tell which of {len(partitions)} ranks have the same experts: the configuration was not saved"
-            )
-            raise Unsupported(message, hint="pass DeepSpeed its configuration as a dict when you save")
-        each = len(partitions) // ranks
         own = slice(rank * each, (rank + 1) * each) if experts.is_data_first else slice(rank, None, ranks)
-        yield PartitionGroup(
-            partitions[own], {experts.name_in_files(name, rank, ranks): shape for name, shape in named.items()}
-        )
+        yield partitions[own], {experts.name_in_files(name, rank, ranks): shape for name, shape in named.items()}
 
 
 def expert_ranks(settings: Mapping[str | int, Any]) -> int:

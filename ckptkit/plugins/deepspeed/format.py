@@ -18,8 +18,8 @@ from ckptkit.plugins.deepspeed.assemble import NAME, read_directory_layout, sour
 from ckptkit.plugins.deepspeed.expert_states import read_optimizers
 from ckptkit.plugins.deepspeed.experts import find_expert_files
 from ckptkit.plugins.deepspeed.names import (
+    OFFLOADED,
     DeepSpeedFiles,
-    find_data_parallel_rank,
     find_rank_and_part,
     is_deepspeed_file,
     is_useless_alone,
@@ -40,7 +40,8 @@ class DeepSpeed(FormatReader):
         return is_deepspeed_file(name)
 
     def rank_of(self, name: str) -> int | None:
-        return find_data_parallel_rank(name)
+        rank = find_rank_and_part(name)
+        return rank[1] if rank else None
 
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
         """Return the (part, data-parallel rank) pairs that have files; each pipeline stage has its own ranks."""
@@ -85,14 +86,12 @@ def files_at(path: Path) -> DeepSpeedFiles:
     Raises `Unsupported` for the file of a single rank, and for runs with offloaded tensors.
     """
     if not path.is_dir():
-        hint = f"pass the directory {path.parent}"
-        message = (
-            "this is the file of one rank: it has a part of most tensors; the other parts are in the files beside it"
-        )
-        raise Unsupported(message, path=path, hint=hint)
-    files = DeepSpeedFiles.of(names_in(path), path)
-    if files.is_offloaded:
+        message = "this is the file of one rank: it has a part of most tensors; the other parts are in files beside it"
+        raise Unsupported(message, path=path, hint=f"pass the directory {path.parent}")
+    names = names_in(path)
+    if OFFLOADED in names:
         raise Unsupported("offloaded tensors are in files of DeepSpeed's swapper", path=path)
+    files = DeepSpeedFiles.of(names, path)
     if not (files.models or files.optimizers):
         raise Corrupt("there are files of layers or experts, but no `mp_rank_*_model_states.pt`", path=path)
     return files

@@ -15,7 +15,14 @@ from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, find_slice_map
-from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type, shapes_in_dict
+from ckptkit.plugins.deepspeed.values import (
+    dict_or_empty,
+    require_count,
+    require_dict,
+    require_each,
+    require_name,
+    shapes_in_dict,
+)
 
 DEGREES = "checkpoint_parallel_dimensions"
 _USED = frozenset(
@@ -60,23 +67,19 @@ def read_model_states(file: StateFile) -> ModelStates:
     if ranks != 1 and slices is None:
         raise tensor_parallel_error()
     module, shapes = saved.get("module"), saved.get("param_shapes")
-    lists = None if shapes is None else require_type(shapes, list, "param_shapes")
     aliases = {
-        require_type(alias, str, "shared_params"): require_type(name, str, "shared_params")
+        require_name(alias, "shared_params"): require_name(name, "shared_params")
         for alias, name in dict_or_empty(saved.get("shared_params"), "shared_params").items()
     }
-    buffers = saved.get("buffer_names") or []
     return ModelStates(
         path=file.name,
         flattening=Flattening(file.entries, file.name),
         module=None if module is None else require_dict(module, "module"),
-        shapes=None if lists is None else tuple(shapes_in_dict(group, "param_shapes") for group in lists),
+        shapes=None if shapes is None else tuple(require_each(shapes, shapes_in_dict, "param_shapes")),
         frozen=shapes_in_dict(saved.get("frozen_param_shapes"), "frozen_param_shapes"),
         fragments=dict_or_empty(saved.get("frozen_param_fragments"), "frozen_param_fragments"),
         aliases=aliases,
-        buffers=frozenset(
-            require_type(name, str, "buffer_names") for name in require_type(buffers, list, "buffer_names")
-        ),
+        buffers=frozenset(require_each(saved.get("buffer_names") or [], require_name, "buffer_names")),
         optimizer=saved.get("optimizer"),
         auto_layers=read_auto_layers(saved),
         slices=slices,
@@ -88,7 +91,5 @@ def read_model_states(file: StateFile) -> ModelStates:
 def tensor_parallel_error() -> Unsupported:
     """Return the error for tensors that are split over tensor-parallel ranks in an unknown way."""
     hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then ckptkit on its result"
-    return Unsupported(
-        "the model was saved with tensor parallelism, and no file says along which axes the tensors are split",
-        hint=hint,
-    )
+    message = "the model was saved with tensor parallelism, and no file says along which axes the tensors are split"
+    return Unsupported(message, hint=hint)

@@ -11,14 +11,14 @@ from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.shards.join import STATISTICS
-from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.layout import Spec, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import find_name_around_number
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.parts import PartOfModel
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
-from ckptkit.plugins.deepspeed.zero import ZeroParameter, join_ranges, padded_elements_per_rank, ranges_in_each_buffer
+from ckptkit.plugins.deepspeed.zero import ZeroParameter, chunks_of_shares, padded_elements_per_rank
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
@@ -26,7 +26,17 @@ def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
     gathering.put_entry((MODEL, parameter.name), parameter.master)
     for state_name, moment in parameter.moments.items():
         gathering.put_entry((*STATE, parameter.name, state_name), moment)
-    gathering.put_state(parameter.flattening, [parameter.name], parameter.values)
+    gathering.put_state(parameter.group.flattening, [parameter.name], parameter.group.values)
+
+
+def put_tied(
+    gathering: Gathering, aliases: Mapping[str, str], masters: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Put the trained tensors that also have other names, and return all trained tensors by all of their names."""
+    tied = {alias: masters[name] for alias, name in aliases.items() if name in masters and alias not in masters}
+    for alias, master in tied.items():
+        gathering.put_entry((MODEL, alias), master)
+    return {**masters, **tied}
 
 
 def put_module(
@@ -39,21 +49,17 @@ def put_module(
     model = part.models[0]
     shared = next(filter(find_name_around_number, (*model.aliases, *model.aliases.values())), None)
     if shared is not None:
-        raise Unsupported(
-            "the parameter of an expert is tied, and the file does not say to which rank's expert", tensor=shared
-        )
-    tied = {alias: masters[name] for alias, name in model.aliases.items() if name in masters and alias not in masters}
-    for alias, master in tied.items():
-        gathering.put_entry((MODEL, alias), master)
-    known = {**masters, **tied}
+        message = "the parameter of an expert is tied, and the file does not say to which rank's expert"
+        raise Unsupported(message, tensor=shared)
+    known = put_tied(gathering, model.aliases, masters)
     for name, value in (model.module or {}).items():
         if name in known:
             put_unpickled_copy(gathering, model.flattening, str(name), value, known[str(name)])
-        elif name not in model.frozen or not is_empty_tensor(value):
+        elif name not in model.frozen or not (is_tensor(value) and 0 in as_tensor_record(value).shape):
             put_model_entry(gathering, model, str(name), value)
             put_buffer_replicas(gathering, part, str(name))
     for name, shape in model.frozen.items():
-        full_name = ".".join((MODEL, name))
+        full_name = f"{MODEL}.{name}"
         is_experts = find_name_around_number(name) is not None or name in model.auto_layers
         if is_experts or name in known or full_name in gathering.flat.keys:
             continue
@@ -70,10 +76,7 @@ def put_modules_in_slices(
 ) -> None:
     """Put buffers, frozen and tied parameters and low-precision copies that are split over tensor-parallel ranks."""
     first = models[0]
-    tied = {alias: masters[name] for alias, name in first.aliases.items() if name in masters and alias not in masters}
-    for alias, master in tied.items():
-        gathering.put_entry((MODEL, alias), master)
-    known = {**masters, **tied}
+    known = put_tied(gathering, first.aliases, masters)
     for name, value in (first.module or {}).items():
         if not is_tensor(value) or name in first.buffers:
             put_model_entry(gathering, first, str(name), value)
@@ -87,10 +90,6 @@ def put_modules_in_slices(
             put_stored_copy(gathering, str(name), joined, known[str(name)])
         else:
             gathering.put_entry((MODEL, str(name)), joined)
-
-
-def is_empty_tensor(value: Any) -> bool:
-    return is_tensor(value) and 0 in as_tensor_record(value).shape
 
 
 def put_unpickled_copy(
@@ -108,7 +107,7 @@ def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master:
     Raises `Corrupt` if the shapes differ.
     """
     if copy.spec.shape == master.spec.shape:
-        gathering.put_low_precision_copy((MODEL, name), copy)
+        gathering.twins[f"{MODEL}.{name}"] = copy
     elif copy.spec.shape != (0,):
         message = f"expected {list(master.spec.shape)} (`param_shapes`), found {list(copy.spec.shape)} in `module`"
         raise Corrupt(message, tensor=name)
@@ -126,16 +125,13 @@ def put_buffer_replicas(gathering: Gathering, part: PartOfModel, name: str) -> N
 
     Running statistics are skipped, because every rank computes its own.
     """
-    known = gathering.flat.tensors.get(".".join((MODEL, name)))
-    if known is None or name.endswith(STATISTICS):
+    full_name = f"{MODEL}.{name}"
+    if full_name not in gathering.flat.tensors or name.endswith(STATISTICS):
         return
-    replicas: list[Chunk] = []
-    for model in part.models[1:]:
-        value = (model.module or {}).get(name)
-        if is_tensor(value):
-            replicas += model.flattening.make_stored_tensor(value).chunks
+    values = [(model.flattening, (model.module or {}).get(name)) for model in part.models[1:]]
+    replicas = [flattening.make_stored_tensor(value) for flattening, value in values if is_tensor(value)]
     if replicas:
-        gathering.flat.spares[".".join((MODEL, name))] = tuple(replicas)
+        gathering.flat.spares[full_name] = tuple(chunk for replica in replicas for chunk in replica.chunks)
 
 
 def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
@@ -153,4 +149,4 @@ def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
             message = f"expected [{needed}] of a frozen parameter in `{model.path}`, found {list(fragment.spec.shape)}"
             raise Corrupt(message, tensor=name)
         buffers.append(chunk)
-    return join_ranges(shape, ranges_in_each_buffer(0, prod(shape), len(buffers)), buffers)
+    return StoredTensor(Spec(buffers[0].dtype, shape), tuple(chunks_of_shares(buffers, 0, shape)))

@@ -36,12 +36,6 @@ def is_useless_alone(name: str) -> bool:
     return is_deepspeed_file(name) and not (match and match[1] is None)
 
 
-def find_data_parallel_rank(name: str) -> int | None:
-    """Return the data-parallel rank in a file name; None if the name contains no rank."""
-    rank = find_rank_and_part(name)
-    return rank[1] if rank else None
-
-
 def find_rank_and_part(name: str) -> Rank | None:
     """Return the model part and the data-parallel rank in a file name; None if the name does not contain both."""
     match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
@@ -61,7 +55,6 @@ class DeepSpeedFiles:
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
     experts: dict[Rank, str] = field(default_factory=dict)
     expert_optimizers: dict[int, str] = field(default_factory=dict)
-    is_offloaded: bool = False
 
     @classmethod
     def of(cls, names: Iterable[str], root: Path) -> DeepSpeedFiles:
@@ -70,45 +63,31 @@ class DeepSpeedFiles:
         Raises `Corrupt` if two files claim the same rank, `Unsupported` for expert files of early versions and for
         experts that are split by tensor parallelism.
         """
-        names = sorted(names)
-        models: dict[Rank, str] = {}
-        optimizers: dict[Rank, str] = {}
-        layers: dict[tuple[int, int], str] = {}
-        experts: dict[Rank, str] = {}
-        expert_optimizers: dict[int, str] = {}
-        for name in names:
+        files = cls()
+        for name in sorted(names):
             if match := _MODEL.fullmatch(name):
-                add_file(models, (int(match[2]), -1 if match[1] is None else int(match[1])), name, root)
+                add_file(files.models, (int(match[2]), -1 if match[1] is None else int(match[1])), name, root)
             elif match := _OPTIMIZER.fullmatch(name):
-                add_file(optimizers, (int(match[2]), int(match[1])), name, root)
+                add_file(files.optimizers, (int(match[2]), int(match[1])), name, root)
             elif match := _LAYER.fullmatch(name):
-                add_file(layers, (int(match[1]), int(match[2] or 0)), name, root)
+                add_file(files.layers, (int(match[1]), int(match[2] or 0)), name, root)
             elif match := _EXPERT.fullmatch(name):
-                if match[1] is None or int(match[3]):
-                    why = (
-                        "cut by tensor parallelism"
-                        if match[1]
-                        else "expert files without a layer number, from an old version of DeepSpeed"
-                    )
-                    raise Unsupported(f"experts {why}", path=root / name)
-                add_file(experts, (int(match[1]), int(match[2])), name, root)
+                if match[1] is None:
+                    message = "experts in files without a layer number, from an old version of DeepSpeed"
+                    raise Unsupported(message, path=root / name)
+                if int(match[3]):
+                    raise Unsupported("experts cut by tensor parallelism", path=root / name)
+                add_file(files.experts, (int(match[1]), int(match[2])), name, root)
             elif match := _EXPERT_OPTIMIZER.fullmatch(name):
                 if int(match[2]):
                     raise Unsupported("experts cut by tensor parallelism", path=root / name)
-                expert_optimizers[int(match[1])] = name
-        return cls(models, optimizers, layers, experts, expert_optimizers, OFFLOADED in names)
+                files.expert_optimizers[int(match[1])] = name
+        return files
 
     @property
     def parts(self) -> list[int]:
         """Return the indices of the model parts: pipeline stages or tensor-parallel ranks."""
         return sorted({part for part, _ in (*self.models, *self.optimizers)})
-
-    def model_files(self, part: int) -> dict[int, str]:
-        """Return the model-states files of a part by data-parallel rank; -1 if all ranks share one file."""
-        return {rank: name for (of_part, rank), name in sorted(self.models.items()) if of_part == part}
-
-    def optimizer_files(self, part: int) -> dict[int, str]:
-        return {rank: name for (of_part, rank), name in sorted(self.optimizers.items()) if of_part == part}
 
 
 def add_file(files: dict[Rank, str], rank: Rank, name: str, root: Path) -> None:
@@ -117,6 +96,11 @@ def add_file(files: dict[Rank, str], rank: Rank, name: str, root: Path) -> None:
         message = f"`{files[rank]}` claims the same rank: this directory mixes files of two runs"
         raise Corrupt(message, path=root / name, hint="keep the files of one run")
     files[rank] = name
+
+
+def files_of_part(files: dict[Rank, str], part: int) -> dict[int, str]:
+    """Return the files of a model part by data-parallel rank; -1 if all ranks share one file."""
+    return {rank: name for (of_part, rank), name in sorted(files.items()) if of_part == part}
 
 
 def file_name_of_rank(files: dict[int, str], rank: int) -> str:
@@ -131,8 +115,7 @@ def report_missing_ranks(
     """Report each of `count` ranks that has no file. Raises `Corrupt` for the file of a higher rank."""
     extra = [name for rank, name in files.items() if rank >= count]
     if extra:
-        others = and_more(len(extra) - 1)
-        found = f"this one too{others}: it is of an older, larger run"
+        found = f"this one too{and_more(len(extra) - 1)}: it is of an older, larger run"
         message = f"expected files of {count} ranks (`{recorded_in}`), found {found}"
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run to another directory")
     for missing in (rank for rank in range(count) if rank not in files):

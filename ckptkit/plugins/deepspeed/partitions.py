@@ -12,12 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import Chunk
-from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
+from ckptkit.plugins.deepspeed.values import (
+    dict_or_empty,
+    require_count,
+    require_counts,
+    require_dict,
+    require_each,
+    require_type,
+)
 
 _FLAT = "single_partition_of_fp32_groups"  # ZeRO 1 and 2
 _FLAT_3 = "fp32_flat_groups"
@@ -73,22 +80,20 @@ def read_partition(file: StateFile) -> Partition:
         raise Unsupported(f"expected a ZeRO partition with `{_FLAT}` or `{_FLAT_3}`, found neither")
     base = saved.get("optimizer_state_dict" if cuts_each else "base_optimizer_state")
     if isinstance(base, list):
-        raise Unsupported(
-            "this is an elastic ZeRO checkpoint", hint="save with `elastic_checkpoint: false`, the default"
-        )
+        hint = "save with `elastic_checkpoint: false`, the default"
+        raise Unsupported("this is an elastic ZeRO checkpoint", hint=hint)
     optimizer = require_dict(base, "base_optimizer_state")
-    settings = [
-        require_dict(group, "param_groups")
-        for group in require_type(optimizer.get("param_groups"), list, "param_groups")
-    ]
+    settings = require_each(optimizer.get("param_groups"), require_dict, "param_groups")
     masters = require_type(saved[_FLAT_3 if cuts_each else _FLAT], list, _FLAT_3 if cuts_each else _FLAT)
-    states = dict_or_empty(optimizer.get("state"), "state")
-    numbers = parameter_group_indices(settings, len(masters))
-    counts = rank_counts_by_group(saved.get("partition_count"), len(masters))
-    paddings = paddings_by_group(saved.get("param_alignment_paddings"), len(masters))
+    states, count = dict_or_empty(optimizer.get("state"), "state"), len(masters)
+    numbers = parameter_group_indices(settings, count)
+    ranks, paddings = saved.get("partition_count"), saved.get("param_alignment_paddings")
+    ranks = ranks if isinstance(ranks, list) else [ranks] * count  # one number stands for all groups
+    counts = require_each(ranks, require_count, "partition_count", groups=count)
+    paddings = [[]] * count if paddings is None else paddings
+    gaps = require_each(paddings, require_counts, "param_alignment_paddings", groups=count)
     groups = tuple(
-        read_group_shard(flattening, masters[i], states.get(i), counts[i], numbers[i], paddings[i])
-        for i in range(len(masters))
+        read_group_shard(flattening, masters[i], states.get(i), counts[i], numbers[i], gaps[i]) for i in range(count)
     )
     others = {key: value for key, value in saved.items() if key not in _USED}
     return Partition(file.name, flattening, groups, tuple(settings), others, cuts_each)
@@ -117,10 +122,8 @@ def read_group_shard(
 
 def find_flat_buffer(flattening: Flattening, value: Any, name: str) -> Chunk | None:
     """Return the chunk of a one-dimensional tensor; None for a scalar. Raises `Unsupported` for other shapes."""
-    try:
+    with errors_at(tensor=name):
         (chunk,) = flattening.make_stored_tensor(value).chunks
-    except CkptError as error:
-        raise error.blame(tensor=name) from None
     if len(chunk.box.size) > 1 or chunk.strides is not None:
         raise Unsupported(f"expected one flat buffer as `{name}` of a group, found shape {list(chunk.box.size)}")
     return chunk if chunk.box.size else None
@@ -128,33 +131,9 @@ def find_flat_buffer(flattening: Flattening, value: Any, name: str) -> Chunk | N
 
 def parameter_group_indices(settings: list[dict[str | int, Any]], count: int) -> list[int]:
     """Return for each group or sub-group the index of the parameter group that lists it."""
-    lists = [require_type(group.get("params"), list, "params") for group in settings]
-    listed = sorted(require_count(number, "params") for numbers in lists for number in numbers)
+    lists = [require_counts(group.get("params"), "params") for group in settings]
+    listed = sorted(number for numbers in lists for number in numbers)
     if listed != list(range(count)):
         raise Corrupt(f"expected numbers 0 to {count - 1} in the parameter groups, each once; found {listed[:8]}")
     group_of = {number: i for i, numbers in enumerate(lists) for number in numbers}
     return [group_of[number] for number in range(count)]
-
-
-def rank_counts_by_group(value: Any, count: int) -> list[int]:
-    """Return for each group how many ranks share it; `value` is a list, or one number for all groups."""
-    values = value if isinstance(value, list) else [value] * count
-    if len(values) != count:
-        raise Corrupt(f"`partition_count`: expected {count} groups, found {len(values)}")
-    return [require_count(number, "partition_count") for number in values]
-
-
-def paddings_by_group(value: Any, count: int) -> list[tuple[int, ...]]:
-    """Return for each group the padding elements behind each parameter; empty tuples if no padding was recorded."""
-    if value is None:
-        return [()] * count
-    lists = require_type(value, list, "param_alignment_paddings")
-    if len(lists) != count:
-        raise Corrupt(f"`param_alignment_paddings`: expected {count} groups, found {len(lists)}")
-    return [
-        tuple(
-            require_count(padding, "param_alignment_paddings")
-            for padding in require_type(group, list, "param_alignment_paddings")
-        )
-        for group in lists
-    ]

@@ -7,21 +7,20 @@ and split evenly; the last rank saves its shard without the padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import NoReturn, TypeVar
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
-from ckptkit.formats.archives.state_files import StateFile, read_state_file
+from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, raise_problem
+from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.each_file import read_each_file
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, file_name_of_rank, report_missing_ranks
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, file_name_of_rank, files_of_part, report_missing_ranks
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup, read_partition
 
-ReadResult = TypeVar("ReadResult")
 _ALIGNMENT = 2  # elements, times the number of ranks
 
 
@@ -40,18 +39,24 @@ class PartOfModel:
 
 def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = raise_problem) -> PartOfModel:
     """Return the saved states of a model part; report files that are missing or cannot be read."""
-    models, optimizers = files.model_files(part), files.optimizer_files(part)
+    models, optimizers = files_of_part(files.models, part), files_of_part(files.optimizers, part)
     if not models:
         raise Incomplete("the file of its model states is missing", path=root / next(iter(optimizers.values())))
     if -1 in models and len(models) > 1:
         other = next(name for rank, name in models.items() if rank >= 0)
         message = f"`{models[-1]}` is from ZeRO 1 or 2, this file from ZeRO 3: this directory mixes files of two runs"
         raise Corrupt(message, path=root / other, hint="keep the files of one run")
-    read = read_each_rank_file(root, models, read_model_states, report)
+    read = read_each_file(root, models, lambda _, name: read_model_states(read_state_file(root, name)), report)
+    partitions = read_each_file(root, optimizers, lambda _, name: read_partition(read_state_file(root, name)), report)
+    if not read or (optimizers and not partitions):
+        raise Corrupt("no rank's file can be read", path=root)
     first = next(iter(read.values()))
-    if not optimizers and (-1 not in models or first.shapes is not None):
-        raise_no_partitions(root / next(iter(models.values())), is_sharded=-1 not in models)
-    partitions = read_each_rank_file(root, optimizers, read_partition, report)
+    if not optimizers and -1 not in models:
+        message = "ZeRO 3 keeps the weights in `*_optim_states.pt`, and these files are missing"
+        raise Unsupported(message, path=root / first.path, hint="copy all files of all ranks to one directory")
+    if not optimizers and first.shapes is not None:
+        message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"
+        raise Incomplete(message, path=root / first.path, hint="pass this file itself to read its 16-bit weights")
     count = len(models)
     if partitions:
         known = next(iter(partitions.values()))
@@ -59,69 +64,26 @@ def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report
         report_missing_ranks(optimizers, count, root, known.path, report)
         if -1 not in models:
             report_missing_ranks(models, count, root, known.path, report)
-        if len(partitions) < count:
-            partitions = with_lost_partitions(partitions, optimizers, count, first.shapes or ())
-    lost = [] if -1 in models else [rank for rank in range(count) if rank not in read]
-    return PartOfModel(
-        tuple(read.values()), tuple(partitions.values()), {rank: file_name_of_rank(models, rank) for rank in lost}
-    )
-
-
-def read_each_rank_file(
-    root: Path, names: dict[int, str], read: Callable[[StateFile], ReadResult], report: Report
-) -> dict[int, ReadResult]:
-    """Return the results of `read` by rank, and report the files that cannot be read.
-
-    Raises the last error if no file can be read.
-    """
-    results: dict[int, ReadResult] = {}
-    for rank, name in names.items():
-        try:
-            results[rank] = read_with_path(root, name, read)
-        except CkptError as error:
-            if not results and rank == max(names):
-                raise
-            report(error)
-    return results
-
-
-def read_with_path(root: Path, name: str, read: Callable[[StateFile], ReadResult]) -> ReadResult:
-    """Return the result of `read` for a file, and add the path to its errors."""
-    try:
-        return read(read_state_file(root, name))
-    except CkptError as error:
-        raise error.blame(path=root / name) from None
-
-
-def raise_no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
-    """Raise the error for model states without optimizer files."""
-    if is_sharded:
-        message = "ZeRO 3 keeps the weights in `*_optim_states.pt`, and these files are missing"
-        raise Unsupported(message, path=path, hint="copy all files of all ranks to one directory")
-    message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"
-    raise Incomplete(message, path=path, hint="pass this file itself to read its 16-bit weights")
-
-
-def with_lost_partitions(
-    partitions: Mapping[int, Partition], names: dict[int, str], count: int, shapes: Sequence[Mapping[str, Shape]]
-) -> dict[int, Partition]:
-    """Return the partitions of all `count` ranks; missing partitions get unreadable chunks.
-
-    `names` are the names of the existing files, `shapes` the parameter shapes of each group. Raises `Unsupported` if
-    the sizes of the existing partitions do not fit together.
-    """
-    return {
-        rank: partitions[rank]
-        if rank in partitions
-        else lost_partition(partitions, rank, file_name_of_rank(names, rank), count, shapes)
-        for rank in range(count)
+        shapes = first.shapes or ()
+        partitions = {
+            rank: partitions.get(rank)
+            or lost_partition(partitions, rank, file_name_of_rank(optimizers, rank), count, shapes)
+            for rank in range(count)
+        }
+    lost_models = {
+        rank: file_name_of_rank(models, rank) for rank in range(count) if -1 not in models and rank not in read
     }
+    return PartOfModel(tuple(read.values()), tuple(partitions.values()), lost_models)
 
 
 def lost_partition(
     partitions: Mapping[int, Partition], rank: int, name: str, count: int, shapes: Sequence[Mapping[str, Shape]]
 ) -> Partition:
-    """Return a partition with unreadable chunks, of the size that the partition of this rank had."""
+    """Return the partition of a rank with unreadable chunks of the sizes that it had.
+
+    `partitions` are those of the other `count` ranks, `shapes` the parameter shapes of each group. Raises `Unsupported`
+    if the sizes of the other partitions do not fit together.
+    """
     like = next(iter(partitions.values()))
     if len(shapes) != len(like.groups):
         raise Unsupported(f"expected {len(shapes)} groups of parameters (`param_shapes`), found {len(like.groups)}")
@@ -129,12 +91,10 @@ def lost_partition(
     for number, group in enumerate(like.groups):
         sizes = {of_rank: partition.groups[number].masters.box.numel for of_rank, partition in partitions.items()}
         size = sizes[min(sizes)] if like.cuts_each else elements_on_rank(sizes, rank, count, shapes[number], group)
-        moments = {
-            state_name: Chunk.unreadable(full_box((size,)), name, chunk.dtype)
-            for state_name, chunk in group.moments.items()
-        }
-        masters = Chunk.unreadable(full_box((size,)), name, group.masters.dtype)
-        groups.append(replace(group, masters=masters, moments=moments))
+        masters, *moments = (
+            Chunk.unreadable(full_box((size,)), name, chunk.dtype) for chunk in (group.masters, *group.moments.values())
+        )
+        groups.append(replace(group, masters=masters, moments=dict(zip(group.moments, moments, strict=True))))
     return replace(like, path=name, groups=tuple(groups))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
@@ -16,11 +16,10 @@ from ckptkit.layout.box import Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.deepspeed.experts import find_name_around_number
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.plugins.deepspeed.modules import put_unpickled_copy
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
-from ckptkit.plugins.deepspeed.parts import read_with_path
-from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering, Settings
-from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
+from ckptkit.plugins.deepspeed.modules import put_tied, put_unpickled_copy
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, files_of_part
+from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_counts, require_dict, require_each
 
 NAME = "universal"
 ZERO = "zero"
@@ -44,7 +43,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     Reports files that are missing or cannot be read. A missing optimizer-state file is not detected, because no other
     file lists it.
     """
-    models = [read_with_path(root, name, read_model_states) for name in model_files(root, tag)]
+    models = [read_model_file(root, name) for name in model_files(root, tag)]
     shapes = [{name: full_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
@@ -67,9 +66,9 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     described |= set(put_untrained(gathering, root, tag, trained, report))
     path = path_from_root(tag, ZERO, OPTIMIZER)
     try:
-        put_optimizer(gathering, read_state_file(root, path), root, shapes)
+        put_optimizer(gathering, read_state_file(root, path), shapes)
     except CkptError as error:
-        report(error)
+        report(error.blame(path=root / path))
     for key, value in models[0].others.items():
         if key not in gathering.flat.keys:
             gathering.put_other(models[0].flattening, key, value)
@@ -95,11 +94,13 @@ def model_files(root: Path, tag: str) -> list[str]:
     files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
     if not files.models:
         raise Incomplete("`*_model_states.pt` is missing, which has the names and shapes", path=root / tag)
-    return [
-        path_from_root(tag, next(iter(files.model_files(part).values())))
-        for part in files.parts
-        if files.model_files(part)
-    ]
+    by_part = (files_of_part(files.models, part) for part in files.parts)
+    return [path_from_root(tag, next(iter(of_part.values()))) for of_part in by_part if of_part]
+
+
+def read_model_file(root: Path, name: str) -> ModelStates:
+    with errors_at(path=root / name):
+        return read_model_states(read_state_file(root, name))
 
 
 def parameter_files(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
@@ -136,26 +137,20 @@ def put_parameter_file(
             report(error.blame(tensor=".".join(key_path)))
             return
         report(error.blame(path=root / path))
-        gathering.put_entry(
-            key_path, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(full_box(shape), path, _KEPT),))
-        )
+        unreadable = Chunk.unreadable(full_box(shape), path, _KEPT)
+        gathering.put_entry(key_path, StoredTensor(Spec(_KEPT, shape), (unreadable,)))
 
 
 def read_parameter_file(root: Path, path: str, state_name: str, shape: Shape) -> StoredTensor | Blob:
-    """Return the tensor or the non-tensor entry in a file of a parameter."""
+    """Return the tensor or the non-tensor entry in a file of a parameter; a flat tensor gets its known `shape`.
+
+    Raises `Corrupt` if the number of elements differs.
+    """
     file = read_state_file(root, path)
     flattening = Flattening(file.entries, path)
     value = require_dict(file.value, path).get("param") if find_dict_items(file.value) is not None else file.value
-    return (
-        with_known_shape(flattening.make_stored_tensor(value), shape, is_free=state_name == STEP)
-        if is_tensor(value)
-        else flattening.make_blob(value)
-    )
-
-
-def with_known_shape(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> StoredTensor:
-    """Return a flat tensor in its known shape. Raises `Corrupt` if the number of elements differs."""
-    if stored.spec.shape == shape or is_free:
+    stored = flattening.make_entry(value)
+    if isinstance(stored, Blob) or state_name == STEP or stored.spec.shape == shape:
         return stored
     (chunk,) = stored.chunks
     if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
@@ -165,11 +160,9 @@ def with_known_shape(stored: StoredTensor, shape: Shape, *, is_free: bool = Fals
 
 def put_untrained_and_tied(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:
     """Put the tied names and all entries of a model-states file that are not trained parameters or copies of them."""
-    for alias, name in model.aliases.items():
-        if name in trained and alias not in trained:
-            gathering.put_entry((MODEL, alias), trained[name])
+    by_any_name = put_tied(gathering, model.aliases, trained)
     for entry, value in (model.module or {}).items():
-        known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
+        known = by_any_name.get(str(entry))
         if known is not None and model.slices is not None:
             continue  # only the slice of one rank, so not a copy of the full tensor
         if known is not None:
@@ -202,40 +195,33 @@ def put_untrained(
             yield path
 
 
-def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Sequence[Mapping[str, Shape]]) -> None:
+def put_optimizer(gathering: Gathering, file: StateFile, shapes: Sequence[Mapping[str, Shape]]) -> None:
     """Put the state that all parameters share: parameter groups, steps that have no files, the loss scale."""
     flattening = Flattening(file.entries, file.name)
-    try:
-        saved = require_dict(file.value, file.name)
-        inner = dict_or_empty(saved.get(_INNER), _INNER)
-        groups = require_type(saved.get("param_groups", inner.get("param_groups")), list, "param_groups")
-        states = dict_or_empty(inner.get("state"), "state")
-        for i, group in enumerate(groups):
-            settings: Settings = require_dict(group, "param_groups")
-            numbers = [
-                require_count(number, "params") for number in require_type(settings.get("params"), list, "params")
-            ]
-            if any(number >= len(shapes) for number in numbers):
-                raise Corrupt(
-                    f"expected numbers below {len(shapes)} (`param_shapes`) in a parameter group, found {numbers[:8]}"
-                )
-            gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
-        for number, named in enumerate(shapes):
-            step = require_dict(states[number], "state").get(STEP) if number in states else None
-            without_step = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
-            if step is not None:
-                gathering.put_state(flattening, without_step, {STEP: step})
-        for entry, value in saved.items():
-            if entry not in _USED:
-                gathering.put_other(flattening, entry, value)
-    except CkptError as error:
-        raise error.blame(path=root / file.name) from None
+    saved = require_dict(file.value, file.name)
+    inner = dict_or_empty(saved.get(_INNER), _INNER)
+    groups = require_each(saved.get("param_groups", inner.get("param_groups")), require_dict, "param_groups")
+    states = dict_or_empty(inner.get("state"), "state")
+    for i, settings in enumerate(groups):
+        numbers = require_counts(settings.get("params"), "params")
+        if any(number >= len(shapes) for number in numbers):
+            expected = f"expected numbers below {len(shapes)} (`param_shapes`) in a parameter group"
+            raise Corrupt(f"{expected}, found {list(numbers[:8])}")
+        gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
+    for number, named in enumerate(shapes):
+        step = require_dict(states[number], "state").get(STEP) if number in states else None
+        without_step = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
+        if step is not None:
+            gathering.put_state(flattening, without_step, {STEP: step})
+    for entry, value in saved.items():
+        if entry not in _USED:
+            gathering.put_other(flattening, entry, value)
 
 
 def check_parameter_files(root: Path, tag: str, report: Report) -> None:
     """Report each parameter in the model states that has no file."""
     for path in model_files(root, tag):
-        for group in read_with_path(root, path, read_model_states).shapes or ():
+        for group in read_model_file(root, path).shapes or ():
             for name in group:
                 try:
                     if MASTER not in dict(parameter_files(root, tag, name)):

@@ -17,7 +17,14 @@ from ckptkit.formats.shards.dtensors import unravel
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import cut_axis
 from ckptkit.layout.box import Box, Shape, find_overlap, full_box, row_major_strides
-from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type
+from ckptkit.plugins.deepspeed.values import (
+    dict_or_empty,
+    require_count,
+    require_counts,
+    require_dict,
+    require_each,
+    require_type,
+)
 
 INFO, _MAP = "universal_checkpoint_info", "affine_map"
 _VERSION = 1
@@ -72,12 +79,11 @@ class SliceMap:
 
     def slicing_of(self, name: str) -> SlicedParameter:
         """Return how a parameter is sliced. Raises `Unsupported` if the map does not contain the parameter."""
-        entry = self._params.get(f"^{re.escape(name)}$")
-        if entry is None:
+        entry = dict_or_empty(self._params.get(f"^{re.escape(name)}$"), _MAP)
+        if not entry:
             message = "tensor parallelism cut this parameter, and the map of AutoTP does not have it"
             raise Unsupported(message, tensor=name, hint=_HINT)
-        entry = require_dict(entry, _MAP)
-        shape = parse_shape(entry.get("logical_shape"))
+        shape = require_counts(entry.get("logical_shape"), _MAP)
         ranks = require_dict(entry.get("ranks"), "ranks")
         if {str(rank) for rank in ranks} != set(map(str, range(self.ranks))):
             raise Corrupt(f"expected slices of {self.ranks} ranks, found {len(ranks)}", tensor=name)
@@ -89,8 +95,8 @@ class SliceMap:
             message = f"expected pieces of {full_box(shape).numel} elements, found {covered}"
             raise Corrupt(message, tensor=name, hint=_HINT)
         if overlap := find_overlap(boxes):
-            shared = overlap[2]
-            message = f"two pieces of the parameter overlap: {list(shared.size)} elements at {list(shared.start)}"
+            start, size = map(list, overlap[2])
+            message = f"two pieces of the parameter overlap: {size} elements at {start}"
             raise Corrupt(message, tensor=name, hint=_HINT)
         return SlicedParameter(name, shape, slices)
 
@@ -113,17 +119,14 @@ def read_slice(
     saved: Mapping[str | int, Any], rank: int, shape: Shape, name: str
 ) -> tuple[Shape, tuple[SlicePiece, ...]]:
     """Return the shape of a slice, and its pieces."""
-    slice_shape = parse_shape(saved.get("shard_shape"))
+    slice_shape = require_counts(saved.get("shard_shape"), _MAP)
     pieces = []
-    for entry in require_type(saved.get("pieces"), list, "pieces"):
-        piece = require_dict(entry, "pieces")
+    for piece in require_each(saved.get("pieces"), require_dict, "pieces"):
         if piece.get("scale", 1) != 1:
             message = f"a rank's slice is the parameter times {piece['scale']}"
             raise Unsupported(message, tensor=name, hint=_HINT)
-        size = parse_shape(piece.get("shape"))
-        holders = [
-            require_count(holder, "locations") for holder in require_type(piece.get("locations"), list, "locations")
-        ]
+        size = require_counts(piece.get("shape"), _MAP)
+        holders = require_counts(piece.get("locations"), "locations")
         in_whole, in_slice = (
             parse_box(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", slice_shape))
         )
@@ -139,7 +142,7 @@ def parse_box(offsets: Any, size: Shape, shape: Shape, name: str) -> Box:
     offset_and_strides = require_type(offsets, list, "pieces")
     if len(offset_and_strides) != 2:
         raise Corrupt(f"expected an offset and strides of a piece, found {len(offset_and_strides)} values", tensor=name)
-    offset, piece_strides = require_count(offset_and_strides[0], "pieces"), parse_shape(offset_and_strides[1])
+    offset, piece_strides = require_count(offset_and_strides[0], "pieces"), require_counts(offset_and_strides[1], _MAP)
     strides = row_major_strides(shape)
     is_row_major = len(size) == len(piece_strides) == len(shape) and all(
         n < 2 or step == stride for n, step, stride in zip(size, piece_strides, strides, strict=True)
@@ -164,7 +167,3 @@ def chunks_of_slice_piece(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
         chunk._replace(box=Box(tuple(a + b for a, b in zip(chunk.box.start, corner, strict=True)), chunk.box.size))
         for chunk in part.chunks
     ]
-
-
-def parse_shape(value: Any) -> Shape:
-    return tuple(require_count(extent, _MAP) for extent in require_type(value, list, _MAP))

@@ -8,7 +8,7 @@ its configuration has `"checkpoint": {"load_universal": true}`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,8 @@ class UniversalEntries:
                     entries.others.append(name)
         unknown = sorted(entries.states.keys() - entries.weights.keys())
         if unknown:
-            raise Mismatch(
-                "the optimizer contains the parameter, the model does not", path=wanted.root, tensor=unknown[0]
-            )
+            message = "the optimizer contains the parameter, the model does not"
+            raise Mismatch(message, path=wanted.root, tensor=unknown[0])
         if not entries.states:
             hint = "pass --to hf for the weights alone: `universal` needs an optimizer"
             raise Mismatch("expected optimizer states by parameter name, found none", path=wanted.root, hint=hint)
@@ -121,39 +120,22 @@ def universal_files(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]
     """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
     entries = UniversalEntries.of(wanted)
     require_no_experts(wanted, entries)
-    tag = tag_name_for(wanted)
+    steps = Storages(wanted).pickled_value_of("global_steps") if "global_steps" in wanted.blobs else None
+    tag = f"global_step{steps}" if type(steps) is int and steps >= 0 else "universal"
     for parameter, states in entries.states.items():
         if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):
             raise Unsafe("a directory cannot have this name", path=wanted.root, tensor=parameter)
         for state_name, entry in {MASTER: entries.weights[parameter], **states}.items():
-            yield make_parameter_file(
-                wanted, path_from_root(tag, ZERO, parameter, f"{state_name}.pt"), entry, is_bare=state_name == STEP
-            )
-    yield make_model_states_file(
-        wanted, entries, path_from_root(tag, _MODEL_STATES), options.world_size, with_module=True
-    )
-    yield make_model_states_file(
-        wanted, entries, path_from_root(tag, _MODEL_STATES_3), options.world_size, with_module=False
-    )
+            storages = Storages(wanted)
+            value = storages.pickled_value_of(entry)
+            # DeepSpeed expects the step without a dict around it
+            content = value if state_name == STEP else {"cat_dim": 0, "param": value}
+            yield make_torch_save_file(path_from_root(tag, ZERO, parameter, f"{state_name}.pt"), content, storages)
+    for name, with_module in ((_MODEL_STATES, True), (_MODEL_STATES_3, False)):
+        path = path_from_root(tag, name)
+        yield make_model_states_file(wanted, entries, path, options.world_size, with_module=with_module)
     yield make_optimizer_states_file(wanted, entries, path_from_root(tag, ZERO, OPTIMIZER))
     yield NewFile(POINTER, len(tag), [(0, tag.encode())])
-
-
-def tag_name_for(wanted: Layout) -> str:
-    steps = find_count_entry(wanted, "global_steps")
-    return "universal" if steps is None else f"global_step{steps}"
-
-
-def find_count_entry(wanted: Layout, name: str) -> int | None:
-    value = Storages(wanted).pickled_value_of(name) if name in wanted.blobs else None
-    return value if type(value) is int and value >= 0 else None
-
-
-def make_parameter_file(wanted: Layout, path: str, entry: str, *, is_bare: bool) -> NewFile:
-    """Return the file of one tensor. DeepSpeed expects the step without a dict around it."""
-    storages = Storages(wanted)
-    value = storages.pickled_value_of(entry)
-    return make_torch_save_file(path, value if is_bare else {"cat_dim": 0, "param": value}, storages)
 
 
 def make_torch_save_file(path: str, value: Any, storages: Storages) -> NewFile:
@@ -172,17 +154,18 @@ def make_model_states_file(
     others = [name for name in entries.others if wanted.key(name)[0] not in _OF_OPTIMIZER | _DROPPED]
     saved_names = others if with_module else [name for name in others if name in wanted.blobs]
     saved = unflatten(saved_names, wanted.key, storages.pickled_value_of) if saved_names else {}
-    defaults: dict[str, Any] = {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None}
-    settings: dict[str, Any] = {"data_sampler": None, "random_ltd": None, "ds_config": {}, "ds_version": _VERSION}
     value = {
-        **defaults,
-        **settings,
+        **dict.fromkeys(("global_steps", "skipped_steps", "global_samples"), 0),
+        **dict.fromkeys(("lr_scheduler", "data_sampler", "random_ltd")),
+        "ds_config": {},
+        "ds_version": _VERSION,
         **saved,
         "module": {name: storages.pickled_value_of(entries.weights[name]) for name in kept} if with_module else {},
         "buffer_names": kept,
         "optimizer": None,
         "param_shapes": [
-            weight_shapes(wanted, entries, names) for names in settings_and_names_by_group(wanted, entries)[1]
+            {name: Record(_SIZE, (wanted.tensors[entries.weights[name]].spec.shape,)) for name in names}
+            for names in settings_and_names_by_group(wanted, entries)[1]
         ],
         "frozen_param_shapes": {},
         "frozen_param_fragments": {},
@@ -191,10 +174,6 @@ def make_model_states_file(
         "mp_world_size": 1,
     }
     return make_torch_save_file(path, value, storages)
-
-
-def weight_shapes(wanted: Layout, entries: UniversalEntries, names: Iterable[str]) -> dict[str, Record]:
-    return {name: Record(_SIZE, (wanted.tensors[entries.weights[name]].spec.shape,)) for name in names}
 
 
 def settings_and_names_by_group(
@@ -287,18 +266,15 @@ class Universal(FormatWriter):
 
     def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
         """Return both byte ranges of the CRC-32 of each storage."""
-        return checksum_offsets_in(
-            written, sorted({chunk.path for tensor in written.tensors.values() for chunk in tensor.chunks})
-        )
+        return checksum_offsets_in(written, sorted(written.paths))
 
 
 def find_tag_directory(path: Path) -> str | None:
     """Return the directory in `path` with the parameters, "" if `path` is that directory; None if there is none."""
     if has_parameter_directory(path):
         return ""
-    if not is_existing_path(path / POINTER) or is_existing_path(
-        path / "latest"
-    ):  # a directory with both pointers is a run
+    # a directory with both pointers is a run
+    if not is_existing_path(path / POINTER) or is_existing_path(path / "latest"):
         return None
     try:
         tag = read_small(path / POINTER, _POINTER_LIMIT).decode("utf-8").strip()

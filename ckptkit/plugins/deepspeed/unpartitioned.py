@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
@@ -22,7 +22,14 @@ from ckptkit.layout.matching import find_certain, is_counted_from_zero, match_by
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.model_states import ModelStates
-from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_type, without_classes
+from ckptkit.plugins.deepspeed.values import (
+    dict_or_empty,
+    require_count,
+    require_dict,
+    require_each,
+    require_type,
+    without_classes,
+)
 
 Settings = Mapping[str | int, Any]
 
@@ -42,18 +49,9 @@ class Gathering:
 
     def put_entry(self, key: KeyPath, stored: StoredTensor | Blob) -> None:
         """Put a tensor or an entry at a key path. Raises `Unsupported` if the name is taken."""
-        name = ".".join(map(str, key))
-        if name in self.flat.keys:
+        if (name := ".".join(map(str, key))) in self.flat.keys:
             raise Unsupported("two entries have the same name", tensor=name)
-        self.flat.keys[name] = key
-        if isinstance(stored, Blob):
-            self.flat.blobs[name] = stored
-        else:
-            self.flat.tensors[name] = stored
-
-    def put_low_precision_copy(self, key: KeyPath, copy: StoredTensor) -> None:
-        """Put the low-precision copy of the tensor at a key path."""
-        self.twins[".".join(map(str, key))] = copy
+        self.flat.put(key, stored)
 
     def put_flattened(self, flattening: Flattening, value: Any, key: KeyPath) -> None:
         """Put all tensors and entries inside `value` below a key path."""
@@ -63,19 +61,17 @@ class Gathering:
     def put_state(self, flattening: Flattening, names: list[str], values: Mapping[str, Any]) -> None:
         """Put optimizer state that several parameters share below the name of each of them."""
         for state_name, value in values.items():
-            try:
-                stored = flattening.make_stored_tensor(value) if is_tensor(value) else flattening.make_blob(value)
-            except CkptError as error:
-                raise error.blame(tensor=".".join((*STATE, names[0], state_name)) if names else state_name) from None
+            with errors_at(tensor=".".join((*STATE, *names[:1], state_name))):
+                stored = flattening.make_entry(value)
             for name in names:
                 self.put_entry((*STATE, name, state_name), stored)
 
-    def put_group(self, flattening: Flattening, number: int, settings: Settings, names: list[str]) -> None:
-        """Put the hyperparameters and the parameter names of a parameter group."""
+    def put_group(self, flattening: Flattening, number: int, settings: Settings, names: Sequence[str | int]) -> None:
+        """Put the hyperparameters and the parameter names (or indices) of a parameter group."""
         for key, value in settings.items():
             if key != "params":
-                stored = flattening.make_stored_tensor(value) if is_tensor(value) else flattening.make_blob(value)
-                self.put_entry((*GROUPS, number, key), stored)
+                self.put_flattened(flattening, value, (*GROUPS, number, key))
+        # not flattened: the names are in another file, and too long for the budget of this one
         self.put_entry((*GROUPS, number, "params"), Blob(flattening.path, flattening.pickle.offset, 0, dump(names)))
 
     def put_other(self, flattening: Flattening, key: str | int, value: Any) -> None:
@@ -114,10 +110,7 @@ def read_indexed_optimizer(flattening: Flattening, value: Any) -> IndexedOptimiz
     torch_state = (
         require_dict(saved.pop(_TORCH), _TORCH) if _TORCH in saved else {key: saved.pop(key) for key in list(saved)}
     )
-    groups = [
-        require_dict(group, "param_groups")
-        for group in require_type(torch_state.get("param_groups", []), list, "param_groups")
-    ]
+    groups = require_each(torch_state.get("param_groups", []), require_dict, "param_groups")
     states = dict_or_empty(torch_state.get("state"), "state")
     masters = [master for group in saved.get(_MASTERS) or () for master in require_type(group, list, _MASTERS)]
     return IndexedOptimizer(flattening, groups, states, masters, saved)
@@ -155,11 +148,8 @@ def put_groups(
     """
     for i, (group, listed) in enumerate(zip(optimizer.groups, params, strict=True)):
         is_recorded = PARAM_NAMES in group and all(isinstance(name, str) for name in listed)
-        entries: dict[str | int, Any] = {**group, "params": list(listed)}
-        if is_recorded:
-            entries[PARAM_NAMES] = list(listed)
-        for key, value in entries.items():
-            gathering.put_flattened(optimizer.flattening, value, (*GROUPS, i, key))
+        settings = {**group, PARAM_NAMES: list(listed)} if is_recorded else group
+        gathering.put_group(optimizer.flattening, i, settings, list(listed))
     for key, value in optimizer.others.items():
         if not (has_masters and key == _MASTERS):
             gathering.put_flattened(optimizer.flattening, without_classes(value), (STATE[0], key))
@@ -184,7 +174,7 @@ def put_weight(
         gathering.put_flattened(flattening, value, (MODEL, name))
         return
     gathering.put_entry((MODEL, name), masters[name])
-    gathering.put_low_precision_copy((MODEL, name), flattening.make_stored_tensor(value))
+    gathering.twins[f"{MODEL}.{name}"] = flattening.make_stored_tensor(value)
 
 
 def find_names_in_order(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ckptkit.errors import Corrupt
@@ -40,6 +41,24 @@ def require_count(value: Any, name: str) -> int:
     if require_type(value, int, name) < 0:
         raise Corrupt(f"`{name}`: expected 0 or more, found {value}")
     return int(value)
+
+
+def require_each(
+    value: Any, require: Callable[[Any, str], Kind], name: str, *, groups: int | None = None
+) -> list[Kind]:
+    """Return the members of a list, each as `require` returns it. Raises `Corrupt` unless it has as many `groups`."""
+    members = require_type(value, list, name)
+    if groups is not None and len(members) != groups:
+        raise Corrupt(f"`{name}`: expected {groups} groups, found {len(members)}")
+    return [require(member, name) for member in members]
+
+
+def require_counts(value: Any, name: str) -> tuple[int, ...]:
+    return tuple(require_each(value, require_count, name))
+
+
+def require_name(value: Any, name: str) -> str:
+    return require_type(value, str, name)
 
 
 def shapes_in_dict(value: Any, what: str) -> dict[str, Shape]:
