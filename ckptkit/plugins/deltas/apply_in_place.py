@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, translate_os_errors
 from ckptkit.formats import locate_all_chunks
-from ckptkit.io.file import names_in
+from ckptkit.formats.protocols import JOURNAL
+from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.layout import Layout
 from ckptkit.plugins.deltas import in_place
 from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
 from ckptkit.plugins.deltas.chain import DeltaChain, short_id
 from ckptkit.plugins.deltas.identity import checksum_by_tensor, identity_of_model
-from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import Delta, open_delta
 from ckptkit.plugins.deltas.record import RECORD, is_complete_delta, is_unfinished_delta
 from ckptkit.plugins.deltas.verify_delta import check_delta
@@ -53,14 +52,6 @@ class ChangedInPlace(Summarized):
             yield f"skipped {path.name}: unfinished, its `{RECORD}` is missing"
 
 
-class Update(NamedTuple):
-    """The deltas to apply to a model, in order, and the resulting model."""
-
-    deltas: tuple[Path, ...]
-    successor: Successor
-    unfinished: tuple[Path, ...] = ()
-
-
 def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
     """Update the Hugging Face model in `local` with the deltas in `root` that continue from its state.
 
@@ -73,18 +64,20 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
         raise NotACheckpoint("expected a directory with a Hugging Face model", path=path)
     with in_place.locked_model(path):
         in_place.remove_leftovers(path)
-        is_completed = in_place.has_journal(path)
+        is_completed = is_existing_path(path / JOURNAL)
         if is_completed:
             in_place.complete_journal(path)
         model = open_contiguous_model(path)
         sums = checksum_by_tensor(model)
-        update = find_update(model, sums, source)
-        if not update.deltas:
-            return ChangedInPlace(path, (), is_completed=is_completed, unfinished=update.unfinished)
+        complete, unfinished = find_deltas(source)
+        chain = find_continuing_chain(model, sums, complete, source)
+        if not chain.deltas:
+            return ChangedInPlace(path, (), is_completed=is_completed, unfinished=unfinished)
         require_own_files(path, model)
-        record = in_place.write_change_journal(path, model, sums, update.successor)
+        record = in_place.write_change_journal(path, model, sums, chain)
         in_place.complete_journal(path)
-    return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed, update.unfinished)
+    applied = tuple(delta.path for delta in chain.deltas)
+    return ChangedInPlace(path, applied, len(record.tensors), record.changed, is_completed, unfinished)
 
 
 def open_contiguous_model(path: Path) -> Layout:
@@ -109,22 +102,21 @@ def require_own_files(path: Path, model: Layout) -> None:
             raise Unsafe(f"the file has {links} names (hard links), and all of them would change", path=file, hint=hint)
 
 
-def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
-    """Return the update of the model that the deltas in `root` describe."""
+def find_deltas(root: Path) -> tuple[list[Path], tuple[Path, ...]]:
+    """Return the deltas to choose from, and the unfinished ones: `root`, if it is a delta, or those in it."""
     if not root.is_dir():
         raise NotACheckpoint("expected a directory with deltas", path=root)
     if is_complete_delta(root) or is_unfinished_delta(root):
-        return find_update_by_deltas(model, sums, [root], root)
+        return [root], ()
     candidates = [root / name for name in sorted(names_in(root))]
-    delta_paths = [path for path in candidates if is_complete_delta(path)]
-    if not delta_paths:
+    complete = [path for path in candidates if is_complete_delta(path)]
+    if not complete:
         raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
-    unfinished = tuple(filter(is_unfinished_delta, candidates))
-    return find_update_by_deltas(model, sums, delta_paths, root)._replace(unfinished=unfinished)
+    return complete, tuple(filter(is_unfinished_delta, candidates))
 
 
-def find_update_by_deltas(model: Layout, sums: Mapping[str, int], delta_paths: list[Path], root: Path) -> Update:
-    """Return the update from the deltas that continue from the model's state; file names do not set the order.
+def find_continuing_chain(model: Layout, sums: Mapping[str, int], delta_paths: list[Path], root: Path) -> DeltaChain:
+    """Return the chain of deltas that continues from the model's state; file names do not set the order.
 
     Raises `Mismatch` if no delta fits, `Usage` if two deltas have the same base.
     """
@@ -150,7 +142,7 @@ def find_update_by_deltas(model: Layout, sums: Mapping[str, int], delta_paths: l
     full_chain = DeltaChain.of(chain)
     if chain:
         full_chain.check_base(model, sums)
-    return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, full_chain))
+    return full_chain
 
 
 def require_consolidated_form(model: Layout) -> None:

@@ -6,21 +6,25 @@ The result of each delta is the base of the next delta.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from ckptkit.engine.blocks import BLOCK_BYTES
+from ckptkit.engine.read import read_box
 from ckptkit.errors import Corrupt, Mismatch
+from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.box import Box, Shape, full_box, span_of
+from ckptkit.layout.box import Box, Shape, cut_box, full_box, span_of
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.changes import Array, Changes, load_changes, merge_changes
 from ckptkit.plugins.deltas.identity import identity_of_model
-from ckptkit.plugins.deltas.open_delta import Delta
+from ckptkit.plugins.deltas.open_delta import WHOLE, Delta
 from ckptkit.plugins.deltas.record import RECORD
 
 _KEPT = 4  # tensors whose changes stay in memory; threads work on neighboring tensors
@@ -56,6 +60,23 @@ class Patched:
         if changes is not None:
             write_changes_into(blocks[0], span_of(box, self._box, None).start, changes, dtype.itemsize)
         return blocks[0], False
+
+
+class NewBlock(NamedTuple):
+    """A block of a tensor from element `first`, with its bytes before and after a change."""
+
+    first: int
+    old: memoryview
+    new: memoryview
+
+
+def read_blocks_in_order(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
+    """Yield the blocks of a tensor in row-major order, each with the index of its first element."""
+    spec = layout.tensors[name].spec
+    first = 0
+    for box in cut_box(full_box(spec.shape), BLOCK_BYTES // spec.dtype.itemsize):
+        yield first, read_box(layout, name, box, jobs=1)
+        first += box.numel
 
 
 def write_changes_into(block: memoryview, first: int, changes: Changes, itemsize: int) -> int:
@@ -114,6 +135,24 @@ class DeltaChain:
         """Return the file of the last delta that changes the tensor."""
         return next(delta.payload_path_of(name) for delta in reversed(self.deltas) if name in delta.record.tensors)
 
+    def new_blocks_of(self, base: Layout, name: str) -> Iterator[NewBlock]:
+        """Yield all blocks of a changed tensor in order.
+
+        Raises `Corrupt` after the last block if the CRC-32 differs from the CRC-32 in the last delta.
+        """
+        expected, crc = self.final_checksums[name], 0
+        last, changes = self.find_last_full_delta(name), self.find_changes_of(name)
+        full_blocks = None if last is None else read_blocks_in_order(self.deltas[last].layout, name + WHOLE)
+        for first, old in read_blocks_in_order(base, name):
+            new = bytearray(old) if full_blocks is None else next(full_blocks)[1]
+            if changes is not None:
+                write_changes_into(memoryview(new), first, changes, self.specs[name].dtype.itemsize)
+            crc = crc32(new, crc)
+            yield NewBlock(first, memoryview(old), memoryview(new))
+        if crc != expected:
+            message = f"expected CRC-32 {expected:08x} after the change, found {crc:08x}"
+            raise Corrupt(message, path=self.last_payload_path_of(name), tensor=name, hint=WRITE_AGAIN)
+
     def check_base(self, base: Layout, sums: Mapping[str, int]) -> None:
         """Check that the model with these checksums is the base of the first delta.
 
@@ -124,14 +163,15 @@ class DeltaChain:
         if identity == first.base:
             self._check_identities(base, sums)
             return
-        message = f"expected base {short_id(first.base)}, found {short_id(identity)}{self._describe_mismatch(sums)}"
-        hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
         if identity == self.deltas[-1].record.new:
-            message, hint = (
-                "the delta is applied already: this checkpoint is its result",
-                "pass the checkpoint that the delta was made from",
-            )
-        raise Mismatch(message, path=base.root, hint=hint)
+            hint = "pass the checkpoint that the delta was made from"
+            raise Mismatch("the delta is applied already: this checkpoint is its result", path=base.root, hint=hint)
+        different = [name for name, tensor in first.tensors.items() if sums.get(name) != tensor.crc32_base]
+        why = "a tensor that the delta does not change differs"
+        if different:
+            why = f"{len(different)} of {len(first.tensors)} tensors that the delta changes differ, such as `{different[0]}`"
+        message = f"expected base {short_id(first.base)}, found {short_id(identity)}: {why}"
+        raise Mismatch(message, path=base.root, hint=f"pass the checkpoint that {self.deltas[0].path} was made from")
 
     def _check_identities(self, base: Layout, sums: Mapping[str, int]) -> None:
         after = dict(sums)
@@ -141,13 +181,6 @@ class DeltaChain:
                 message = f"expected weights {short_id(delta.record.new)} after the delta, found {short_id(identity)}"
                 raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
 
-    def _describe_mismatch(self, sums: Mapping[str, int]) -> str:
-        tensors = self.deltas[0].record.tensors
-        different = [name for name, tensor in tensors.items() if sums.get(name) != tensor.crc32_base]
-        if not different:
-            return ": a tensor that the delta does not change differs"
-        return f": {len(different)} of {len(tensors)} tensors that the delta changes differ, such as `{different[0]}`"
-
     def check_specs(self, base: Layout) -> None:
         """Raise `Mismatch` unless the model has all changed tensors with the same dtypes and shapes."""
         for name, spec in self.specs.items():
@@ -155,11 +188,8 @@ class DeltaChain:
             if tensor is None:
                 raise Mismatch("the delta changes this tensor, but the base lacks it", path=base.root, tensor=name)
             if tensor.spec != spec:
-                hint = (
-                    f"`ckptkit apply --dtype {spec.dtype}` casts the base first"
-                    if tensor.spec.dtype.is_castable_to(spec.dtype)
-                    else None
-                )
+                is_castable = tensor.spec.dtype.is_castable_to(spec.dtype)
+                hint = f"`ckptkit apply --dtype {spec.dtype}` casts the base first" if is_castable else None
                 message = f"expected {spec} as in the delta, found {tensor.spec}"
                 raise Mismatch(message, path=base.root, tensor=name, hint=hint)
 

@@ -25,7 +25,9 @@ from ckptkit.io.progress import Told
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.box import full_box
 from ckptkit.layout.plan import Plan, Target, targets_for
+from ckptkit.layout.small_floats import SMALL_FLOATS
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, Delta
+from ckptkit.words import count
 
 
 def load_changes(delta: Delta, name: str) -> Changes:
@@ -82,6 +84,25 @@ class Changes(NamedTuple):
     @property
     def change_count(self) -> int:
         return len(self.positions)
+
+
+_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bit patterns; without the sign bit, NaN is greater than infinity
+
+
+def count_nan(values: Array, dtype: str) -> int:
+    """Return how many of the values, given as stored bits, are NaN: some inference engines refuse them."""
+    if dtype in ("float32", "float64"):
+        return int(np.isnan(values.view(dtype)).sum())
+    if dtype in _INFINITY:
+        return int(((values & 0x7FFF) > _INFINITY[dtype]).sum())
+    if dtype in SMALL_FLOATS and SMALL_FLOATS[dtype].nbits == 8:
+        return int(np.isnan(np.array(SMALL_FLOATS[dtype].value_by_bits)[values]).sum())
+    return 0
+
+
+def nan_warnings(number: int) -> tuple[str, ...]:
+    """Return a warning if the delta contains NaN."""
+    return (f"{count(number, 'new value', 'is')} NaN: vLLM refuses such a patch",) if number else ()
 
 
 Take = Callable[[str, int, Changes], None]  # tensor name, first element of the block, changes in the block

@@ -27,11 +27,10 @@ from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_both_a
 from ckptkit.plugins.deltas.record import DeltaRecord
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.summary import Summarized
-from ckptkit.words import count, format_bytes, per_cent
+from ckptkit.words import format_bytes, per_cent
 
 if TYPE_CHECKING:
-    from ckptkit.plugins.deltas.spool import Spool
-    from ckptkit.plugins.deltas.write_delta import FoundChanges
+    from ckptkit.plugins.deltas.write_delta import FoundChanges, Spool
 
 LARGEST = 0.6  # fraction of the model size; `force` allows more
 
@@ -68,10 +67,7 @@ class WrittenDelta(Summarized):
     def summary(self) -> Iterator[str]:
         verb = "would write" if self.dry_run else "wrote"
         yield f"{verb} {self.output}: the changes from {self.base} to {self.new}"
-        changed = len(self.record.tensors)
-        every = count(changed + self.record.unchanged, "tensor")
-        yield f"{per_cent(self.density)} of the elements changed, in {changed:,} of {every}"
-        yield f"{format_bytes(self.nbytes)}, {per_cent(self.share)} of the model's {format_bytes(self.record.nbytes)}"
+        yield from self.record.summary(self.nbytes)
 
 
 def delta(
@@ -121,7 +117,7 @@ class ComparedPair:
 
     def plan_delta(self, output: Path) -> WrittenDelta:
         """Return the delta that `write_to_directory` would write."""
-        from ckptkit.plugins.deltas.spool import Spool
+        from ckptkit.plugins.deltas.write_delta import Spool
 
         with Spool(None, self.sides[0].layout.specs) as spool:
             return self.make_written_delta(output, *self.find_changes(spool))
@@ -137,8 +133,7 @@ class ComparedPair:
 
     def write_to_directory(self, output: Path, staging: Path, *, force: bool, sync: bool) -> WrittenDelta:
         """Write the delta to `output` by way of directory `staging`. The result is atomic."""
-        from ckptkit.plugins.deltas.spool import Spool
-        from ckptkit.plugins.deltas.write_delta import write_delta
+        from ckptkit.plugins.deltas.write_delta import Spool, write_delta
 
         origins = [Origin.of(side.path) for side in self.sides]
         with Stage(staging, sync=sync).opened() as stage:
@@ -178,8 +173,9 @@ class ComparedPair:
 
     def make_written_delta(self, output: Path, changes: FoundChanges, checked: int) -> WrittenDelta:
         """Return the planned delta for these changes."""
-        from ckptkit.plugins.deltas.nan import nan_warnings
+        from ckptkit.plugins.deltas.changes import nan_warnings
 
+        checkpoints = [side.checkpoint for side in self.sides]
         notes = nan_warnings(changes.spool.nan) if changes.spool.changed else ("no tensor changed",)
         return WrittenDelta(
             base=self.sides[0].path,
@@ -187,11 +183,7 @@ class ComparedPair:
             output=output,
             record=changes.make_record(dict.fromkeys(changes.payload_specs_by_tensor, "")),
             nbytes=changes.payload_bytes,
-            notes=(
-                *notes,
-                *self.notes_on_configs(),
-                *chain(*(warn_of_inconsistent_weights(side.checkpoint) for side in self.sides)),
-            ),
+            notes=(*notes, *self.notes_on_configs(), *chain(*map(warn_of_inconsistent_weights, checkpoints))),
             checked_bytes=checked,
             dry_run=True,
         )

@@ -25,57 +25,17 @@ from ckptkit.formats.protocols import JOURNAL
 from ckptkit.io.allocation import make_directory
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.disk import lock_path, remove_path, retry_interrupted, sync_directory_tree, sync_path
-from ckptkit.io.file import OpenFiles, file_size, is_existing_path, read_at
+from ckptkit.io.file import OpenFiles, file_size, read_at
 from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.io.staging import remove_dead_leftovers
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
-from ckptkit.plugins.deltas.chain import write_changes_into
+from ckptkit.plugins.deltas.chain import DeltaChain, read_blocks_in_order, write_changes_into
 from ckptkit.plugins.deltas.changes import differing_elements, load_changes
-from ckptkit.plugins.deltas.new_blocks import Successor, read_blocks_in_order
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import DeltaRecord
-from ckptkit.plugins.deltas.spool import Spool
-from ckptkit.plugins.deltas.write_delta import FoundChanges, write_delta
+from ckptkit.plugins.deltas.write_delta import FoundChanges, Spool, write_delta
 
 _SPOOL = ".changes"
-
-
-def write_delta_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
-    """Create directory `root` and write the delta from `base` to its successor there.
-
-    Raises `Corrupt` if the data of `base` does not match `sums`.
-    """
-    make_directory(root)
-    after = dict(sums)
-    with Spool(root / _SPOOL, base.specs) as spool:
-        for name in successor.specs:
-            old = new = 0
-            for block in successor.new_blocks_of(name):
-                old, new = crc32(block.old, old), crc32(block.new, new)
-                spool.add_block_changes(
-                    name, block.first, differing_elements(block.old, block.new, base.specs[name].dtype.itemsize)
-                )
-            if old != sums[name]:
-                raise Corrupt(f"expected CRC-32 {sums[name]:08x}, found {old:08x}", path=base.root, tensor=name)
-            after[name] = new
-
-        def fill_tensors(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
-            return {offset: crc for key, name in names.items() for offset, crc in fill_tensor(wanted, key, name)}
-
-        def fill_tensor(wanted: Layout, key: str, name: str) -> Iterator[tuple[FileOffset, int]]:
-            chunk = wanted.tensors[key].chunks[0]
-            position = crc = 0
-            with OpenFiles(wanted.root, writable=True) as files:
-                for block in successor.new_blocks_of(name):
-                    files[chunk.path].write_at(block.new, chunk.offset + position)
-                    position, crc = position + len(block.new), crc32(block.new, crc)
-            yield (chunk.path, chunk.offset), crc
-
-        record = write_delta(root, FoundChanges(base.specs, sums, after, spool, fill_tensors))
-    remove_path(root / _SPOOL)
-    return record
-
-
 _NEW, _OLD = f"{JOURNAL}.new", f"{JOURNAL}.old"
 _PIECE = 1 << 18  # bytes per read-modify-write
 
@@ -92,11 +52,6 @@ def locked_model(local: Path) -> Iterator[None]:
         release_lock(lock, path)
 
 
-def has_journal(local: Path) -> bool:
-    """Return whether an interrupted change of the model must be completed."""
-    return is_existing_path(local / JOURNAL)
-
-
 def remove_leftovers(local: Path) -> None:
     """Remove the leftovers of interrupted calls, except the journal."""
     with translate_os_errors(local):
@@ -105,12 +60,32 @@ def remove_leftovers(local: Path) -> None:
     remove_dead_leftovers(local)
 
 
-def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
-    """Write the journal of a change from `base` to `successor`."""
+def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], chain: DeltaChain) -> DeltaRecord:
+    """Write the journal of a change from `base` to the result of `chain`: a delta of absolute values.
+
+    Raises `Corrupt` if the data of `base` does not match `sums`.
+    """
     new_journal = local / _NEW
+    after = {**sums, **chain.final_checksums}
+
+    def fill_tensors(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
+        chunks = {name: wanted.tensors[key].chunks[0] for key, name in names.items()}
+        with OpenFiles(wanted.root, writable=True) as files:
+            for name, chunk in chunks.items():
+                position = chunk.offset
+                for block in chain.new_blocks_of(base, name):
+                    files[chunk.path].write_at(block.new, position)
+                    position += len(block.new)
+        return {(chunk.path, chunk.offset): after[name] for name, chunk in chunks.items()}
+
     try:
-        record = write_delta_log(new_journal, base, sums, successor)
+        make_directory(new_journal)
+        with Spool(new_journal / _SPOOL, base.specs) as spool:
+            for name in chain.specs:
+                spool_changes(spool, base, chain, name, sums[name])
+            record = write_delta(new_journal, FoundChanges(base.specs, sums, after, spool, fill_tensors))
         with translate_os_errors(local):
+            remove_path(new_journal / _SPOOL)
             sync_directory_tree(new_journal)
             # this rename commits the change: after it, a crash is completed and not undone
             retry_interrupted(os.rename, new_journal, local / JOURNAL)
@@ -120,6 +95,17 @@ def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], suc
             remove_path(new_journal)
         raise
     return record
+
+
+def spool_changes(spool: Spool, base: Layout, chain: DeltaChain, name: str, expected: int) -> None:
+    """Add the changes of a tensor. Raises `Corrupt` if its data in `base` does not have the CRC-32 `expected`."""
+    crc = 0
+    for block in chain.new_blocks_of(base, name):
+        crc = crc32(block.old, crc)
+        itemsize = base.specs[name].dtype.itemsize
+        spool.add_block_changes(name, block.first, differing_elements(block.old, block.new, itemsize))
+    if crc != expected:
+        raise Corrupt(f"expected CRC-32 {expected:08x}, found {crc:08x}", path=base.root, tensor=name)
 
 
 def complete_journal(local: Path) -> Delta:
@@ -201,8 +187,6 @@ def renew_manifest(local: Path, layout: Layout, record: DeltaRecord, files: list
     ]
     renewed = {}
     for file in files:
-        size = file_size(local / file)
-        renewed[file] = FileSum(
-            size, file_checksum(local, file, size, [extent for extent in extents if extent.path == file])
-        )
+        size, inside = file_size(local / file), [extent for extent in extents if extent.path == file]
+        renewed[file] = FileSum(size, file_checksum(local, file, size, inside))
     replace_manifest(local, replace(manifest, files={**manifest.files, **renewed}, tensors=sums))

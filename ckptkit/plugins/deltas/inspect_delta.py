@@ -11,7 +11,6 @@ from ckptkit.plugins.deltas.chain import short_id
 from ckptkit.plugins.deltas.open_delta import open_delta
 from ckptkit.plugins.deltas.record import FORMAT, DeltaRecord
 from ckptkit.summary import Summarized
-from ckptkit.words import count, format_bytes, per_cent
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +23,8 @@ class InspectedDelta(Summarized):
     nbytes: int
 
     def summary(self) -> Iterator[str]:
-        record = self.record
-        yield f"{self.path}: {self.format}, from {short_id(record.base)} to {short_id(record.new)}"
-        changed = len(record.tensors)
-        every = count(changed + record.unchanged, "tensor")
-        yield f"{per_cent(record.density)} of the elements changed, in {changed:,} of {every}"
-        share = per_cent(self.nbytes / record.nbytes) if record.nbytes else "none"
-        yield f"{format_bytes(self.nbytes)}, {share} of the model's {format_bytes(record.nbytes)}"
+        yield f"{self.path}: {self.format}, from {short_id(self.record.base)} to {short_id(self.record.new)}"
+        yield from self.record.summary(self.nbytes)
 
 
 def inspect_delta(path: str | Path) -> InspectedDelta:

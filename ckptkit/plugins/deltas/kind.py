@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.checks.verify import Verified
 from ckptkit.cli.output import pick, print_json, print_table, print_text_line
 from ckptkit.hub.cp import Contents
 from ckptkit.io.file import file_size
-from ckptkit.plugins.deltas.inspect_delta import InspectedDelta, inspect_delta
+from ckptkit.plugins.deltas.inspect_delta import inspect_delta
 from ckptkit.plugins.deltas.open_delta import open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD, is_complete_delta
 from ckptkit.plugins.deltas.verify_delta import verify_delta
 from ckptkit.words import per_cent
 
-
-def is_complete(path: Path) -> bool:
-    """Return whether a directory contains a complete delta; only checks for `delta.json`."""
-    return is_complete_delta(path)
-
-
-def verify_directory(path: Path, *, base: Path | None, jobs: int | None) -> Verified:
-    """Look for damage in a delta, and for anything that prevents applying it to `base`."""
-    return verify_delta(path, base=base, jobs=jobs)
+is_complete = is_complete_delta
+verify_directory = verify_delta
 
 
 def list_contents(path: Path) -> Contents:
@@ -41,28 +32,20 @@ def list_contents(path: Path) -> Contents:
 def show_description(path: Path, *, tensors: bool, json: bool) -> None:
     """Print a summary of a delta, for `ckptkit inspect`."""
     inspected = inspect_delta(path)
+    record = inspected.record
     if json:
-        print_json(delta_json(inspected))
+        result = {**pick(inspected, "path", "format", "nbytes"), **pick(record, "base", "new", "density", "unchanged")}
+        described = [
+            {"name": name, "dtype": tensor.spec.dtype.name, **pick(tensor.spec, "shape"), "changed": tensor.changed}
+            for name, tensor in record.tensors.items()
+        ]
+        print_json({**result, "whole_nbytes": record.nbytes, "tensors": described})
         return
     for line in inspected.summary():
         print_text_line(line)
     if tensors:
         rows = [
             (f"{tensor.changed:,}", per_cent(tensor.changed / tensor.spec.numel), str(tensor.spec), name)
-            for name, tensor in inspected.record.tensors.items()
+            for name, tensor in record.tensors.items()
         ]
         print_table(rows, ("changed", "", "dtype and shape", "tensor"))
-
-
-def delta_json(found: InspectedDelta) -> dict[str, Any]:
-    record = found.record
-    tensors = [
-        {"name": name, "dtype": tensor.spec.dtype.name, **pick(tensor.spec, "shape"), "changed": tensor.changed}
-        for name, tensor in record.tensors.items()
-    ]
-    return {
-        **pick(found, "path", "format", "nbytes"),
-        **pick(record, "base", "new", "density", "unchanged"),
-        "whole_nbytes": record.nbytes,
-        "tensors": tensors,
-    }

@@ -36,9 +36,6 @@ def payload_specs(name: str, spec: Spec, changed: int) -> dict[str, Spec]:
     return {name + INDICES: Spec(DTYPES[index_dtype(spec)], shape), name + VALUES: Spec(spec.dtype, shape)}
 
 
-_INDEX_DTYPES = (DTYPES["int32"], DTYPES["int64"])
-
-
 @dataclass(frozen=True, slots=True)
 class Delta:
     """A delta in directory `path`: its record, and the layout of its tensors by their keys in the files."""
@@ -102,7 +99,7 @@ def check_payload(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredT
 def check_payload_spec(path: Path, name: str, suffix: str, tensor: DeltaTensor, stored: StoredTensor) -> None:
     """Raise `Corrupt` unless a stored tensor has the dtype, shape and file that `delta.json` records."""
     shape = tensor.spec.shape if suffix == WHOLE else (tensor.changed,)
-    dtypes = _INDEX_DTYPES if suffix == INDICES else (tensor.spec.dtype,)
+    dtypes = (_INT32, _INT64) if suffix == INDICES else (tensor.spec.dtype,)
     if stored.spec.shape != shape or stored.spec.dtype not in dtypes:
         message = f"expected {Spec(dtypes[0], shape)} in {suffix}, found {stored.spec}"
         raise Corrupt(message, path=path / tensor.file, tensor=name)

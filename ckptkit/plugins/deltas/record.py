@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ckptkit.io.file import is_existing_path, missing_path_error, names_in, read
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.version import __version__
+from ckptkit.words import count, format_bytes, per_cent
 
 RECORD = "delta.json"
 _PAYLOAD = re.compile(r"delta-[0-9]+-of-[0-9]+\.safetensors")
@@ -68,6 +69,14 @@ class DeltaRecord:
     def density(self) -> float:
         """Return the fraction of all elements that changed."""
         return self.changed / self.elements if self.elements else 0.0
+
+    def summary(self, payload: int) -> Iterator[str]:
+        """Yield two lines on what changed, for files with `payload` bytes of tensor data."""
+        changed = len(self.tensors)
+        every = count(changed + self.unchanged, "tensor")
+        yield f"{per_cent(self.density)} of the elements changed, in {changed:,} of {every}"
+        share = per_cent(payload / self.nbytes if self.nbytes else 0.0)
+        yield f"{format_bytes(payload)}, {share} of the model's {format_bytes(self.nbytes)}"
 
     def to_bytes(self, payload: int) -> bytes:
         """Return the content of `delta.json`, for files with `payload` bytes of tensor data."""

@@ -5,12 +5,13 @@ Reads the full delta: checksums, positions, and values that inference engines re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.checkpoints.manifest import Manifest, read_manifest
+from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import file_checksums
 from ckptkit.checks.verify import Verified
@@ -22,10 +23,14 @@ from ckptkit.io.progress import Told
 from ckptkit.layout import edits
 from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
 from ckptkit.plugins.deltas.chain import DeltaChain
-from ckptkit.plugins.deltas.changes import as_unsigned_elements, load_changes, read_delta_tensor
+from ckptkit.plugins.deltas.changes import (
+    as_unsigned_elements,
+    count_nan,
+    load_changes,
+    nan_warnings,
+    read_delta_tensor,
+)
 from ckptkit.plugins.deltas.identity import checksum_by_tensor
-from ckptkit.plugins.deltas.nan import count_nan, nan_warnings
-from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD
 
@@ -66,11 +71,9 @@ def count_nan_in_tensor(delta: Delta, name: str) -> int:
     key = name + WHOLE
     crc = checksum_by_tensor(edits.select_entries(delta.layout, key.__eq__))[key]
     if crc != tensor.crc32_new:
-        message = f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {crc:08x}"
-        raise Corrupt(message)
-    return count_nan(
-        as_unsigned_elements(read_delta_tensor(delta, key), tensor.spec.dtype.itemsize), tensor.spec.dtype.name
-    )
+        raise Corrupt(f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {crc:08x}")
+    values = as_unsigned_elements(read_delta_tensor(delta, key), tensor.spec.dtype.itemsize)
+    return count_nan(values, tensor.spec.dtype.name)
 
 
 def verify_delta(
@@ -94,7 +97,11 @@ def verify_delta(
         if opened is not None:
             chain = DeltaChain.of([delta])
             chain.check_base(opened.layout, checksum_by_tensor(opened.layout, jobs=jobs))
-            check_results_on_base(ChainSuccessor(opened.layout, chain), problems)
+            for name in chain.specs:
+                try:
+                    deque(chain.new_blocks_of(opened.layout, name), maxlen=0)  # checks the CRC-32 of the result
+                except CkptError as error:
+                    problems.add(error)
     except CkptError as error:
         problems.add(error.blame(path=root))
     return replace(verified, problems=problems.all_problems())
@@ -105,8 +112,12 @@ def verify_delta_data(delta: Delta, problems: Problems) -> Verified:
     checked = check_delta(delta, problems.add)
     manifest = read_manifest(delta.path)
     files = {RECORD, *delta.layout.files}
-    if manifest is not None:
-        compare_with_manifest(delta.path, manifest, files, problems)
+    known = {name: manifest.files[name] for name in sorted(files) if name in manifest.files} if manifest else {}
+    sums = file_checksums(delta.path, known, ())
+    for name, wanted in known.items():
+        if sums[name] != wanted and not problems.has_problem_in(delta.path / name):
+            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {sums[name].crc32:08x}"
+            problems.add(Corrupt(message, path=delta.path / name, hint=RESTORE))
     return Verified(
         delta.path,
         FORMAT,
@@ -119,23 +130,3 @@ def verify_delta_data(delta: Delta, problems: Problems) -> Verified:
         has_manifest=manifest is not None,
         looked_at=frozenset(delta.path / name for name in files),
     )
-
-
-def check_results_on_base(successor: Successor, problems: Problems) -> None:
-    """Compute every changed tensor, and collect each one whose CRC-32 differs from the delta."""
-    for name in successor.specs:
-        try:
-            for _ in successor.new_blocks_of(name):
-                pass
-        except CkptError as error:
-            problems.add(error)
-
-
-def compare_with_manifest(root: Path, manifest: Manifest, files: Iterable[str], problems: Problems) -> None:
-    """Add the files that differ from the manifest to `problems`, unless the file already has a problem."""
-    known = {name: manifest.files[name] for name in sorted(files) if name in manifest.files}
-    sums = file_checksums(root, known, ())
-    for name, wanted in known.items():
-        if sums[name] != wanted and not problems.has_problem_in(root / name):
-            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {sums[name].crc32:08x}"
-            problems.add(Corrupt(message, path=root / name, hint=RESTORE))

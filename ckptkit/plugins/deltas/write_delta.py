@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import io
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, NamedTuple, Self
 
 from ckptkit.checkpoints.seal import create_files, write_manifest
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan
+from ckptkit.errors import translate_os_errors
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.safetensors_headers import (
     check_header_with_library,
@@ -20,14 +24,77 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, NewFile, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
+from ckptkit.plugins.deltas.changes import Changes, count_nan
 from ckptkit.plugins.deltas.identity import identity_of_model
-from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, is_full_tensor_smaller, payload_specs
+from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, index_dtype, is_full_tensor_smaller, payload_specs
 from ckptkit.plugins.deltas.record import RECORD, DeltaRecord, DeltaTensor
-from ckptkit.plugins.deltas.spool import Spool
 
 Fill = Callable[[Layout, Mapping[str, str]], dict[FileOffset, int]]
 
 _FILE_BYTES = 5 * 10**9  # tensor data per file, unless a single tensor is larger
+
+
+class SpooledBlock(NamedTuple):
+    """The changes of one block: the first element of the block, their number, and their byte offset in the spool."""
+
+    first: int
+    number: int
+    offset: int
+
+
+class Spool:
+    """Changed elements of the tensors in `specs`, in a file at `path`; without a path, they are only counted.
+
+    Changes of a tensor are dropped once storing the full tensor takes less space.
+    """
+
+    def __init__(self, path: Path | None, specs: Mapping[str, Spec]) -> None:
+        self._path = path
+        self._specs = specs
+        self._blocks: dict[str, list[SpooledBlock]] = defaultdict(list)
+        self._end = 0
+        self.changed: Counter[str] = Counter()
+        self.nan = 0
+        self._file: IO[bytes] = io.BytesIO()
+        if path is not None:
+            with translate_os_errors(path):
+                self._file = path.open("w+b")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def add_block_changes(self, name: str, first: int, changes: Changes) -> None:
+        """Add the changes of the block that begins at element `first`; positions count from the start of the block."""
+        if not changes.change_count:
+            return
+        spec = self._specs[name]
+        self.changed[name] += changes.change_count
+        self.nan += count_nan(changes.values, spec.dtype.name)
+        if self._path is None or is_full_tensor_smaller(spec, self.changed[name]):
+            # the full tensor will be stored instead, so its blocks are not needed
+            self._blocks.pop(name, None)
+            return
+        positions = (changes.positions + first).astype(index_dtype(spec))
+        with translate_os_errors(self._path):
+            self._file.seek(self._end)
+            self._file.write(positions.tobytes())
+            self._file.write(changes.values.tobytes())
+        self._blocks[name].append(SpooledBlock(first, changes.change_count, self._end))
+        self._end += positions.nbytes + changes.values.nbytes
+
+    def read_tensor_changes(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield positions and values of a tensor's changes, in element order."""
+        spec = self._specs[name]
+        width = 4 if index_dtype(spec) == "int32" else 8
+        for block in sorted(self._blocks[name]):
+            with translate_os_errors(self._path or "."):
+                self._file.seek(block.offset)
+                positions = self._file.read(block.number * width)
+                values = self._file.read(block.number * spec.dtype.itemsize)
+            yield positions, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +151,19 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
             require_storable_spec(key, spec)
     files = payload_names_by_file(payload)
     require_free_space(root, difference.payload_bytes)
-    create_files(
-        root, [new_payload_file(file, [payload[name] for name in names]) for file, names in files.items()], anew=True
-    )
-    layout = read_payload_layout(root, files)
+    new_files = []
+    for file, names in files.items():
+        specs_in_file = {key: spec for name in names for key, spec in payload[name].items()}
+        header = make_header(specs_in_file)
+        nbytes = len(header) + sum(spec.nbytes for spec in specs_in_file.values())
+        new_files.append(NewFile(file, nbytes, ((0, header),)))
+    create_files(root, new_files, anew=True)
+    chunks = {key: chunk for file in files for key, chunk in read_header_chunks(root / file).items()}
+    tensors = {key: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for key, chunk in chunks.items()}
+    layout = Layout(root, "hf", tensors)
     sums = write_changed_elements(layout, difference) | fill_full_tensors(layout, difference.fill)
     for file in files:
-        check_header_with_library(
-            root / file, {key: t.chunks[0] for key, t in layout.tensors.items() if t.chunks[0].path == file}
-        )
+        check_header_with_library(root / file, {key: chunk for key, chunk in chunks.items() if chunk.path == file})
     record = difference.make_record({name: file for file, names in files.items() for name in names})
     write_new_file(root / RECORD, record.to_bytes(difference.payload_bytes))
     write_manifest(layout, sums, [*files, RECORD], anew=True, source=source)
@@ -111,19 +182,6 @@ def payload_names_by_file(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str
         files[-1].append(name)
         room -= nbytes
     return {f"delta-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
-
-
-def new_payload_file(name: str, specs_by_tensor: Iterable[Mapping[str, Spec]]) -> NewFile:
-    specs = {key: spec for tensor_specs in specs_by_tensor for key, spec in tensor_specs.items()}
-    header = make_header(specs)
-    return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
-
-
-def read_payload_layout(root: Path, files: Iterable[str]) -> Layout:
-    """Return the layout of the tensors in the files of a delta, from their headers."""
-    chunks = {key: chunk for file in files for key, chunk in read_header_chunks(root / file).items()}
-    tensors = {key: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for key, chunk in chunks.items()}
-    return Layout(root, "hf", tensors)
 
 
 def write_changed_elements(layout: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
