@@ -5,8 +5,7 @@ Each function returns the values of one chapter for `report.html`, or None if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +15,7 @@ from ckptkit.layout.counting import Count
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.curves import Axis, draw_curves, draw_step_axis
 from ckptkit.plugins.report.history import History, Series
-from ckptkit.plugins.report.layers import LayerKind, Norms, draw_layers
+from ckptkit.plugins.report.layers import draw_layers, norms_by_layer
 from ckptkit.runs.ls import Listed, Listing
 from ckptkit.words import count, format_brief, format_bytes
 
@@ -25,68 +24,60 @@ _LEFT, _TOP, _BOTTOM = 20, 34, 122  # _LEFT is also the right margin
 _MOST = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A checkpoint on the timeline. `told` is appended to name and size in its tooltip."""
-
-    name: str
-    step: int
-    nbytes: int
-    is_complete: bool
-    is_model: bool
-    is_pinned: bool
-    is_latest: bool
-    told: str
-
-
-def draw_timeline(stops: Sequence[Stop], last_step: float | None = None, *, is_narrow: bool = False) -> Markup:
-    """Draw the newest of the checkpoints (at least one); the axis extends to `last_step` if that is later."""
+def draw_timeline(listing: Listing, last_step: float | None = None, *, is_narrow: bool = False) -> Markup:
+    """Draw the newest checkpoints that have a step (at least one does); the axis extends to `last_step` if later."""
     width = _NARROW if is_narrow else _WIDTH
-    shown = sorted(stops, key=lambda stop: stop.step)[-(_MOST // 4 if is_narrow else _MOST) :]
-    first = 0 if len(shown) == len(stops) else shown[0].step
-    x = Axis(first, max(shown[-1].step, last_step or 0, first + 1), _LEFT, width - _LEFT)
-    title = f"{count(len(shown), 'checkpoint')} from step {shown[0].step:,} to {shown[-1].step:,}"
-    full = max(stop.nbytes for stop in shown) or 1
-    drawn = (draw_stop(stop, x, full) for stop in shown)
-    return svg_image(title, f"0 0 {width} {_HEIGHT}", draw_legend(shown, width), draw_step_axis(x, _BOTTOM), drawn)
+    stops = [(one.step, one) for one in listing.checkpoints if one.step is not None]
+    stops.sort(key=lambda stop: stop[0])
+    shown = stops[-(_MOST // 4 if is_narrow else _MOST) :]
+    first, last = shown[0][0], shown[-1][0]
+    start = 0 if len(shown) == len(stops) else first
+    x = Axis(start, max(last, last_step or 0, start + 1), _LEFT, width - _LEFT)
+    title = f"{count(len(shown), 'checkpoint')} from step {first:,} to {last:,}"
+    full = max(one.nbytes for _, one in shown) or 1
+    drawn = (draw_stop(one, step, x, full, is_latest=one.path == listing.latest) for step, one in shown)
+    legend = draw_legend([one for _, one in shown], width)
+    return svg_image(title, f"0 0 {width} {_HEIGHT}", legend, draw_step_axis(x, _BOTTOM), drawn)
 
 
-def draw_legend(shown: Sequence[Stop], width: int) -> Iterator[Markup]:
+def draw_legend(shown: Sequence[Listed], width: int) -> Iterator[Markup]:
     """Draw a sample of each kind of checkpoint that the timeline shows."""
     kinds = [("saved", "complete"), ("model", "weights only"), ("unfinished", "not complete")]
-    kinds_shown = {css_class(stop) for stop in shown}
+    kinds_shown = set(map(css_class, shown))
     x = float(_LEFT)
     for kind, word in kinds:
         if kind in kinds_shown:
             yield element("rect", x=x, y=2, width=10, height=10, rx=2, class_=kind)
             yield element("text", word, x=x + 16, y=11)
             x += 36 + 6 * len(word)
-    if any(stop.is_pinned for stop in shown):
+    if any(one.is_pinned for one in shown):
         yield element("circle", cx=x + 5, cy=7, r=3.5, class_="dot b")
         yield element("text", "pinned", x=x + 16, y=11)
     if width > _NARROW:
         yield element("text", "height: bytes on disk", x=width - _LEFT, y=11, text_anchor="end")
 
 
-def css_class(stop: Stop) -> str:
+def css_class(checkpoint: Listed) -> str:
     """Return the kind of a checkpoint, which is its CSS class."""
-    if not stop.is_complete:
+    if not checkpoint.is_complete:
         return "unfinished"
-    return "model" if stop.is_model else "saved"
+    return "model" if checkpoint.is_weights_only else "saved"
 
 
-def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
+def draw_stop(checkpoint: Listed, step: int, x: Axis, full: int, *, is_latest: bool) -> Markup:
     """Draw a bar with a tooltip, a dot if the checkpoint is pinned, and a label if it is the latest."""
-    at = x.coordinate_of(stop.step)
-    height = max(4.0, (_BOTTOM - _TOP - 14) * stop.nbytes / full)
+    at = x.coordinate_of(step)
+    height = max(4.0, (_BOTTOM - _TOP - 14) * checkpoint.nbytes / full)
     top = _BOTTOM - height
+    metrics = [f"{name} {format_brief(value)}" for name, value in list(checkpoint.metrics.items())[:6]]
+    facts = [format_bytes(checkpoint.nbytes), saved_date_of(checkpoint), *metrics, checkpoint.problem]
     anchor = "end" if at > (x.start + x.end) / 2 else "start"
     return element(
         "g",
-        element("title", f"{stop.name}: {format_bytes(stop.nbytes)}{stop.told}"),
-        element("rect", x=at - 4, y=top, width=8, height=height, rx=2, class_=css_class(stop)),
-        element("circle", cx=at, cy=top - 6, r=3.5, class_="dot b") if stop.is_pinned else None,
-        element("text", "latest", x=at, y=top - 12, text_anchor=anchor, class_="strong") if stop.is_latest else None,
+        element("title", f"{checkpoint.path.name}: {', '.join(filter(None, facts))}"),
+        element("rect", x=at - 4, y=top, width=8, height=height, rx=2, class_=css_class(checkpoint)),
+        element("circle", cx=at, cy=top - 6, r=3.5, class_="dot b") if checkpoint.is_pinned else None,
+        element("text", "latest", x=at, y=top - 12, text_anchor=anchor, class_="strong") if is_latest else None,
     )
 
 
@@ -121,7 +112,7 @@ def training_chapter(history: History) -> Chapter | None:
         "lead": describe_history(history, drawn),
         "pictures": [draw_curves(title, series_list, may_be_log=title in _MAY_BE_LOG) for title, series_list in curves],
         "names": ["step", *(series.name.replace("_", " ") for series in drawn)],
-        "rows": [[f"{step:,.0f}", *(format_number(series.find_value_at(step)) for series in drawn)] for step in chosen],
+        "rows": [[f"{step:,.0f}", *(series.format_value_at(step) for series in drawn)] for step in chosen],
     }
 
 
@@ -138,42 +129,21 @@ def describe_history(history: History, drawn: Sequence[Series]) -> str:
     return " ".join(sentences)
 
 
-def format_number(value: float | None) -> str:
-    return "" if value is None else format_brief(value)
-
-
 def checkpoints_chapter(listing: Listing, last_step: float | None) -> Chapter | None:
     """Return the timeline and the table of checkpoints, newest first."""
     listed = listing.checkpoints
     if not listed:
         return None
-    stops = [timeline_entry(one, one.step, listing) for one in listed if one.step is not None]
+    has_steps = any(one.step is not None for one in listed)
     complete, total = sum(one.is_complete for one in listed), format_bytes(sum(one.nbytes for one in listed))
     rows = [(one, saved_date_of(one), state_labels(one, listing)) for one in reversed(listed)]
     return {
         "lead": f"{complete} complete of {len(listed)}, {total} on disk. {listing.tracker or ''}".strip(),
-        "timeline": [draw_timeline(stops, last_step, is_narrow=narrow) for narrow in _WIDTHS] if stops else None,
+        "timeline": [draw_timeline(listing, last_step, is_narrow=narrow) for narrow in _WIDTHS] if has_steps else None,
         "metrics": list(dict.fromkeys(name for one in listed for name in one.metrics))[:4],
         "newest": rows[:_MOST_LISTED],
         "older": rows[_MOST_LISTED:][:_MOST_FOLDED],
     }
-
-
-def timeline_entry(checkpoint: Listed, step: int, listing: Listing) -> Stop:
-    """Return the timeline entry of a checkpoint."""
-    metrics = [f"{name} {format_brief(value)}" for name, value in list(checkpoint.metrics.items())[:6]]
-    told = "".join(f", {word}" for word in (saved_date_of(checkpoint), *metrics, checkpoint.problem) if word)
-    is_latest = checkpoint.path == listing.latest
-    return Stop(
-        checkpoint.path.name,
-        step,
-        checkpoint.nbytes,
-        checkpoint.is_complete,
-        checkpoint.is_weights_only,
-        checkpoint.is_pinned,
-        is_latest,
-        told,
-    )
 
 
 def saved_date_of(checkpoint: Listed) -> str:
@@ -207,12 +177,8 @@ def shards_chapter(name: str, shard_map: ShardMap) -> Chapter | None:
             (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in shard_map.owners[:_MOST_FOLDED]
         ],
         "total": f"Of {count(sum(row.repeats for row in shard_map.rows), 'tensor')}, {format_bytes(total)} in all.",
-        "largest": [(row, format_percent(row.nbytes / most), format_percent(row.nbytes / total)) for row in largest],
+        "largest": [(row, f"{row.nbytes / most:.1%}", f"{row.nbytes / total:.1%}") for row in largest],
     }
-
-
-def format_percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f}%"
 
 
 def describe_shards(name: str, shards: ShardMap) -> str:
@@ -227,30 +193,30 @@ def describe_shards(name: str, shards: ShardMap) -> str:
     )
 
 
-def norms_chapter(measured: Norms) -> Chapter | None:
+def norms_chapter(counts: Mapping[str, Count]) -> Chapter | None:
     """Return a picture of the norms by layer, and tables of the norms by kind of tensor."""
-    if not measured.counts:
+    if not counts:
         return None
-    kinds = sorted(measured.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
-    single = [name for name in measured.counts if not any(map(is_numeric_component, name.split(".")[:-1]))][:_LARGEST]
+    kinds = dict(sorted(norms_by_layer(counts).items(), key=lambda kind: -len(kind[1]))[:_MOST_KINDS])
+    single = [name for name in counts if not any(map(is_numeric_component, name.split(".")[:-1]))][:_LARGEST]
+    not_finite = [name for name, counted in counts.items() if counted.nan or counted.inf]
     title = "Norm of the tensors of each layer"
     lead = "The 2-norm of the weights, over all numbers of a tensor."
-    if measured.non_finite_tensors:
-        first, unsound = measured.non_finite_tensors[0], count(len(measured.non_finite_tensors), "tensor")
-        lead += f" NaN or infinity in {unsound}, such as {first}: not counted in their norms."
+    if not_finite:
+        found = count(len(not_finite), "tensor")
+        lead += f" NaN or infinity in {found}, such as {not_finite[0]}: not counted in their norms."
     return {
         "lead": lead,
         "picture": [draw_layers(title, kinds, is_narrow=narrow) for narrow in _WIDTHS] if kinds else None,
-        "single": [norm_row(name, measured.counts[name]) for name in single],
-        "kinds": [norm_kind_row(kind) for kind in kinds],
+        "single": [norm_row(name, counts[name]) for name in single],
+        "kinds": [norm_kind_row(name, by_layer) for name, by_layer in kinds.items()],
     }
 
 
-def norm_kind_row(kind: LayerKind) -> list[str]:
+def norm_kind_row(name: str, by_layer: Mapping[int, float]) -> list[str]:
     """Return a table row with the range of a kind's norms, and the layers with the minimum and maximum."""
-    ends = [choose(kind.by_layer, key=kind.by_layer.__getitem__) for choose in (min, max)]
-    extremes = [f"{format_brief(kind.by_layer[layer])} (layer {layer})" for layer in ends]
-    return [kind.name, str(len(kind.by_layer)), *extremes]
+    ends = [choose(by_layer, key=by_layer.__getitem__) for choose in (min, max)]
+    return [name, str(len(by_layer)), *(f"{format_brief(by_layer[layer])} (layer {layer})" for layer in ends)]
 
 
 def norm_row(name: str, counted: Count) -> list[str]:

@@ -123,12 +123,13 @@ def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
     """Draw the line of a metric, broken where values are missing, and the band around it."""
     paths, bands = [], []
     for piece in unbroken_groups(series.stretches):
-        middle = [(x.coordinate_of((s.first + s.last) / 2), y.coordinate_of(s.mean)) for s in piece]
+        centers = [x.coordinate_of((s.first + s.last) / 2) for s in piece]
+        middle, upper, lower = (
+            list(zip(centers, map(y.coordinate_of, values), strict=True))
+            for values in ([s.mean for s in piece], [s.high for s in piece], [s.low for s in piece])
+        )
         paths.append(path_through(middle))
         if any(s.count > 1 for s in piece) and len(piece) > 1:
-            x_positions = [at for at, _ in middle]
-            upper = list(zip(x_positions, (y.coordinate_of(s.high) for s in piece), strict=True))
-            lower = list(zip(x_positions, (y.coordinate_of(s.low) for s in piece), strict=True))
             bands.append(path_through([*upper, *reversed(lower)]) + "Z")
         if len(series.stretches) <= _FEW or len(piece) == 1:
             yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {kind}") for at, height in middle)
@@ -190,8 +191,8 @@ def describe_segment(drawn: Sequence[Series], stretch: Segment) -> str:
     first = f"{stretch.first:,.0f}"
     where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"
     spread = f" ({format_brief(stretch.low)} to {format_brief(stretch.high)})" if stretch.low != stretch.high else ""
-    others = [(metric.name, metric.find_value_at(stretch.first)) for metric in drawn[1:]]
-    more = "".join(f", {name} {format_brief(value)}" for name, value in others if value is not None)
+    others = [(metric.name, metric.format_value_at(stretch.first)) for metric in drawn[1:]]
+    more = "".join(f", {name} {value}" for name, value in others if value)
     return f"step {where}: {format_brief(stretch.mean)}{spread}{more}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ckptkit.io.file import opening, read_at, read_small
 from ckptkit.io.progress import Told
 from ckptkit.runs.ls import Listed
+from ckptkit.words import format_brief
 
 _MOST = 500  # segments per metric, each drawn with minimum, maximum and mean
 _GAP = 8  # the line is broken at a gap of this many times the previous distance
@@ -112,9 +113,10 @@ class Series:
         """Return the highest number."""
         return max(stretch.high for stretch in self.stretches)
 
-    def find_value_at(self, step: float) -> float | None:
-        """Return the mean of the segment that contains a step; None if there is none."""
-        return next((segment.mean for segment in self.stretches if segment.first <= step <= segment.last), None)
+    def format_value_at(self, step: float) -> str:
+        """Return the mean of the segment that contains a step, as text; "" if there is none."""
+        means = (segment.mean for segment in self.stretches if segment.first <= step <= segment.last)
+        return next(map(format_brief, means), "")
 
 
 METRICS = "metrics.jsonl"  # written by ckptkit's training loop: one JSON line per step

@@ -19,9 +19,10 @@ from ckptkit.io.path import is_remote, to_local_path
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.io.staging import publish_file
 from ckptkit.markup import escaped_text
+from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.plugins.report import chapters
 from ckptkit.plugins.report.history import METRICS, History, read_history
-from ckptkit.plugins.report.layers import measure_norms, model_or_full_layout
+from ckptkit.plugins.report.layers import measure_norms
 from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
@@ -96,7 +97,9 @@ def report(
     dst = local_paths_of(root)[0] / NAME if out is None else to_local_path(out)
     checkpoint = find_checkpoint_to_describe(listing)
     latest = None if checkpoint is None else inspect(checkpoint)
-    weights = None if latest is None or fast else model_or_full_layout(latest.model)
+    weights = None if latest is None or fast else latest.model
+    if weights and (found := find_weights_or_none(weights)):
+        weights = found.layout
     log = listing.root / METRICS
     total = (file_size(log) if log.is_file() else 0) + (weights.nbytes if weights else 0)
     report_bytes = make_progress_reporter(progress, total)

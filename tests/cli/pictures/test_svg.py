@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -12,10 +13,11 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.cli.pictures.shard_svg import OWNERS, as_svg_file, draw_shards, owner_color, rgb_channels, shorten
 from ckptkit.cli.pictures.shards import map_shards
 from ckptkit.markup import Markup
-from ckptkit.plugins.report.chapters import Stop, draw_timeline
+from ckptkit.plugins.report.chapters import draw_timeline
 from ckptkit.plugins.report.curves import draw_curves
 from ckptkit.plugins.report.history import Series
-from ckptkit.plugins.report.layers import LayerKind, draw_layers, spread_apart
+from ckptkit.plugins.report.layers import draw_layers, spread_apart
+from ckptkit.runs.ls import Listed, Listing
 from tests import producers
 from tests.cli.pictures.layouts import cut_among, llama
 from tests.conftest import Produce
@@ -137,30 +139,36 @@ def test_two_curves_have_a_legend() -> None:
     assert "step 5: 0.1667, eval_loss 0.3" in texts
 
 
+def listed(step: int, nbytes: int, **more: bool) -> Listed:
+    known = {"is_complete": True, "is_pinned": False, **more}
+    path = Path(f"ckpt-{step}")
+    return Listed(path, step, None, world_size=None, nbytes=nbytes, saved_at=0, metrics={}, problem=None, **known)
+
+
 def test_the_time_line() -> None:
     stops = [
-        Stop(f"ckpt-{step}", step, step, step != 30, step == 10, step == 20, step == 20, ", today")
+        listed(step, step, is_complete=step != 30, is_weights_only=step == 10, is_pinned=step == 20)
         for step in (10, 20, 30)
     ]
-    root = parse(draw_timeline(stops, 60))
+    root = parse(draw_timeline(Listing(Path(), tuple(stops), Path("ckpt-20"), None), 60))
     classes = [element.get("class") or "" for element in root.iter(f"{SVG}rect")]
     assert sorted(classes) == ["model", "model", "saved", "saved", "unfinished", "unfinished"]  # with the legend
-    assert "ckpt-20: 20 B, today" in titles(root)
+    assert "ckpt-20: 20 B, 1970-01-01 00:00" in titles(root)
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"latest", "pinned", "complete", "not complete", "weights only"} <= set(texts)
 
 
 def test_a_time_line_of_very_many_shows_the_newest() -> None:
-    stops = [Stop(f"ckpt-{step}", step, 5, True, False, False, False, "") for step in range(5000)]
-    root = parse(draw_timeline(stops))
+    stops = tuple(listed(step, 5) for step in range(5000))
+    root = parse(draw_timeline(Listing(Path(), stops, None, None)))
     assert "300 checkpoints from step 4,700 to 4,999" in titles(root)
 
 
 def test_layers() -> None:
-    kinds = [LayerKind(f"layers.*.{i}", {layer: 10.0**i + layer for layer in range(5)}) for i in range(12)]
+    kinds = {f"layers.*.{i}": {layer: 10.0**i + layer for layer in range(5)} for i in range(12)}
     root = parse(draw_layers("Norms", kinds))
     assert "layers.*.3, layer 2: 1.002k" in titles(root)
-    parse(Markup(draw_layers("Norms", [LayerKind("a.*.b", {7: 0.0})])))
+    parse(Markup(draw_layers("Norms", {"a.*.b": {7: 0.0}})))
 
 
 def test_names_beside_lines_do_not_lie_on_each_other() -> None:
