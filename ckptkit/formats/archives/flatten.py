@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported, errors_at
+from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
@@ -146,6 +148,13 @@ def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState
     flattening = Flattening(entries, path)
     flattening.add_children(flattening.members(state), ())
     return flattening.flat
+
+
+def flatten_file(root: Path, name: str) -> FlatState:
+    """Return the entries of the state dict in a file of torch.save. Every error names the file."""
+    state = read_state_file(root, name)
+    with errors_at(path=root / name):
+        return flatten(state.value, state.entries, name)
 
 
 class Flattening:

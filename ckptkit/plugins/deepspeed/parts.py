@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.state_files import read_state_file
-from ckptkit.formats.each_file import read_each_file
+from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import Unsupported, errors_at
 from ckptkit.integrations.loaded_weights import LoadedWeights
 from ckptkit.io.path import to_path
 from ckptkit.plugins.deltas.chain import DeltaChain
@@ -37,7 +37,7 @@ def check_patchable(delta: Delta, name: str) -> None:
     """Raise a `CkptError` unless the tensor's checksums are recorded and correct, and its values can be patched."""
     dtype = delta.record.tensors[name].spec.dtype.name
     payload = (delta.layout.tensors.get(name + suffix) for suffix in (INDICES, VALUES, WHOLE))
-    try:
+    with errors_at(path=delta.payload_path_of(name), tensor=name):
         if dtype not in FLOATS:
             raise Unsupported(f"expected one of {', '.join(FLOATS)} to patch in place, found {dtype}")
         if any(tensor is not None and tensor.chunks[0].crc32 is None for tensor in payload):
@@ -45,8 +45,6 @@ def check_patchable(delta: Delta, name: str) -> None:
             raise Unsupported("expected a CRC-32 in `ckptkit.json`, found none", hint=hint)
         if number := count_nan_in_tensor(delta, name):
             raise Unsupported(f"expected new values without NaN, found {number}: vLLM patches no NaN")
-    except CkptError as error:
-        raise error.blame(path=delta.payload_path_of(name), tensor=name) from error.__cause__
 
 
 def all_changes_of(chain: DeltaChain, name: str) -> Changes:
