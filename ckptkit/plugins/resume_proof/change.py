@@ -152,8 +152,8 @@ def change_entries(state: SavedState, names: Iterable[str], changed_value: Chang
     names = list(names)
     count = change_tensors({name: state.tensors[name] for name in names if name in state.tensors}, changed_value)
     count += change_values({name: state.values[name] for name in names if name in state.values}, changed_value)
-    if count:
-        remake_manifests(state.path)
+    if count and state.path.is_dir() and any(state.path.rglob(MANIFEST)):
+        make_manifest(state.path, overwrite=True)
     return count
 
 
@@ -227,9 +227,3 @@ def change_values(values: Mapping[str, SavedValue], changed_value: Change) -> in
             container.write_value(changed)
             count += len(differing)
     return count
-
-
-def remake_manifests(path: Path) -> None:
-    """Make the manifest of a changed checkpoint anew, if it has one."""
-    if path.is_dir() and any(path.rglob(MANIFEST)):
-        make_manifest(path, overwrite=True)

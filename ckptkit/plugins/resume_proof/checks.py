@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.plugins.resume_proof.find import files_of_checkpoint, nbytes_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
 from ckptkit.plugins.resume_proof.runs import Runs
-from ckptkit.plugins.resume_proof.states import SavedState, list_damage
+from ckptkit.plugins.resume_proof.states import list_damage
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count, format_bytes
 
@@ -35,13 +35,16 @@ def check_runs_and_saves(runs: Runs) -> str:
         raise CheckFailed(f"each save replaces {name}, faster than ckptkit can copy it: put the step into the name")
     missing = [step for step in (script.save_every, script.steps) if step not in steps]
     if missing:
-        expected, found = (", ".join(map(str, some)) for some in ((script.save_every, script.steps), steps))
-        raise CheckFailed(
-            f"expected checkpoints at steps {expected}, found {found}: {hint_on_missing_checkpoint(runs)}"
-        )
+        found = ", ".join(map(str, steps))
+        expected = f"expected checkpoints at steps {script.save_every}, {script.steps}"
+        raise CheckFailed(f"{expected}, found {found}: {hint_on_missing_checkpoint(runs)}")
     names = ", ".join(dict.fromkeys(runs.checkpoint_paths[step].name for step in steps))
     ranks = f" on {count(runs.nproc, 'rank')}" if script.has_nproc_placeholder else ""
-    return f"{script.steps} steps{ranks}, saved {names}{describe_deleted(runs)}"
+    done = f"{script.steps} steps{ranks}, saved {names}"
+    if runs.has_kept_first or runs.is_overwritten:
+        return done
+    remark = f"the script deletes {runs.middle_path.name}, so ckptkit stopped a second run to get it"
+    return f"{done}; {remark}: keep at least two"
 
 
 def hint_on_missing_checkpoint(runs: Runs) -> str:
@@ -53,21 +56,13 @@ def hint_on_missing_checkpoint(runs: Runs) -> str:
     return "save every {save_every} steps, and keep at least two checkpoints if the script deletes older ones"
 
 
-def describe_deleted(runs: Runs) -> str:
-    """Return that ckptkit had to stop a run to get the first checkpoint; "" if the script keeps it."""
-    if runs.has_kept_first or runs.is_overwritten:
-        return ""
-    return f"; the script deletes {runs.middle_path.name}, so ckptkit stopped a second run to get it: keep at least two"
-
-
 def describe_no_checkpoints(run: Path) -> str:
     """Return what a run has in the place of checkpoints that are named by their step."""
     names = sorted(str(file.relative_to(run)) for file in files_of_checkpoint(run))
     if not names:
         return "the script saved nothing in {run}: pass {run} to the option that sets its output directory"
-    return (
-        f"no checkpoint is named by its step, as `step_4` is; found {', '.join(names[:3])}: put the step into the name"
-    )
+    found = ", ".join(names[:3])
+    return f"no checkpoint is named by its step, as `step_4` is; found {found}: put the step into the name"
 
 
 def check_recognized(runs: Runs) -> str:
@@ -83,11 +78,8 @@ def check_recognized(runs: Runs) -> str:
     known = [group for group in state.groups if group != OTHER]
     who = f" by {state.trainer}" if state.trainer else ""
     unread = f"; not read: {state.unread[0]}" if state.unread else ""
-    return f"{' and '.join(state.formats)}{who}: {', '.join(known)}{describe_missing(state)}{unread}"
-
-
-def describe_missing(state: SavedState) -> str:
-    return "" if SCHEDULER in state.groups else "; no scheduler state"
+    missing = "" if SCHEDULER in state.groups else "; no scheduler state"
+    return f"{' and '.join(state.formats)}{who}: {', '.join(known)}{missing}{unread}"
 
 
 def require_disk_room(runs: Runs) -> None:
@@ -108,9 +100,8 @@ def check_finite_losses(runs: Runs) -> str:
         raise CheckFailed(describe_no_losses(runs))
     if losses is None:  # more can also be of an evaluation, or of a step after the last
         found = len(runs.uninterrupted.losses)
-        raise CheckSkipped(
-            f"--loss: expected a loss for each of {runs.script.steps} steps, found {found}: correct the pattern"
-        )
+        expected = f"expected a loss for each of {runs.script.steps} steps"
+        raise CheckSkipped(f"--loss: {expected}, found {found}: correct the pattern")
     means = [sum(step) / len(step) for step in losses]
     if not all(map(isfinite, means)):
         step = next(i for i, mean in enumerate(means, 1) if not isfinite(mean))
@@ -134,34 +125,25 @@ def describe_no_losses(runs: Runs) -> str:
 def check_determinism(runs: Runs) -> str:
     """Measure how far a second run of the same command is from the first."""
     tolerance = runs.control_tolerance
-    volatile = (
-        f"; volatile: {', '.join(name[-_LONGEST:] for name in sorted(tolerance.volatile)[:3])}"
-        if tolerance.volatile
-        else ""
-    )
+    names = ", ".join(name[-_LONGEST:] for name in sorted(tolerance.volatile)[:3])
+    volatile = f"; volatile: {names}" if names else ""
     if tolerance.is_exact:
         return f"a second run is equal, bit for bit{volatile}"
-    return (
-        f"a second run differs by {tolerance.largest:.2g} (relative); resumed runs may differ by 4 times that{volatile}"
-    )
+    distance = f"{tolerance.largest:.2g} (relative)"
+    return f"a second run differs by {distance}; resumed runs may differ by 4 times that{volatile}"
 
 
 def check_resumes(runs: Runs) -> str:
     """Check that a fresh process resumes from a copy of the middle checkpoint, and ends at the last step."""
-    execution, state = runs.resumed_run
+    execution = runs.resumed_run
     if not execution.is_done and has_other_steps(runs):
         steps = f"{len(execution.losses)} losses, expected {runs.script.steps - runs.script.save_every}"
-        raise CheckFailed(
-            f"{STEP}: the resumed run printed {steps}, and failed: {IMPERATIVES[STEP]}; output: {execution.log}"
-        )
+        printed = f"{STEP}: the resumed run printed {steps}, and failed"
+        raise CheckFailed(f"{printed}: {IMPERATIVES[STEP]}; output: {execution.log}")
     name = runs.middle_path.name
-    runs.require_done(
-        execution,
-        f"the script resumes from {name}, and then fails" if state else f"the script does not resume from {name}",
-    )
-    if state is None:
-        raise CheckFailed(f"the resumed run saved no checkpoint at step {runs.script.steps}; output: {execution.log}")
-    return f"from a copy of {runs.middle_path.name} to step {runs.script.steps}"
+    runs.require_done(execution, f"the script does not resume from {name}")
+    runs.state_at_end(execution)
+    return f"from a copy of {name} to step {runs.script.steps}"
 
 
 def has_other_steps(runs: Runs) -> bool:
@@ -169,29 +151,24 @@ def has_other_steps(runs: Runs) -> bool:
     script = runs.script
     if runs.find_losses_by_step is None:
         return False
-    found = len(runs.resumed_run.execution.losses)
+    found = len(runs.resumed_run.losses)
     expected = len(runs.find_losses_by_step[0]) * (script.steps - script.save_every)
-    return found != expected if runs.resumed_run.execution.is_done else found > expected
+    return found != expected if runs.resumed_run.is_done else found > expected
 
 
 def check_first_loss(runs: Runs) -> str:
     """Check the first loss after the resume against the same step of the uninterrupted run."""
     expected, found = first_losses(runs)
     first = f"the first loss after {runs.middle_path.name}"
-    if expected == found:
-        return f"{first} is {format_losses(found)} in both runs{describe_other_steps(runs)}"
-    if is_same_loss(runs, expected, found):
-        losses = f"expected {format_losses(expected)}, found {format_losses(found)}"
-        return f"{first} is close: {losses}{describe_other_steps(runs)}"
-    hint = "the weights, the data or the random state differ from the checkpoint (see the checks below)"
-    raise CheckFailed(f"{first}: expected {format_losses(expected)}, found {format_losses(found)}: {hint}")
-
-
-def describe_other_steps(runs: Runs) -> str:
-    """Return how many losses the resumed run printed, "" if as many as it should have."""
-    expected = len(runs.uninterrupted.losses) // runs.script.steps * (runs.script.steps - runs.script.save_every)
-    found = len(runs.resumed_run.execution.losses)
-    return f"; the resumed run printed {found} losses, expected {expected}" if found != expected else ""
+    losses = f"expected {format_losses(expected)}, found {format_losses(found)}"
+    if not is_same_loss(runs, expected, found):
+        hint = "the weights, the data or the random state differ from the checkpoint (see the checks below)"
+        raise CheckFailed(f"{first}: {losses}: {hint}")
+    seen = f" is {format_losses(found)} in both runs" if expected == found else f" is close: {losses}"
+    wanted = len(runs.uninterrupted.losses) // runs.script.steps * (runs.script.steps - runs.script.save_every)
+    printed = len(runs.resumed_run.losses)
+    other = f"; the resumed run printed {printed} losses, expected {wanted}" if printed != wanted else ""
+    return f"{first}{seen}{other}"
 
 
 def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -199,7 +176,7 @@ def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if runs.find_losses_by_step is None:
         raise CheckSkipped("no losses to compare")
     each = len(runs.find_losses_by_step[0])
-    found = runs.resumed_run.execution.losses[:each]
+    found = runs.resumed_run.losses[:each]
     if len(found) < each:
         raise CheckFailed("the resumed run printed no loss")
     return runs.find_losses_by_step[runs.script.save_every], tuple(sorted(found))

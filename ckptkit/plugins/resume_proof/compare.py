@@ -82,15 +82,8 @@ def measure_control_tolerance(a: SavedState, b: SavedState) -> ControlTolerance:
         group: relative_distance(measured[name] for name in measured if a.tensors[name].group == group)
         for group in GROUPS
     }
-    volatile = {
-        name
-        for name, value in a.values.items()
-        if name not in b.values or not is_same_scalar(value.value, b.values[name].value)
-    }
-    return ControlTolerance(
-        {group: found for group, found in distances.items() if found},
-        frozenset(volatile | (b.values.keys() - a.values.keys())),
-    )
+    volatile = {name for name in a.values.keys() | b.values.keys() if has_other_value(name, a, b)}
+    return ControlTolerance({group: found for group, found in distances.items() if found}, frozenset(volatile))
 
 
 def find_group_difference(
@@ -129,17 +122,10 @@ def measure_tensors(a: SavedState, b: SavedState) -> dict[str, Distance]:
     """Return the distance of each tensor that both have in one shape and dtype and whose elements differ."""
     found: dict[str, Distance] = {}
     for one, two, names in comparable_layouts(a, b):
-        compared = compare_layouts(locate_all_chunks(one), locate_all_chunks(two)).distances
-        found |= {
-            name: compared[inner]
-            for inner, name in names.items()
-            if inner in compared and has_difference(compared[inner])
-        }
+        distances = compare_layouts(locate_all_chunks(one), locate_all_chunks(two)).distances
+        differing = {inner: distance for inner, distance in distances.items() if distance.different or distance.strange}
+        found |= {name: differing[inner] for inner, name in names.items() if inner in differing}
     return found
-
-
-def has_difference(distance: Distance) -> bool:
-    return distance.different > 0 or distance.strange > 0
 
 
 def comparable_layouts(a: SavedState, b: SavedState) -> Iterator[tuple[Layout, Layout, dict[str, str]]]:

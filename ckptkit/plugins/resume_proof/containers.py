@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from zipfile import ZIP_STORED, ZipFile
 
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import Unsupported, errors_at
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
@@ -45,14 +45,13 @@ class Container:
     def load_value(self) -> Any:
         """Return its value, read inertly."""
         data = self.read_bytes()
-        try:
-            if self.kind == "json":
+        with errors_at(path=self.file):
+            if self.kind != "json":
+                return inert_pickle.load(extract_pickle(data) if self.kind == "archive" else data, ANY_NAME)[0]
+            try:
                 return json.loads(data)
-            return inert_pickle.load(extract_pickle(data) if self.kind == "archive" else data, ANY_NAME)[0]
-        except ValueError as error:
-            raise Unsupported(f"not JSON: {error}", path=self.file) from None
-        except CkptError as error:
-            raise error.blame(path=self.file) from None
+            except ValueError as error:
+                raise Unsupported(f"not JSON: {error}") from None
 
     def write_value(self, value: Any) -> None:
         """Write another value in its place. Raises `Unsupported` if that cannot be pickled here, or is longer."""
@@ -114,7 +113,6 @@ def find_container_in(file: Path, prefix: tuple[str | int, ...]) -> Container | 
         return None
     with file.open("rb") as opened:
         head = opened.read(2)
-    kind: Literal["archive", "pickle"] | None = {b"PK": "archive", b"\x80\x02": "pickle"}.get(head)  # type: ignore[assignment]
-    if kind is None and head[:1] == b"\x80":
-        kind = "pickle"
-    return Container(file, 0, size, kind, prefix) if kind else None
+    if head != b"PK" and head[:1] != b"\x80":
+        return None
+    return Container(file, 0, size, "archive" if head == b"PK" else "pickle", prefix)

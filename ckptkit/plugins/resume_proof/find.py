@@ -23,11 +23,11 @@ def checkpoints_by_step(run: Path) -> dict[int, Checkpoint]:
     Without any that is named by its step, that is the only file in the run that contains its step.
     """
     for folder in directories_by_level(run):
-        named = checkpoints_named_in_run(folder)
-        steps = {
-            step: checkpoint for checkpoint in named if (step := find_step_inside_or_named(checkpoint)) is not None
-        }
-        if steps:
+        named = [  # a checkpoint that is not complete has its step by its name alone
+            (checkpoint.step if checkpoint.is_complete else checkpoint.step_in_name, checkpoint)
+            for checkpoint in checkpoints_named_in_run(folder)
+        ]
+        if steps := {step: checkpoint for step, checkpoint in named if step is not None}:
             return steps
     return find_overwritten_checkpoint(run)
 
@@ -51,11 +51,6 @@ def find_step_inside(checkpoint: Checkpoint) -> int | None:
         return next((step for step in steps if type(step) is int), None) if checkpoint.layout.tensors else None
     except (Corrupt, Unsupported):
         return None
-
-
-def find_step_inside_or_named(checkpoint: Checkpoint) -> int | None:
-    """Return the step of a checkpoint, by its name alone where it is not complete."""
-    return checkpoint.step if checkpoint.is_complete else checkpoint.step_in_name
 
 
 def directories_by_level(run: Path) -> Iterator[Path]:

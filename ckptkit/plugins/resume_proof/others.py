@@ -45,38 +45,33 @@ def check_resume_at_other_size(runs: Runs) -> str:
     size = runs.script.resume_nproc
     if size is None or size == runs.nproc or not runs.script.has_nproc_placeholder:
         raise CheckSkipped("no other number of ranks: pass --resume-nproc, and {nproc} in --command")
+    ranks = count(size, "rank")
     with runs.deleted_afterwards("resharded"), runs.deleted_afterwards("other-size"):
         source = convert_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
         resumed = runs.resume_run("resharded", source=source, nproc=size)
         shutil.rmtree(source, ignore_errors=True)
-        if not resumed.execution.is_done:
-            failure = resumed.execution.describe_failure()
+        if not resumed.is_done:
+            failure = resumed.describe_failure()
             names = (name for group in (RANDOM, DATA) for name in runs.middle_state.names_in(group))
             hint = f"; hint: {_RANK_STATE}" if is_about_rank_state(failure, names) else ""
-            raise CheckFailed(f"the script does not resume on {count(size, 'rank')}: {failure}{hint}")
-        if resumed.state is None:
-            raise CheckFailed(f"on {count(size, 'rank')} the resumed run saved no checkpoint")
+            raise CheckFailed(f"the script does not resume on {ranks}: {failure}{hint}")
+        state = runs.state_at_end(resumed)
         if runs.has_other_weights:
             why = f"on {count(runs.nproc, 'rank')} the resumed run differs, too"
-            raise CheckSkipped(f"resumes on {count(size, 'rank')}; the result was not compared, because {why}")
+            raise CheckSkipped(f"resumes on {ranks}; the result was not compared, because {why}")
         control = runs.start_run("other-size", nproc=size)
-        runs.require_done(control, f"the script does not run on {count(size, 'rank')}")
+        runs.require_done(control, f"the script does not run on {ranks}")
         groups = (WEIGHTS, MOMENTS)
         expected = largest_distance(group_differences(runs.last_state, runs.state_at_end(control), groups=groups))
-        found = largest_distance(group_differences(runs.last_state, resumed.state, groups=groups))
+        found = largest_distance(group_differences(runs.last_state, state, groups=groups))
         if expected > _SUMS:
-            raise CheckSkipped(
-                f"resumes on {count(size, 'rank')}; the result depends on the number of ranks "
-                f"(from the beginning, too: {expected:.2g} relative), so it was not compared"
-            )
-        allowed = max(4 * expected, 4 * runs.control_tolerance.largest)
-        if found > allowed:
-            raise CheckFailed(
-                f"on {count(size, 'rank')} weights and moments differ by {found:.2g}, and by {expected:.2g} from the "
-                f"beginning: load every entry by its name and not by its rank"
-            )
+            why = f"depends on the number of ranks (from the beginning, too: {expected:.2g} relative)"
+            raise CheckSkipped(f"resumes on {ranks}; the result {why}, so it was not compared")
+        if found > 4 * max(expected, runs.control_tolerance.largest):
+            differ = f"weights and moments differ by {found:.2g}, and by {expected:.2g} from the beginning"
+            raise CheckFailed(f"on {ranks} {differ}: load every entry by its name and not by its rank")
     apart = f"differs by {found:.2g} (relative), from the beginning by {expected:.2g}"
-    return f"{runs.nproc} to {count(size, 'rank')}: {apart}"
+    return f"{runs.nproc} to {ranks}: {apart}"
 
 
 def is_about_rank_state(failure: str, names: Iterable[str]) -> bool:
@@ -109,13 +104,10 @@ def check_one_file_and_back(runs: Runs) -> str:
         source = convert_with_files(runs, "one-file-source", there_and_back)
         resumed = runs.resume_run("one-file", source=source)
         shutil.rmtree(source, ignore_errors=True)
-        runs.require_done(resumed.execution, "the script does not resume from the converted checkpoint")
-        gaps = group_differences(runs.resumed_state, resumed.state, runs.control_tolerance) if resumed.state else None
-        if gaps is None or gaps:
-            raise CheckFailed(
-                f"after the conversion differ {gaps[0].describe_difference() if gaps else 'all states'}: "
-                "report this to ckptkit"
-            )
+        runs.require_done(resumed, "the script does not resume from the converted checkpoint")
+        gaps = group_differences(runs.resumed_state, runs.state_at_end(resumed), runs.control_tolerance)
+        if gaps:
+            raise CheckFailed(f"after the conversion differ {gaps[0].describe_difference()}: report this to ckptkit")
     return "dcp to pt to dcp: the resumed run ends with the same state"
 
 
@@ -179,9 +171,8 @@ def check_survives_kill(runs: Runs, wanted: int) -> str:
             remark, hint = broken[0]
             raise CheckFailed(f"killed {when} of {last.name}: {remark.partition('; using')[0]}: {hint}")
         if found.checkpoint is None:
-            hint = (
-                "save to a new directory" if runs.has_kept_first else "delete older checkpoints only after a new save"
-            )
+            kept, deleted = "save to a new directory", "delete older checkpoints only after a new save"
+            hint = kept if runs.has_kept_first else deleted
             raise CheckFailed(f"killed {when}: no complete checkpoint is left: {hint}")
         step, path = found.checkpoint.step, found.checkpoint.path
         damage = list_damage(path)
@@ -196,11 +187,8 @@ def check_survives_kill(runs: Runs, wanted: int) -> str:
             raise CheckFailed(f"killed {when}, and resumed from {path.name}: no checkpoint at the last step")
         # a resumed run that differs shows only how a resume from the same step ends
         is_comparable = not runs.group_differences or step == runs.script.save_every
-        gaps = (
-            group_differences(runs.resumed_state, read_saved_state(final.path), runs.control_tolerance)
-            if is_comparable
-            else []
-        )
+        end = read_saved_state(final.path)
+        gaps = group_differences(runs.resumed_state, end, runs.control_tolerance) if is_comparable else []
         if gaps:
             raise CheckFailed(f"killed {when}, and resumed from {path.name}: {gaps[0].describe_difference()}")
     return f"{when} of {last.name}: {path.name} is complete and resumes (step {step})"

@@ -1,20 +1,27 @@
-"""Prove a training script: make every check in order, and write the card."""
+"""Prove that a training script resumes: make every check in order, and write a card of the proof.
+
+The card is for a recipe: command, versions, tolerance, checks.
+"""
 
 from __future__ import annotations
 
+import platform
 import shutil
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ckptkit.errors import Unsupported
-from ckptkit.plugins.resume_proof.card import write_card
 from ckptkit.plugins.resume_proof.checks import CHECKS, NEEDED
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.others import last_checks
 from ckptkit.plugins.resume_proof.restored import restored_checks
 from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Runs
+from ckptkit.trainers.table import TRAINERS
 from ckptkit.training.smoke.run_check import Check, CheckSkipped, run_check
+from ckptkit.version import __version__
+
+_RESULTS = {True: "passed", False: "**failed**", None: "skipped"}
 
 
 def prove_script(
@@ -29,7 +36,15 @@ def prove_script(
     checks: list[Check] = []
 
     def make(name: str, look: Callable[[Runs], str]) -> bool:
-        checks.append(run_check(name, partial(look if name in NEEDED else skipping_unsupported(look), runs)))
+        def look_or_skip() -> str:
+            try:
+                return look(runs)
+            except Unsupported as error:  # no fault of the script, unless nothing else can be checked without it
+                if name in NEEDED:
+                    raise
+                raise CheckSkipped(f"ckptkit cannot check it: {error.line}") from None
+
+        checks.append(run_check(name, look_or_skip))
         report(checks[-1])
         return checks[-1].ok is not False or name not in NEEDED
 
@@ -44,18 +59,60 @@ def prove_script(
     return checks
 
 
-def skipping_unsupported(check: Callable[[Runs], str]) -> Callable[[Runs], str]:
-    """Return a check that is skipped where ckptkit does not support what the script saves: that is no fault of it."""
-
-    def excused(runs: Runs) -> str:
-        try:
-            return check(runs)
-        except Unsupported as error:
-            raise CheckSkipped(f"ckptkit cannot check it: {error.line}") from None
-
-    return excused
-
-
 def remove_directories(root: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(root / name, ignore_errors=True)
+
+
+def write_card(path: Path, runs: Runs, checks: Sequence[Check]) -> None:
+    """Write the card to a file of Markdown."""
+    script, failed = runs.script, [check.name for check in checks if check.ok is False]
+    verdict = f"failed: {', '.join(failed)}" if failed else "all checks passed"
+    facts = [
+        ("verdict", verdict),
+        ("command", f"`{script.command}`"),
+        *([("resume with", f"`{script.resume_with}`")] if script.resume_with else []),
+        *([("ranks", str(runs.nproc))] if script.has_nproc_placeholder else []),
+        ("steps", f"{script.steps}, saved every {script.save_every}"),
+        ("tolerance", describe_tolerance(runs, checks)),
+        ("versions", ", ".join(package_versions())),
+    ]
+    lines = [
+        "# Resume proof",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {escape_table_cell(text)} |" for name, text in facts),
+        "",
+    ]
+    lines += ["| check | result | seconds | detail |", "|---|---|---|---|"]
+    lines += [
+        f"| {one.name} | {_RESULTS[one.ok]} | {one.seconds:.1f} | {escape_table_cell(one.detail)} |" for one in checks
+    ]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def describe_tolerance(runs: Runs, checks: Sequence[Check]) -> str:
+    """Return by how much resumed runs may differ, as far as it was measured."""
+    if not any(check.name == "deterministic" and check.ok for check in checks):
+        return "not measured"
+    return (
+        "none: bit for bit"
+        if runs.control_tolerance.is_exact
+        else f"4 x {runs.control_tolerance.largest:.2g} (relative)"
+    )
+
+
+def package_versions() -> list[str]:
+    """Return ckptkit, Python and the installed packages of training, with their versions."""
+    found = [f"ckptkit {__version__}", f"Python {platform.python_version()}"]
+    for name in dict.fromkeys(("torch", *TRAINERS)):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:  # most environments have only some
+            continue
+    return found
+
+
+def escape_table_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

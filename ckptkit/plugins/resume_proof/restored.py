@@ -63,10 +63,8 @@ def check_group_restored(runs: Runs, group: str) -> str:
         runs.unread.append(group)
         raise CheckSkipped(f"{what}; the script computes {group} anew, and ends with the right value")
     runs.lost.append(group)
-    raise CheckFailed(
-        f"{group}: {what}, and nothing changed at step {runs.script.steps}, so the script does not restore it: "
-        f"{IMPERATIVES[group]}"
-    )
+    lost = f"nothing changed at step {runs.script.steps}, so the script does not restore it"
+    raise CheckFailed(f"{group}: {what}, and {lost}: {IMPERATIVES[group]}")
 
 
 def may_cause_difference(runs: Runs, group: str) -> bool:
@@ -89,11 +87,12 @@ def check_loaded_in_place(runs: Runs) -> str:
         raise CheckSkipped("the script does not take its learning rate from the checkpoint")
     with runs.deleted_afterwards("frozen"):
         resumed = runs.resume_run("frozen", change=freeze_optimizer)
-        if resumed.state is None:
-            raise CheckSkipped(f"with a learning rate of 0: {resumed.execution.describe_failure()}")
-        if not is_still_frozen(runs.middle_state, resumed.state):
+        if not resumed.is_done:
+            raise CheckSkipped(f"with a learning rate of 0: {resumed.describe_failure()}")
+        frozen = runs.state_at_end(resumed)
+        if not is_still_frozen(runs.middle_state, frozen):
             raise CheckSkipped("the script does not take its learning rate and betas from the checkpoint")
-        found = list(find_misplaced_entries(runs, resumed.state))
+        found = list(find_misplaced_entries(runs, frozen))
     if found and not runs.has_other_weights:
         raise CheckSkipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
     if found:
@@ -138,29 +137,22 @@ def check_continues(runs: Runs) -> str:
         tensors, entries = len(runs.last_state.tensors), len(runs.last_state.values)
         return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
     if runs.differs_only_in_idle_random_state and not outputs:
-        return (
-            f"step {runs.script.steps}: only the random state differs (`{runs.group_differences[0].first}`); "
-            f"changing it in "
-            f"{runs.middle_path.name} changed no other state, so these steps do not use it"
-        )
+        idle = f"changing it in {runs.middle_path.name} changed no other state, so these steps do not use it"
+        first = runs.group_differences[0].first
+        return f"step {runs.script.steps}: only the random state differs (`{first}`); {idle}"
     seen = "; ".join(gap.describe_difference() for gap in runs.group_differences[:3]) or ", ".join(outputs[:3])
-    group, why, hint = find_cause_of_difference(runs, outputs)
-    raise CheckFailed(
-        f"different at step {runs.script.steps}: {seen}; cause: {why}; hint: {hint or IMPERATIVES[group]}"
-    )
+    causes = chain(causes_proved(runs), causes_in_entries(runs), causes_by_elimination(runs, outputs))
+    group, why, hint = next(causes)
+    different = f"different at step {runs.script.steps}: {seen}"
+    raise CheckFailed(f"{different}; cause: {why}; hint: {hint or IMPERATIVES[group]}")
 
 
 def differing_outputs(runs: Runs) -> list[str]:
     """Return the first tensors that differ in files which both runs wrote beside their checkpoints."""
-    whole, resumed = (execution.run for execution in (runs.uninterrupted, runs.resumed_run.execution))
+    whole, resumed = (execution.run for execution in (runs.uninterrupted, runs.resumed_run))
     ours = read_outputs(whole, runs.checkpoint_paths.values())
     theirs = read_outputs(resumed, (path.path for path in checkpoints_by_step(resumed).values()))
     return [gap.first for gap in group_differences(ours, theirs, runs.control_tolerance)]
-
-
-def find_cause_of_difference(runs: Runs, outputs: list[str]) -> Cause:
-    """Return the group of state that causes the difference, and the evidence."""
-    return next(chain(causes_proved(runs), causes_in_entries(runs), causes_by_elimination(runs, outputs)))
 
 
 def causes_proved(runs: Runs) -> Iterator[Cause]:
@@ -210,15 +202,13 @@ def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
     if has_other_first_loss(runs) and RANDOM in groups:
         yield Cause(DATA, "data position: all states were restored, but the first loss differs, so the batch does")
     if has_other_first_loss(runs):
-        yield Cause(
-            RANDOM, "random state or data position: the first loss differs; the checkpoint contains no random state"
-        )
+        why = "random state or data position: the first loss differs; the checkpoint contains no random state"
+        yield Cause(RANDOM, why)
     if OPTIONS in runs.unread and gaps and runs.find_losses_by_step is not None:
         yield Cause(OPTIONS, f"{OPTIONS}: the script does not load them; only the first learning rate differs")
     if outputs and gaps <= {EMA}:
-        yield Cause(
-            EMA, f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
-        )
+        why = f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
+        yield Cause(EMA, why)
     if gaps == {EMA}:
         yield Cause(EMA, "EMA: only the averaged weights differ")
     if runs.find_losses_by_step is None:

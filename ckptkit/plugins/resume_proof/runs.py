@@ -42,13 +42,6 @@ class Cause(NamedTuple):
     hint: str | None = None
 
 
-class Resumed(NamedTuple):
-    """A resumed execution, and the state that it saved at the last step; None if it saved none."""
-
-    execution: Execution
-    state: SavedState | None
-
-
 @dataclass
 class Runs:
     """All executions of one script: `room` has their directories and logs; `nproc` is the number of ranks."""
@@ -137,17 +130,14 @@ class Runs:
     # resumed runs
 
     @cached_property
-    def resumed_run(self) -> Resumed:
+    def resumed_run(self) -> Execution:
         """Return the run that was resumed in the middle, from an unchanged copy."""
         return self.resume_run("resumed")
 
     @cached_property
     def resumed_state(self) -> SavedState:
         """Return the state at the last step of the resumed run."""
-        state = self.resumed_run.state
-        if state is None:
-            raise CheckFailed(f"the resumed run saved no checkpoint at step {self.script.steps}")
-        return state
+        return self.state_at_end(self.resumed_run)
 
     @cached_property
     def is_finite(self) -> bool:
@@ -187,13 +177,10 @@ class Runs:
 
         with self.deleted_afterwards(label):
             resumed = self.resume_run(label, change=change)
-            if not resumed.execution.is_done or resumed.state is None:
-                return count, resumed.execution, None
-            return (
-                count,
-                resumed.execution,
-                group_differences(self.resumed_state, resumed.state, self.control_tolerance),
-            )
+            if not resumed.is_done:
+                return count, resumed, None
+            changed = group_differences(self.resumed_state, self.state_at_end(resumed), self.control_tolerance)
+            return count, resumed, changed
 
     # what all of them do
 
@@ -201,9 +188,8 @@ class Runs:
         self, label: str, *, nproc: int | None = None, watch: Callable[[], bool] = lambda: False
     ) -> Execution:
         """Run the command from the beginning in a fresh directory."""
-        return execute_command(
-            self.script, self.room / RUNS / label, self.log_path(label), nproc or self.nproc, watch=watch
-        )
+        run = self.room / RUNS / label
+        return execute_command(self.script, run, self.log_path(label), nproc or self.nproc, watch=watch)
 
     def resume_run(
         self,
@@ -212,25 +198,19 @@ class Runs:
         source: Path | None = None,
         change: Callable[[Path], object] = lambda _: None,
         nproc: int | None = None,
-    ) -> Resumed:
+    ) -> Execution:
         """Resume from a copy of the middle checkpoint, or of `source` in its place, after a `change` of the copy."""
         run = self.room / RUNS / label
-        below = (
-            self.checkpoint_paths[self.script.steps]
-            .relative_to(self.uninterrupted.run)
-            .with_name(self.middle_path.name)
-        )
+        last = self.checkpoint_paths[self.script.steps]
+        copy = run if self.script.is_resuming_by_itself else self.room / COPIES / label
+        copy = (copy / last.relative_to(self.uninterrupted.run)).with_name(self.middle_path.name)
         if self.script.is_resuming_by_itself:
-            copy = run / below
-            latest = (self.checkpoint_paths[self.script.steps].name, self.middle_path.name)
             without = self.script.find_loss_file_and_key[0] if self.script.find_loss_file_and_key else None
+            latest = (last.name, self.middle_path.name)
             copy_run_files(self.uninterrupted.run, run, latest=latest, without=without)
-        else:
-            copy = self.room / COPIES / label / below
         copy_checkpoint(source or self.middle_path, copy)
         change(copy)
-        execution = execute_command(self.script, run, self.log_path(label), nproc or self.nproc, checkpoint=copy)
-        return Resumed(execution, self.state_at_end(execution) if execution.is_done else None)
+        return execute_command(self.script, run, self.log_path(label), nproc or self.nproc, checkpoint=copy)
 
     def state_at_end(self, execution: Execution) -> SavedState:
         """Return the state that a finished run saved at the last step."""

@@ -13,11 +13,11 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.checks.verify import verify
-from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats import detect_format
 from ckptkit.layout import Layout
 from ckptkit.models.companions import FILES
-from ckptkit.models.names.weights import find_weights
+from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.plugins.resume_proof.containers import Container, containers_in_layout, find_container_in
 from ckptkit.plugins.resume_proof.groups import GROUPS, state_group_of
 from ckptkit.plugins.resume_proof.values import scalars_in
@@ -100,19 +100,16 @@ def read_saved_state(path: Path) -> SavedState:
         prefix = key_prefix_of_file(file, path)
         if file not in used and (loose := find_layout_of_tensor_file(file)):
             tensors.update(saved_tensors_in(loose, prefix, find_weight_names(loose) if unread else set()))
-        containers += filter(None, [find_container_in(file, prefix)])
+        containers += [inside] if (inside := find_container_in(file, prefix)) else []
     values: dict[str, SavedValue] = {}
     for container in containers:
-        values |= saved_values_in(container, unread)
+        try:
+            values |= saved_values_in(container)
+        except (Corrupt, Unsupported) as error:
+            unread.append(error.line)
     formats = tuple(dict.fromkeys(component.reader.name for component in checkpoint.components))
-    return SavedState(
-        path,
-        checkpoint.trainer_by_file_names if unread else checkpoint.trainer,
-        formats,
-        tensors,
-        values,
-        tuple(unread),
-    )
+    trainer = checkpoint.trainer_by_file_names if unread else checkpoint.trainer
+    return SavedState(path, trainer, formats, tensors, values, tuple(unread))
 
 
 def read_outputs(run: Path, checkpoints: Iterable[Path]) -> SavedState:
@@ -131,11 +128,8 @@ def read_outputs(run: Path, checkpoints: Iterable[Path]) -> SavedState:
 
 def find_weight_names(layout: Layout) -> set[str]:
     """Return the names of the model's tensors in a layout."""
-    try:
-        found = find_weights(layout)
-    except (Mismatch, Unsupported):
-        return set()
-    return set(found.origins_of(found.layout.tensors))
+    found = find_weights_or_none(layout)
+    return set(found.origins_of(found.layout.tensors)) if found else set()
 
 
 def saved_tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Iterator[tuple[str, SavedTensor]]:
@@ -146,15 +140,10 @@ def saved_tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Itera
         yield ".".join(map(str, key)), SavedTensor(group, layout, name)
 
 
-def saved_values_in(container: Container, unread: list[str]) -> dict[str, SavedValue]:
-    """Return the scalars in a container by name; what cannot be read is noted."""
-    try:
-        found = list(scalars_in(container.load_value()))
-    except (Corrupt, Unsupported) as error:
-        unread.append(error.line)
-        return {}
+def saved_values_in(container: Container) -> dict[str, SavedValue]:
+    """Return the scalars in a container by name."""
     made: dict[str, SavedValue] = {}
-    for path, value in found:
+    for path, value in scalars_in(container.load_value()):
         key = (*container.prefix, *path)
         made[".".join(map(str, key))] = SavedValue(state_group_of(key, is_tensor=False), value, container, path)
     return made
