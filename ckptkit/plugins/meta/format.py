@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
-from ckptkit.formats.archives.flatten import FlatState, flatten
-from ckptkit.formats.archives.state_files import archive_extents_of, check_files, is_torch_save, read_state_file
+from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
+from ckptkit.formats.archives.flatten import FlatState, flatten_file
+from ckptkit.formats.archives.state_files import archive_extents_of, check_files, is_torch_save
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file
@@ -98,19 +98,6 @@ def count_sharing_ranks(tensors: Mapping[str, StoredTensor], params: Params | No
     return wide // rows if rows and (params or wide % rows == 0) else 0
 
 
-def join_rank_shards(name: str, shards: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
-    """Return a full tensor from the shards of all ranks.
-
-    Raises `Unsupported` without a splitting rule, `Corrupt` if the shards do not add up to the shape in params.json.
-    """
-    try:
-        tensor = join_split_tensor(name, shards, params) if len(shards) > 1 else shards[0]
-        check_shape(name, tensor, params)
-    except CkptError as error:
-        raise error.blame(tensor=name) from None
-    return tensor
-
-
 def join_split_tensor(name: str, shards: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
     """Return a tensor that several ranks share."""
     if params is None:
@@ -145,14 +132,12 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
     }
     match = re.fullmatch(r"layers\.[0-9]+\.attention\.(w[qkvo]\.weight)", name)
     expected = wanted.get(match[1] if match else name)
-    if expected and not is_fitting_shape(found, expected):
+    if expected is None:
+        return
+    if len(found) != len(expected) or any(n not in (m, None) for m, n in zip(found, expected, strict=True)):
         shape = ", ".join("any" if n is None else str(n) for n in expected)
         hint = "check that all ranks' files are there and belong to one model"
         raise Corrupt(f"expected shape [{shape}] ({PARAMS}), found {found} in the ranks' files", hint=hint)
-
-
-def is_fitting_shape(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    return len(shape) == len(wanted) and all(m in (n, None) for n, m in zip(shape, wanted, strict=True))
 
 
 _RANK = re.compile(r"consolidated\.([0-9]{2})\.pth")
@@ -200,10 +185,9 @@ class Consolidated(FormatReader):
         spares: dict[str, tuple[Chunk, ...]] = {}
         for name in first.tensors:
             parts = [rank.tensors[name] for rank in ranks]
-            try:
-                tensors[name] = join_rank_shards(name, parts, params)
-            except CkptError as error:
-                raise error.blame(path=root) from None
+            with errors_at(path=root, tensor=name):
+                tensors[name] = join_split_tensor(name, parts, params) if len(parts) > 1 else parts[0]
+                check_shape(name, tensors[name], params)
             spares |= {name: copies} if (copies := replica_chunks_of(tensors[name], parts)) else {}
         described = (*saved, PARAMS) if params else tuple(saved)
         world = len(files) if params or count or len(files) > 1 else None
@@ -220,28 +204,16 @@ def read_consolidated_files(root: Path, files: Sequence[str], report: Report) ->
     Raises `Corrupt` if none can be read, or if two ranks do not have the same tensors.
     """
     existing = {name: name for name in files if is_existing_path(root / name)}
-    ranks = read_each_file(root, existing, lambda _, name: read_rank(root, name), report)
+    ranks = read_each_file(root, existing, lambda _, name: flatten_file(root, name), report)
     if not ranks:
         raise Corrupt("no rank's file can be read", path=root)
     first_name, first = next(iter(ranks.items()))
     for name, rank in ranks.items():
         missing = first.tensors.keys() ^ rank.tensors.keys()
         if missing:
-            raise Corrupt(
-                f"expected the tensor in both this file and `{first_name}`, found it in one of them",
-                path=root / name,
-                tensor=min(missing),
-            )
+            message = f"expected the tensor in both this file and `{first_name}`, found it in one of them"
+            raise Corrupt(message, path=root / name, tensor=min(missing))
     return ranks
-
-
-def read_rank(root: Path, name: str) -> FlatState:
-    """Return the contents of the file of a rank."""
-    state = read_state_file(root, name)
-    try:
-        return flatten(state.value, state.entries, name)
-    except CkptError as error:
-        raise error.blame(path=root / name) from None
 
 
 def consolidated_directory_and_files(path: Path, report: Report) -> tuple[Path, list[str]]:

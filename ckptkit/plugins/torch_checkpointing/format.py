@@ -12,7 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, raise_problem
+from ckptkit.errors import (
+    ELSEWHERE,
+    CkptError,
+    Corrupt,
+    Incomplete,
+    Report,
+    Unsafe,
+    Unsupported,
+    errors_at,
+    raise_problem,
+)
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.archives.state_files import archive_extents_of, is_torch_save
 from ckptkit.formats.json_text import parse_json
@@ -27,7 +37,6 @@ from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, lost_ra
 from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.layout import (
     Blob,
-    Chunk,
     Extent,
     FileOffset,
     KeyPath,
@@ -75,19 +84,16 @@ def read_rank_item(root: Path, name: str, rank: int, file: str, kind: str, item:
     """Return the content of an item on one rank. Every error names the file."""
     if not is_existing_path(root / file):
         raise missing_rank_file_error(root / file)
-    try:
+    with errors_at(path=root / file):
         if kind == TORCH:
-            return with_tensors_as_shards(
-                read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread
-            )
+            content = read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread))
+            return with_tensors_as_shards(content, item.spread)
         if kind == SAFETENSORS:
             return with_tensors_as_shards(read_safetensors(root, file, rank, name, item.spread), item.spread)
         data = read_small(root / file, _LIMIT)
         value = parse_json(data, root / file) if kind == JSON else data
         flat = FlatState({}, {name: Blob(file, 0, 0, dump(value))}, {name: (name,)})
         return RankFile(rank, file, flat, value)
-    except CkptError as error:
-        raise error.blame(path=root / file) from None
 
 
 def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mapping[KeyPath, object]) -> RankFile:
@@ -108,10 +114,8 @@ def with_tensors_as_shards(file: RankFile, spread: Mapping[KeyPath, Mapping[int,
     for name, plain in file.tensors.items():
         placement = spread.get(file.flat.keys[name][1:], {}).get(file.rank)
         if placement is not None and plain.spread is None:
-            try:
+            with errors_at(tensor=name):
                 tensors[name] = as_shard(plain, placement, file.rank)
-            except CkptError as error:
-                raise error.blame(tensor=name) from None
     return replace(file, flat=replace(file.flat, tensors=tensors))
 
 
@@ -119,15 +123,10 @@ def as_shard(plain: RankTensor, placement: TensorSharding, rank: int) -> RankTen
     """Return a plain tensor as the shard of a larger tensor on this rank."""
     (chunk,) = plain.chunks
     shape, strides = plain.spec.shape, chunk.strides or row_major_strides(plain.spec.shape)
-    record = TensorRecord("", chunk.dtype, 0, shape, strides)
-    placed = Placed(
-        Spec(chunk.dtype, placement.shape), placement.mesh_seen_by(rank), placement.placements, None, record
-    )
-    return RankTensor(placed.spec, tuple(cut_chunk_into_boxes(chunk, placed)), spread=placed)
-
-
-def cut_chunk_into_boxes(chunk: Chunk, placed: Placed) -> list[Chunk]:
-    return [cut_chunk_to_box(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.placed_boxes]
+    record, full = TensorRecord("", chunk.dtype, 0, shape, strides), Spec(chunk.dtype, placement.shape)
+    placed = Placed(full, placement.mesh_seen_by(rank), placement.placements, None, record)
+    chunks = [cut_chunk_to_box(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.placed_boxes]
+    return RankTensor(full, tuple(chunks), spread=placed)
 
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")
@@ -158,7 +157,8 @@ class TorchCheckpointing(FormatWriter):
         names = names_in(path)
         if NAME in names:
             return any(match["rank"] == "0" for match in map(_OF_RANK.fullmatch, names) if match)
-        return any(has_dtensors(path, name) for name in sorted(names) if is_of_rank_0(name))
+        plain = filter(None, map(_PLAIN.fullmatch, sorted(names)))
+        return any(has_dtensors(path, match[0]) for match in plain if match["rank"] == "0")
 
     def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each file in the metadata that is missing."""
@@ -172,17 +172,12 @@ class TorchCheckpointing(FormatWriter):
         items, world = read_or_infer_items(path)
         joined = FlatState()
         with collector_paused():
-            for name, item in items.items():
-                try:
+            with errors_at(path=path):
+                for name, item in items.items():
                     joined.update(join_item_of_ranks(path, name, item, report))
-                except CkptError as error:
-                    raise error.blame(path=path) from None
-            descriptions = (
-                *metadata_names_in(path),
-                *sorted(f for f in files_of_items(items.values()) if is_existing_path(path / f)),
-            )
-            layout = Layout(path, self.name, joined.tensors, joined.blobs, joined.keys, world, descriptions)
-            layout = replace(layout, spares=joined.spares)
+            found = sorted(file for file in files_of_items(items.values()) if is_existing_path(path / file))
+            flats, descriptions = (joined.tensors, joined.blobs, joined.keys), (*metadata_names_in(path), *found)
+            layout = Layout(path, self.name, *flats, world, descriptions, spares=joined.spares)
             check_chunks_tile(layout, report)
         return layout
 
@@ -219,11 +214,6 @@ def join_item_of_ranks(path: Path, name: str, item: CheckpointItem, report: Repo
             if tensor not in flat.tensors:
                 report(Corrupt("no file of a rank that has this entry can be read", path=path, tensor=tensor))
     return flat
-
-
-def is_of_rank_0(name: str) -> bool:
-    match = _PLAIN.fullmatch(name)
-    return match is not None and match["rank"] == "0"
 
 
 def has_dtensors(path: Path, name: str) -> bool:

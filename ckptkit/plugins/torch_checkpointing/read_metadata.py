@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckptkit.errors import Corrupt, Unsafe, Unsupported, errors_at
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.tensor_calls import as_shape
@@ -25,12 +25,7 @@ from ckptkit.layout.placements import Placement, Shard
 NAME = "metadata.pkl"
 _LIMIT = 1 << 28  # bytes
 _MOST_RANKS = 1 << 20
-TORCH, SAFETENSORS, JSON, RAW = (
-    "TorchSerialization",
-    "SafetensorsSerialization",
-    "JsonSerialization",
-    "RawSerialization",
-)
+TORCH, SAFETENSORS, JSON, RAW = (f"{kind}Serialization" for kind in ("Torch", "Safetensors", "Json", "Raw"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +55,19 @@ class CheckpointItem:
 def read_item_metadata(root: Path) -> tuple[dict[str, CheckpointItem], int]:
     """Return the items in the metadata of directory `root`, and the world size."""
     path = root / NAME
-    try:
-        value, _ = inert_pickle.load(read_small(path, _LIMIT), frozenset())
-        version = value.get("version", "1.0")
-        if version not in ("1.0", "2.0"):
-            raise Unsupported(f"expected metadata of version 1.0 or 2.0, found {version!a}")
-        world = value["world_size"]
-        if type(world) is not int or not 0 < world <= _MOST_RANKS:
-            raise Corrupt(f"expected metadata of 1 to {_MOST_RANKS} ranks, found {world!a}")
-        items = group_by_item(value) if version == "1.0" else value["metadata"]
-        return {name: parse_item(root, name, item, world) for name, item in items.items()}, world
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Corrupt("the metadata is malformed", path=path) from error
-    except CkptError as error:
-        raise error.blame(path=path) from None
+    with errors_at(path=path):
+        try:
+            value, _ = inert_pickle.load(read_small(path, _LIMIT), frozenset())
+            version = value.get("version", "1.0")
+            if version not in ("1.0", "2.0"):
+                raise Unsupported(f"expected metadata of version 1.0 or 2.0, found {version!a}")
+            world = value["world_size"]
+            if type(world) is not int or not 0 < world <= _MOST_RANKS:
+                raise Corrupt(f"expected metadata of 1 to {_MOST_RANKS} ranks, found {world!a}")
+            items = group_by_item(value) if version == "1.0" else value["metadata"]
+            return {name: parse_item(root, name, item, world) for name, item in items.items()}, world
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Corrupt("the metadata is malformed") from error
 
 
 def group_by_item(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -107,11 +101,9 @@ def parse_item(root: Path, name: str, metadata: Mapping[str, Any], world_size: i
 
 def parse_file_info(root: Path, name: str, rank: int, file_info: Mapping[str, Any] | None) -> tuple[str, str]:
     """Return file name and format of a rank's file. Raises `Unsafe` for path traversal."""
-    file, kind = (
-        (f"{name}_{rank}.pt", TORCH)
-        if file_info is None
-        else (file_info["file_path"], file_info["serialization_format"]["type"])
-    )
+    if file_info is None:
+        file_info = {"file_path": f"{name}_{rank}.pt", "serialization_format": {"type": TORCH}}
+    file, kind = file_info["file_path"], file_info["serialization_format"]["type"]
     if not isinstance(file, str) or Path(file).is_absolute():
         raise Unsafe(f"the metadata refers to `{file!a}`", path=root)
     for part in file.split("/"):
