@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, raise_problem
-from ckptkit.formats.archives.flatten import FlatState, flatten
-from ckptkit.formats.archives.state_files import archive_extents_of, check_files, read_state_file
+from ckptkit.errors import Corrupt, Report, Unsupported, raise_problem
+from ckptkit.formats.archives.flatten import FlatState, flatten_file
+from ckptkit.formats.archives.state_files import archive_extents_of, check_files
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file
@@ -48,10 +48,7 @@ class LayoutBuilder:
     """The tensors and entries of the layout under construction."""
 
     job: SavedJob
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    blobs: dict[str, Blob] = field(default_factory=dict)
-    keys: dict[str, KeyPath] = field(default_factory=dict)
-    spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
+    flat: FlatState = field(default_factory=FlatState)
 
     def add_model(self) -> None:
         """Add the model's tensors, and the per-rank entries of its layers."""
@@ -76,21 +73,18 @@ class LayoutBuilder:
         if len(named) == len(ranks):
             self.add_named_optimizers(named)
         else:
-            self.add_per_rank(OPTIMIZER, {rank: saved.entries.get(OPTIMIZER) for rank, saved in self.job.ranks.items()})
-        beside = [str(PurePosixPath(saved.path).with_name(BUFFERS)) for saved in self.job.ranks.values()]
-        if any(is_existing_path(self.job.root / path) for path in beside):
-            for i, path in enumerate(beside):
-                self.add_shared_buffers(i, path, report)
-
-    def add_shared_buffers(self, rank: int, path: str, report: Report) -> None:
-        """Add the optimizer state that data-parallel ranks share. Reports a file that is missing or unreadable."""
-        try:
-            state = read_state_file(self.job.root, path)
-            self.put_flattened_below(
-                (_RANKS, rank, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, path)
-            )
-        except CkptError as error:
-            report(error.blame(path=self.job.root / path))
+            for i, saved in enumerate(self.job.ranks.values()):
+                if saved.entries.get(OPTIMIZER) is not None:
+                    optimizer = saved.flatten({OPTIMIZER: saved.entries[OPTIMIZER]})
+                    self.put_flattened_below((_RANKS, i) if len(ranks) > 1 else (), optimizer)
+        # the optimizer state that data-parallel ranks share
+        beside = {
+            i: str(PurePosixPath(saved.path).with_name(BUFFERS)) for i, saved in enumerate(self.job.ranks.values())
+        }
+        if any(is_existing_path(self.job.root / path) for path in beside.values()):
+            buffers = read_each_file(self.job.root, beside, lambda _, path: flatten_file(self.job.root, path), report)
+            for i, flat in buffers.items():
+                self.put_flattened_below((_RANKS, i, PurePosixPath(BUFFERS).stem), flat)
 
     def add_named_optimizers(self, named: Mapping[Rank, NamedOptimizer]) -> None:
         """Add the optimizer states, joined like the parameters, and the parameter groups with all names."""
@@ -110,9 +104,8 @@ class LayoutBuilder:
             lists = {key: list(group) for key in ("params", *(settings.keys() & {PARAM_NAMES}))}
             self.put_flattened_below((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))
         for key in first.others:
-            self.add_once_or_per_rank(
-                (OPTIMIZER,), key, {rank: optimizer.others.get(key) for rank, optimizer in named.items()}
-            )
+            value_by_rank = {rank: optimizer.others.get(key) for rank, optimizer in named.items()}
+            self.add_once_or_per_rank((OPTIMIZER,), key, value_by_rank)
 
     def global_name(self, name: str, run: int, rank: Rank) -> str:
         """Return the name in the full model of a parameter on one rank."""
@@ -124,9 +117,8 @@ class LayoutBuilder:
         if self.job.row_order_version > (first.find_number(VERSION) or 0):
             self.put_entry((VERSION,), Blob(first.path, 0, 0, dump(self.job.row_order_version)))
         for key in dict.fromkeys(key for saved in self.job.ranks.values() for key in saved.other_entries):
-            self.add_once_or_per_rank(
-                (), key, {rank: saved.other_entries.get(key) for rank, saved in self.job.ranks.items()}
-            )
+            by_rank = {rank: saved.other_entries.get(key) for rank, saved in self.job.ranks.items()}
+            self.add_once_or_per_rank((), key, by_rank)
 
     def add_once_or_per_rank(self, parent: KeyPath, key: str, value_by_rank: Mapping[Rank, Any]) -> None:
         """Add an entry once, under its own key; or per rank, if the ranks differ or have tensors in it."""
@@ -140,13 +132,6 @@ class LayoutBuilder:
         for i, flat in enumerate(flats):
             self.put_flattened_below((_RANKS, i, *parent), flat)
 
-    def add_per_rank(self, key: str, value_by_rank: Mapping[Rank, Any]) -> None:
-        """Add an entry per rank, unchanged; with a single rank under its own key."""
-        for i, (rank, value) in enumerate(value_by_rank.items()):
-            if value is not None:
-                above: KeyPath = (_RANKS, i) if len(value_by_rank) > 1 else ()
-                self.put_flattened_below(above, self.job.ranks[rank].flatten({key: value}))
-
     def put_flattened_below(self, parent: KeyPath, flat: FlatState) -> None:
         """Add flattened tensors and entries below a key path."""
         entries: dict[str, StoredTensor | Blob] = {**flat.tensors, **flat.blobs}
@@ -154,19 +139,11 @@ class LayoutBuilder:
             self.put_entry((*parent, *flat.keys[name]), entry)
 
     def put_entry(self, key: KeyPath, entry: StoredTensor | Blob, replicas: tuple[Chunk, ...] = ()) -> None:
-        """Add one entry at its key path, with the replicas of its chunks."""
+        """Add one entry at its key path, with the replicas of its chunks, unless another rank has added it."""
         name = ".".join(map(str, key))
-        self.keys[name] = key
-        self.spares[name] = replicas
-        if isinstance(entry, Blob):
-            self.blobs.setdefault(name, entry)
-        else:
-            self.tensors[name] = entry
-
-    def make_layout(self, format_name: str, files: tuple[str, ...]) -> Layout:
-        """Return the layout; `files` are the rank files that could be read."""
-        ranks, spares = len(self.job.ranks), {name: replicas for name, replicas in self.spares.items() if replicas}
-        return Layout(self.job.root, format_name, self.tensors, self.blobs, self.keys, ranks, files, spares=spares)
+        if name not in self.flat.keys:
+            self.flat.put(key, entry)
+            self.flat.spares.update({name: replicas} if replicas else {})
 
 
 _EMBEDDING = "word_embeddings.weight"
@@ -184,23 +161,22 @@ class Megatron(FormatReader):
         return bool(find_directories([name]))
 
     def rank_of(self, name: str) -> int | None:
-        directories = find_directories([name])
-        return int("".join(f"{number:04d}" for number in directories[0].numbers)) if directories else None
+        numbers = find_directories([name]).get(name)
+        return int("".join(f"{number:04d}" for number in numbers)) if numbers else None
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with rank directories, for a rank directory, and for the file in it."""
         if path.is_dir():
-            return any(
-                is_rank_directory(path / directory.name) for directory in find_directories(names_in(path))
-            ) or is_rank_directory(path)
+            paths = (path, *(path / name for name in find_directories(names_in(path))))
+            return any(map(is_rank_directory, paths))
         return path.name in FILES and is_existing_path(path)
 
     def check_names_and_sizes(self, path: Path, report: Report) -> None:
         """Report each missing rank, each rank directory without a file, and each truncated file."""
         root, files = find_root_and_rank_files(path, report)
-        numbers = [found.numbers for found in find_directories(files)]
-        if len({len(one) for one in numbers}) == 1 and len(numbers) > 1:
-            expected_directory_names_by_rank(root, find_directories(files), None, has_stages=True, report=report)
+        directories = find_directories(files)
+        if len(set(map(len, directories.values()))) == 1 and len(directories) > 1:
+            expected_directory_names_by_rank(root, directories, None, has_stages=True, report=report)
         check_files(root, (file for file in files.values() if is_existing_path(root / file)), report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
@@ -219,7 +195,9 @@ class Megatron(FormatReader):
         result.add_model()
         result.add_optimizer(report)
         result.add_other_entries()
-        return result.make_layout(self.name, tuple(rank.path for rank in saved.values()))
+        flat, read = result.flat, tuple(rank.path for rank in saved.values())
+        ranks = len(job.ranks)
+        return Layout(root, self.name, flat.tensors, flat.blobs, flat.keys, ranks, read, spares=flat.spares)
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Return every zip entry of the files: storages, pickles and torch's own records."""
@@ -233,10 +211,7 @@ def find_root_and_rank_files(path: Path, report: Report) -> tuple[Path, dict[str
     other ranks.
     """
     if path.is_dir() and not is_rank_directory(path):
-        return path, {
-            directory.name: require_rank_file(path, directory.name, report)
-            for directory in find_directories(names_in(path))
-        }
+        return path, {name: require_rank_file(path, name, report) for name in find_directories(names_in(path))}
     folder = path if path.is_dir() else path.parent
     rank_count = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
     name = path.name if not path.is_dir() else next(name for name in FILES if is_existing_path(path / name))
@@ -268,15 +243,14 @@ def assign_ranks(
     of_stages = {rank.stage: saved[name] for rank, name in directory_names.items() if name in saved}
     ranks: dict[Rank, SavedRank] = {}
     for rank, name in sorted(directory_names.items()):
-        model_rank = saved.get(name) or of_stages.get(rank.stage)
-        if model_rank is None:
+        if name in saved:
+            ranks[rank] = saved[name]
+        elif rank.stage in of_stages:
+            path = files.get(name, f"{name}/{FILES[0]}")
+            ranks[rank] = replace(of_stages[rank.stage], path=path, is_lost=True)
+        else:
             message = f"no rank of stage {rank.stage} of the pipeline can be read, so its layers are unknown"
             raise Corrupt(message, path=root / name)
-        ranks[rank] = (
-            model_rank
-            if name in saved
-            else replace(model_rank, path=files.get(name, f"{name}/{FILES[0]}"), is_lost=True)
-        )
     return ranks
 
 
@@ -295,8 +269,6 @@ def check_same_job(job: SavedJob) -> None:
             ("number of ranks", first.find_grid_sizes, saved.find_grid_sizes),
         ):
             if expected != found:
-                message = (
-                    f"expected {label} {expected} as in `{first.path}`, found {found}: this directory mixes "
-                    "files of several saves"
-                )
+                mixed = "this directory mixes files of several saves"
+                message = f"expected {label} {expected} as in `{first.path}`, found {found}: {mixed}"
                 raise Corrupt(message, path=job.root / saved.path)

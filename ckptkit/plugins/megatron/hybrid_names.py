@@ -83,14 +83,14 @@ def expert_rules() -> Iterator[Rule]:
     for i, name in ((1, "up_proj"), (2, "down_proj")):
         layer = f"linear_fc{i}"
         yield from mixer_rules({f"mlp.shared_experts.{layer}.weight": f"shared_experts.{name}.weight"})
-        ways = (
-            f"experts.{layer}.weight",
-            f"experts.{{expert}}.{layer}.weight",
-            f"local_experts.{{expert}}.{layer}.weight",
-            f"{layer}.weight{{expert}}",
-        )
-        own = " | ".join(f"{_IN_LAYER}mlp.experts.{way}" for way in ways)
-        yield Rule.of(own, f"{_LAYER}mixer.experts.{{expert}}.{name}.weight")
+        yield Rule.of(expert_weight_names(_IN_LAYER, layer), f"{_LAYER}mixer.experts.{{expert}}.{name}.weight")
+
+
+def expert_weight_names(in_layer: str, layer: str, half: str = "") -> str:
+    """Return all names of an expert weight: stacked, by expert index, and by module."""
+    ways = ("experts.{}.weight", "experts.{{expert}}.{}.weight", "local_experts.{{expert}}.{}.weight")
+    names = (*(way.format(layer) for way in ways), f"{layer}.weight{{expert}}")
+    return " | ".join(f"{in_layer}mlp.experts.{name}{half}" for name in names)
 
 
 def mixer_rules(names: dict[str, str]) -> Iterator[Rule]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats.shards.join_ranks import first_readable_replica, join_by_rule, replica_chunks_of
 from ckptkit.layout import Chunk, StoredTensor, axes
 from ckptkit.plugins.megatron.rules import join_rule_for
@@ -22,11 +22,6 @@ from ckptkit.plugins.megatron.saved import VERSION, GridSizes, Rank, SavedRank
 # `[heads, 3, width]`. Keys and values of cross-attention are fused in the same way, with 2 instead of 3.
 CURRENT = 2.0
 _FUSED = re.compile(r"(?:.*\.)?(query_key_value|key_value)\.(?:weight|bias)")
-
-
-def has_fused_qkv(names: Iterable[str]) -> bool:
-    """Return whether any of the names is a fused query, key and value tensor."""
-    return any(map(_FUSED.fullmatch, names))
 
 
 def with_current_row_order(tensor: StoredTensor, local: str, version: float, heads: int) -> StoredTensor:
@@ -100,23 +95,12 @@ def make_numbering(names: Mapping[Run, Iterable[str]]) -> Numbering:
     return Numbering(layers, experts)
 
 
-def layer_counts_by_list(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of layers in each module list."""
-    indices: dict[str, set[int]] = {}
-    for name in names:
-        match = _LAYER.fullmatch(name)
-        if match:
-            indices.setdefault(match[1], set()).add(int(match[2]))
-    return {stack: len(numbers) for stack, numbers in indices.items()}
-
-
 def global_index(numbers: range, text: str) -> int:
     """Return the global index of a local index. Raises `Corrupt` if the local index is out of range."""
     local = parse_index(text)
     if local >= len(numbers):
-        raise Corrupt(
-            f"expected numbers of layers or experts below {len(numbers)}, as on the first rank, found {local}"
-        )
+        message = f"expected numbers of layers or experts below {len(numbers)}, as on the first rank, found {local}"
+        raise Corrupt(message)
     return numbers[local]
 
 
@@ -160,7 +144,7 @@ class SavedJob:
             (run, rank.stage)
             for rank, saved in self.ranks.items()
             for run in saved.flat_models_by_run
-            if is_first_rank(rank)
+            if rank.tensor == rank.expert == 0
         )
 
     @cached_property
@@ -185,11 +169,9 @@ class SavedJob:
         for run, stage in self.runs:
             for expert in range(self.sizes.experts):
                 for name, local, parts in self.shards_by_tensor(tensors_by_rank, run, Rank(0, stage, expert)):
-                    try:
+                    with errors_at(path=self.root, tensor=name):
                         tensor = self.join_shards(local, parts, run, stage)
                         tensors[name] = with_replicas(name, tensor, parts, tensors.get(name))
-                    except CkptError as error:
-                        raise error.blame(path=self.root, tensor=name) from None
         return tensors
 
     def shards_by_tensor(
@@ -203,10 +185,8 @@ class SavedJob:
                 path = self.root / self.ranks[first._replace(tensor=i)].path
                 raise Corrupt("some tensor-parallel ranks do not have this tensor", path=path, tensor=min(missing))
         for local in by_rank[0]:
-            try:
+            with errors_at(path=self.root / self.ranks[first].path, tensor=local):
                 name = self.numbering.full_model_name(local, (run, first.stage), first.expert)
-            except CkptError as error:
-                raise error.blame(path=self.root / self.ranks[first].path, tensor=local) from None
             yield name, local, [on_rank[local] for on_rank in by_rank]
 
     @cached_property
@@ -219,16 +199,14 @@ class SavedJob:
         first = self.ranks[Rank(0, 0, 0)]
         recorded = first.find_number(VERSION) or 0
         names = (name for saved in self.ranks.values() for weights in saved.weights.values() for name in weights)
-        if recorded >= CURRENT or not has_fused_qkv(names):
+        if recorded >= CURRENT or not any(map(_FUSED.fullmatch, names)):
             return recorded
         if self.heads_per_rank:
             return CURRENT
         if self.sizes.tensor == 1:
             return recorded
-        message = (
-            f"checkpoint version {recorded}: `args` do not give the number of heads, which says how {self.sizes.tensor}"
-        )
-        message += " ranks store queries, keys and values"
+        order = f"which says how {self.sizes.tensor} ranks store queries, keys and values"
+        message = f"checkpoint version {recorded}: `args` do not give the number of heads, {order}"
         hint = "load the checkpoint with a Megatron-LM that reads this version, and save it again"
         raise Unsupported(message, path=self.root / first.path, hint=hint)
 
@@ -242,9 +220,8 @@ class SavedJob:
         """Return the tensor joined from the shards of all tensor-parallel ranks, by the rule for its name."""
         ranks, experts = self.sizes.tensor, self.sizes.experts
         if local.endswith(_GROUPED) and max(ranks, experts) > 1:
-            raise Unsupported(
-                f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
-            )
+            message = f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
+            raise Unsupported(message)
         if not shards[0].spec.shape:  # the step of an optimizer
             return first_readable_replica(shards)
         first = self.ranks[Rank(0, stage, 0)]
@@ -256,15 +233,13 @@ class SavedJob:
         return join_by_rule(shards, join_rule_for(local, first.specs(run), ranks, first.job_arguments))
 
     def check_layer_count(self, tensors: Iterable[str]) -> None:
-        """Raise `Corrupt` if the number of layers differs from the arguments."""
+        """Raise `Corrupt` if the number of layers differs from the arguments; `mtp.` has layers of its own."""
         first = self.ranks[Rank(0, 0, 0)]
-        stacks = {
-            stack: count for stack, count in layer_counts_by_list(tensors).items() if not stack.startswith("mtp.")
-        }
+        found = {(match[1], match[2]) for match in map(_LAYER.fullmatch, tensors) if match}
+        layers = {layer for layer in found if not layer[0].startswith("mtp.")}
         wanted = first.job_arguments.get("num_layers")
-        if type(wanted) is int and len(stacks) == 1 and wanted not in stacks.values():
-            count = next(iter(stacks.values()))
-            message = f"expected {wanted} layers (`args`), found {count} in {self.sizes.stages} stages"
+        if type(wanted) is int and len({stack for stack, _ in layers}) == 1 and wanted != len(layers):
+            message = f"expected {wanted} layers (`args`), found {len(layers)} in {self.sizes.stages} stages"
             raise Corrupt(message, path=self.root / first.path)
 
 
@@ -281,7 +256,3 @@ def with_replicas(
     chosen = first_readable_replica([other.tensor, tensor])
     others = () if name.endswith(_COUNTED) else replica_chunks_of(chosen, [other.tensor, tensor])
     return JoinedTensor(chosen, (*other.spares, *others, *spares))
-
-
-def is_first_rank(rank: Rank) -> bool:
-    return rank.tensor == rank.expert == 0

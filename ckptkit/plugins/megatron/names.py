@@ -115,24 +115,19 @@ def mixture_rules(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
     return (
         Rule.of(f"{_IN_LAYER}mlp.router.weight", f"{LAYER}{hub.router}.weight"),
         *((Rule.of(f"{_IN_LAYER}mlp.router.expert_bias", LAYER + hub.bias),) if model in _WITH_BIAS else ()),
-        Rule.of(expert_weight_names("linear_fc1"), (gate, up), Concatenated(2, size="expert_intermediate")),
-        Rule.of((expert_weight_names("linear_fc1", "_w"), expert_weight_names("linear_fc1", "_v")), (gate, up)),
-        Rule.of(expert_weight_names("linear_fc2"), down),
+        Rule.of(
+            hybrid.expert_weight_names(_IN_LAYER, "linear_fc1"), (gate, up), Concatenated(2, size="expert_intermediate")
+        ),
+        Rule.of(
+            (
+                hybrid.expert_weight_names(_IN_LAYER, "linear_fc1", "_w"),
+                hybrid.expert_weight_names(_IN_LAYER, "linear_fc1", "_v"),
+            ),
+            (gate, up),
+        ),
+        Rule.of(hybrid.expert_weight_names(_IN_LAYER, "linear_fc2"), down),
         *feed_forward_rules(shared, LAYER + hub.shared, "shared_intermediate"),
         Rule.of(f"{shared}.gate_weight", f"{LAYER}mlp.shared_expert_gate.weight"),
-    )
-
-
-def expert_weight_names(layer: str, half: str = "") -> str:
-    """Return all names of an expert weight: stacked, by expert index, and by module."""
-    inside = f"{_IN_LAYER}mlp.experts."
-    return " | ".join(
-        (
-            f"{inside}experts.{layer}.weight{half}",
-            f"{inside}experts.{{expert}}.{layer}.weight{half}",
-            f"{inside}local_experts.{{expert}}.{layer}.weight{half}",
-            f"{inside}{layer}.weight{{expert}}{half}",
-        )
     )
 
 

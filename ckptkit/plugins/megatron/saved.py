@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.inert_pickle import Record
@@ -48,23 +48,11 @@ class Rank(NamedTuple):
     expert: int
 
 
-@dataclass(frozen=True, slots=True)
-class Directory:
-    """The directory of a rank, with the numbers in its name."""
-
-    name: str
-    numbers: tuple[int, ...]
-
-
-def find_directories(names: Iterable[str]) -> list[Directory]:
-    """Return the rank directories among the names, sorted by their numbers."""
-    matches = ((name, _RANK.fullmatch(name)) for name in names)
-    directories = [
-        Directory(name, (int(match[1]), *(int(n) for n in match[2].split("_") if n)))
-        for name, match in matches
-        if match
-    ]
-    return sorted(directories, key=lambda directory: directory.numbers)
+def find_directories(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the rank directories among the names, with the numbers in their names, sorted by these."""
+    matches = filter(None, map(_RANK.fullmatch, names))
+    directories = {match[0]: (int(match[1]), *(int(n) for n in match[2].split("_") if n)) for match in matches}
+    return dict(sorted(directories.items(), key=lambda directory: directory[1]))
 
 
 def require_rank_file(root: Path, directory: str, report: Report) -> str:
@@ -72,11 +60,8 @@ def require_rank_file(root: Path, directory: str, report: Report) -> str:
     names = names_in(root / directory)
     file_name = next((name for name in FILES if name in names), None)
     if file_name is None:
-        report(
-            Incomplete(
-                f"`{FILES[0]}` is missing from the directory of this rank", path=root / directory, hint=ELSEWHERE
-            )
-        )
+        message = f"`{FILES[0]}` is missing from the directory of this rank"
+        report(Incomplete(message, path=root / directory, hint=ELSEWHERE))
     return f"{directory}/{file_name or FILES[0]}"
 
 
@@ -86,15 +71,19 @@ def is_rank_directory(path: Path) -> bool:
 
 
 def expected_directory_names_by_rank(
-    root: Path, directories: Iterable[Directory], grid_sizes: GridSizes | None, has_stages: bool, report: Report
+    root: Path,
+    directories: Mapping[str, tuple[int, ...]],
+    grid_sizes: GridSizes | None,
+    has_stages: bool,
+    report: Report,
 ) -> Mapping[Rank, str]:
     """Return the directory name of each rank; `grid_sizes` come from the arguments, None if nothing records them.
 
     With two numbers in a name, the second is the pipeline stage if `has_stages`, else the expert-parallel rank. Reports
     ranks without a directory. Raises `Corrupt` for directories of several jobs.
     """
-    names_by_rank = {parse_rank(directory.numbers, has_stages): directory.name for directory in directories}
-    lengths = {len(directory.numbers) for directory in directories}
+    names_by_rank = {parse_rank(numbers, has_stages): name for name, numbers in directories.items()}
+    lengths = set(map(len, directories.values()))
     if len(lengths) > 1:
         raise Corrupt("this directory mixes the ranks of several jobs: their names differ in length", path=root)
     grid_sizes = grid_sizes or GridSizes(*(1 + max(numbers) for numbers in zip(*names_by_rank, strict=True)))
@@ -111,9 +100,8 @@ def expected_directory_names_by_rank(
     }
     if missing_count:
         names = ", ".join(islice(missing.values(), 8))
-        problem = Incomplete(
-            f"the files of {missing_count} of {prod(grid_sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE
-        )
+        message = f"the files of {missing_count} of {prod(grid_sizes)} ranks are missing: {names}"
+        problem = Incomplete(message, path=root, hint=ELSEWHERE)
         (report if missing_count <= _MOST else raise_problem)(problem)
     if unexpected:
         names = ", ".join(names_by_rank[rank] for rank in unexpected[:8])
@@ -201,10 +189,8 @@ class SavedRank:
             return None
         sizes = GridSizes(tensor, stages, experts if type(experts) is int else 1)
         if min(sizes) < 1:
-            raise Corrupt(
-                f"expected at least 1 rank along each axis, found {' x '.join(map(str, sizes))}",
-                path=self.root / self.path,
-            )
+            found = " x ".join(map(str, sizes))
+            raise Corrupt(f"expected at least 1 rank along each axis, found {found}", path=self.root / self.path)
         return sizes
 
     @cached_property
@@ -232,10 +218,8 @@ class SavedRank:
     def flatten(self, value: Any) -> FlatState:
         """Return all tensors and entries inside a value of the file."""
         flattening = Flattening(self.state.entries, self.path)
-        try:
+        with errors_at(path=self.root / self.path):
             flattening.add_nested(value, ())
-        except CkptError as error:
-            raise error.blame(path=self.root / self.path) from None
         return as_lost_tensors(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
@@ -244,9 +228,8 @@ def refuse_hidden_splits(saved: SavedRank, sizes: GridSizes) -> None:
     args, path = saved.job_arguments, saved.root / saved.path
     groups = args.get("num_query_groups")
     if args.get("group_query_attention") and isinstance(groups, int) and groups < sizes.tensor:
-        raise Unsupported(
-            f"expected at least {sizes.tensor} groups of queries, one for each rank, found {groups}", path=path
-        )
+        message = f"expected at least {sizes.tensor} groups of queries, one for each rank, found {groups}"
+        raise Unsupported(message, path=path)
     expert_ranks = args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and isinstance(expert_ranks, int) and expert_ranks != sizes.tensor:
         message = f"expected experts split over {sizes.tensor} ranks like the other tensors, found {expert_ranks}"
