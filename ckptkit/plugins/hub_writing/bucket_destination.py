@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckptkit.errors import CkptError, IOFailure, Occupied, Unsupported, Usage
+from ckptkit.errors import IOFailure, Occupied, Unsupported, Usage, errors_at
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.file import destination_exists_error, read_small
@@ -68,11 +68,9 @@ def examine_repository(path: RemotePath) -> TargetRepository:
         raise Unsupported("ckptkit writes to repositories of models only", path=path, hint=hint)
     if _COMMIT.fullmatch(revision):
         raise Usage("a commit cannot be written to", path=path, hint="name a branch, or drop @")
-    try:
+    with errors_at(path=path):
         head = find_repository(repo_id, revision)
         basis = find_repository(repo_id, MAIN) if head is None and revision != MAIN else head
-    except CkptError as error:
-        raise error.blame(path=path) from error.__cause__
     return TargetRepository(repo_id, revision, head, basis)
 
 
@@ -127,11 +125,10 @@ class HubBucketDestination(XetDestination):
             self._files = XetFiles(self.path, request_xet_access(BUCKET, self._id))
             self._put_claim()
             if not is_ours:
-                marks = dict.fromkeys(name for name in (*first, *self.marks) if name in existing)
-                for names in (marks, existing.keys() - marks.keys()):
-                    self._apply_operations(
-                        [{"type": "deleteFile", "path": self._place.object_key(name)} for name in sorted(names)]
-                    )
+                marks = {name for name in (*first, *self.marks) if name in existing}
+                for names in (marks, existing.keys() - marks):
+                    keys = map(self._place.object_key, sorted(names))
+                    self._apply_operations([{"type": "deleteFile", "path": key} for key in keys])
             self._quiet = quiet.pop_all()
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
@@ -162,38 +159,37 @@ class HubBucketDestination(XetDestination):
 
     def _publish_marker(self, name: str) -> None:
         self._publish_other_files()
-        listed = stored_files_among(self._id, [self._place.claim_key, self._place.object_key(name)])
-        if listed.get(self._place.claim_key) != expected_entry(self._claim):
+        claim_key, key, expected = (
+            self._place.claim_key,
+            self._place.object_key(name),
+            expected_entry(self._files.sent[name]),
+        )
+        listed = stored_files_among(self._id, [claim_key, key])
+        if listed.get(claim_key) != expected_entry(self._claim):
             raise self._place.lost_claim_error()
-        if listed.get(self._place.object_key(name), expected_entry(self._files.sent[name])) != expected_entry(
-            self._files.sent[name]
-        ):
+        if listed.get(key, expected) != expected:
             hint = "delete this file, then run the same command again"
             raise Occupied("another file is there", path=self.path / name, hint=hint)
         self._publish_files([name])
 
     def _publish_other_files(self) -> None:
         """Make all files visible that are no markers and not visible yet."""
-        self._publish_files(
-            [name for name in sorted(self._files.sent) if name not in self.marks and name not in self._shown]
-        )
+        self._publish_files(sorted(self._files.sent.keys() - set(self.marks) - self._shown))
 
     def _publish_files(self, names: Sequence[str]) -> None:
         """Make files visible, and check that the Hub lists them correctly."""
         if not names:
             return
-        self._apply_operations(
-            [add_file_operation(self._place.object_key(name), self._files.sent[name]) for name in names]
-        )
+        files = self._files.sent
+        self._apply_operations([add_file_operation(self._place.object_key(name), files[name]) for name in names])
         self._shown.update(names)
         listed = self._list_files()
         for name in self._shown:
-            sent, entry = expected_entry(self._files.sent[name]), listed.get(name)
+            sent, entry = expected_entry(files[name]), listed.get(name)
             if entry != sent:
-                found_text = f"found {entry.nbytes} bytes, hash {entry.xet_hash}" if entry else "found no such file"
-                message = (
-                    f"the bucket has other bytes: expected {sent.nbytes} bytes, hash {sent.xet_hash}; {found_text}"
-                )
+                found = f"{entry.nbytes} bytes, hash {entry.xet_hash}" if entry else "no such file"
+                expected = f"{sent.nbytes} bytes, hash {sent.xet_hash}"
+                message = f"the bucket has other bytes: expected {expected}; found {found}"
                 raise IOFailure(message, path=self.path / name, hint=AGAIN)
 
     def _read_claim(self) -> StoreClaim | None:

@@ -7,12 +7,15 @@ https://huggingface.co/docs/hub/storage-buckets
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ckptkit.errors import NotACheckpoint
 from ckptkit.io.stores import Read, StoreEntry
 from ckptkit.io.stores.hub import HubDownload, HubStore, make_hub_client
+
+T = TypeVar("T")
 
 
 class HubBucketStore:
@@ -28,23 +31,18 @@ class HubBucketStore:
     def find_entry(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
         if not key:
-            return StoreEntry("", is_dir=self._is_existing_bucket())
+            self._call(lambda: self._api.bucket_info(self._id))
+            return StoreEntry("", is_dir=True)
         folder, _, name = key.rpartition("/")
         return next((entry for entry in self.list_entries(folder) if entry.name == name), None)
 
     def list_entries(self, key: str) -> list[StoreEntry]:
         """Return the entries of the directory at `key`."""
-        from huggingface_hub.errors import BucketNotFoundError
-
         base = f"{key}/" if key else ""
-        try:
-            tree = list(self._api.list_bucket_tree(self._id, prefix=key or None, recursive=False))
-        except BucketNotFoundError as error:
-            raise NotACheckpoint("the Hub shows us no such bucket", hint=self.hint) from error
-        by_name = {
-            (entry := entry_from_bucket_item(item)).name: entry for item in tree if is_directly_in(item.path, base)
-        }
-        return list(by_name.values())
+        tree = self._call(lambda: list(self._api.list_bucket_tree(self._id, prefix=key or None, recursive=False)))
+        below = (item for item in tree if item.path.startswith(base) and item.path != base)
+        inside = (item for item in below if "/" not in item.path.removeprefix(base).strip("/"))
+        return list({entry.name: entry for entry in map(entry_from_bucket_item, inside)}.values())
 
     def open_reader(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`."""
@@ -55,19 +53,13 @@ class HubBucketStore:
         """Drop the cached file addresses, because files may have been replaced."""
         self._sources.clear()
 
-    def _is_existing_bucket(self) -> bool:
+    def _call(self, request: Callable[[], T]) -> T:
         from huggingface_hub.errors import BucketNotFoundError
 
         try:
-            self._api.bucket_info(self._id)
+            return request()
         except BucketNotFoundError as error:
             raise NotACheckpoint("the Hub shows us no such bucket", hint=self.hint) from error
-        return True
-
-
-def is_directly_in(path: str, base: str) -> bool:
-    """Return whether a path is directly in the folder with the path prefix `base`."""
-    return path.startswith(base) and path != base and "/" not in path.removeprefix(base).strip("/")
 
 
 def entry_from_bucket_item(item: Any) -> StoreEntry:

@@ -90,20 +90,6 @@ def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: 
         return str(response.json()["commitOid"])
 
 
-def inline_line(name: str, data: bytes) -> Line:
-    """Return the line of a commit for a small file, with its content."""
-    return {"key": "file", "value": {"path": name, "content": b64encode(data).decode(), "encoding": "base64"}}
-
-
-def data_line(name: str, nbytes: int, sha256: str) -> Line:
-    """Return the line of a commit for a file whose content is in the storage."""
-    return {"key": "lfsFile", "value": {"path": name, "algo": "sha256", "oid": sha256, "size": nbytes}}
-
-
-def deletion_line(name: str) -> Line:
-    return {"key": "deletedFile", "value": {"path": name}}
-
-
 def is_private_bucket(bucket_id: str) -> bool | None:
     """Return whether a bucket is private; None if it does not exist or is not visible to us."""
     try:

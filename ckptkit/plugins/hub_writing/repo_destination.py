@@ -7,7 +7,7 @@ https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 
 from __future__ import annotations
 
-import re
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,7 +21,6 @@ from ckptkit.io.destination import Check
 from ckptkit.io.file import destination_exists_error
 from ckptkit.io.pieces import is_sent_in_pieces
 from ckptkit.io.stores.hub_calls import (
-    HubFile,
     HubRepository,
     create_branch,
     create_repository,
@@ -36,19 +35,15 @@ from ckptkit.plugins.hub_writing.calls import (
     MODEL,
     Line,
     commit_files,
-    data_line,
-    deletion_line,
-    inline_line,
     is_stored_in_lfs,
     request_xet_access,
 )
-from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, require_session_class
+from ckptkit.plugins.hub_writing.xet import XetDestination, XetFiles, require_session_class
 from ckptkit.version import __version__
 
 _INLINE = 10_000_000  # bytes; the Hub takes no larger file into git itself
 _MOST_NAMED = 5
 _OF_GIT = (".gitattributes", ".gitignore")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(slots=True)
@@ -174,17 +169,19 @@ class HubRepoDestination(XetDestination):
 
     def _operations(self, basis: HubRepository) -> Iterator[Line]:
         """Yield the operations of the commit."""
+        changed = self._differences(basis)
         for name, sent in sorted(self._files.sent.items()):
-            if not is_same_data(sent, basis.files.get(self._repository_key(name))):
-                yield data_line(self._repository_key(name), sent.nbytes, sent.sha256)
+            if name in changed:
+                stored = {"algo": "sha256", "oid": sent.sha256, "size": sent.nbytes}
+                yield {"key": "lfsFile", "value": {"path": self._repository_key(name), **stored}}
         for name, data in sorted(self._inline.items()):
-            if not is_same_text(data, basis.files.get(self._repository_key(name))):
+            if name in changed:
                 self._inline_bytes += len(data)
-                yield inline_line(self._repository_key(name), data)
-        written = set(self._names)
-        for name in sorted(self._replaced - written):
-            if self._repository_key(name) in basis.files:
-                yield deletion_line(self._repository_key(name))
+                content = {"content": b64encode(data).decode(), "encoding": "base64"}
+                yield {"key": "file", "value": {"path": self._repository_key(name), **content}}
+        for key in map(self._repository_key, sorted(self._replaced.difference(self._names))):
+            if key in basis.files:
+                yield {"key": "deletedFile", "value": {"path": key}}
 
     def _commit(self, prospect: TargetRepository, basis: HubRepository, lines: Sequence[Line]) -> str:
         """Make the commit and return its id. If the response was lost, check whether the commit was made."""
@@ -203,46 +200,28 @@ class HubRepoDestination(XetDestination):
 
     def _require_same(self, repository: HubRepository) -> None:
         """Raise `Corrupt` unless the Hub lists every file with its size and checksum."""
-        for name, words in self._differences(repository).items():
-            hint = "run the same command again with --overwrite"
-            raise Corrupt(f"the Hub has other bytes: {words}", path=self.path / name, hint=hint)
+        for name, (expected, found) in self._differences(repository).items():
+            message = f"the Hub has other bytes: expected {expected}; found {found}"
+            raise Corrupt(message, path=self.path / name, hint="run the same command again with --overwrite")
 
-    def _differences(self, repository: HubRepository) -> dict[str, str]:
-        """Return, by name, a description of each file that the Hub lists differently than it was sent."""
-        differences = {}
-        for name in self._names:
-            listed, sent = repository.files.get(self._repository_key(name)), self._files.sent.get(name)
-            is_same = is_same_data(sent, listed) if sent else is_same_text(self._inline[name], listed)
-            if not is_same:
-                expected = (
-                    f"{sent.nbytes} bytes, SHA-256 {sent.sha256}" if sent else describe_git_content(self._inline[name])
-                )
-                differences[name] = f"expected {expected}; found {describe_listed_file(listed)}"
-        return differences
+    def _differences(self, repository: HubRepository) -> dict[str, tuple[str, str]]:
+        """Return size and checksum, as sent and as listed, of each file that the Hub lists differently, by name."""
+        expected = {name: describe_file(sent.nbytes, sent.sha256) for name, sent in self._files.sent.items()}
+        expected |= {name: describe_file(len(data), oid=git_blob_id(data)) for name, data in self._inline.items()}
+        listed = {name: repository.files.get(self._repository_key(name)) for name in expected}
+        found = {
+            name: describe_file(file.nbytes, file.sha256, file.oid) if file else "no such file"
+            for name, file in listed.items()
+        }
+        return {name: (words, found[name]) for name, words in expected.items() if words != found[name]}
 
     def _repository_key(self, name: str) -> str:
         return UploadTarget(self.path, self.is_file).object_key(name)
 
 
-def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:
-    """Return whether the Hub lists a file in its storage with the size and checksum that was sent."""
-    return listed is not None and (listed.nbytes, listed.sha256) == (sent.nbytes, sent.sha256)
-
-
-def is_same_text(data: bytes, listed: HubFile | None) -> bool:
-    """Return whether the Hub lists a file with this content in git."""
-    return listed is not None and listed.sha256 is None and listed.oid == git_blob_id(data)
-
-
-def describe_git_content(data: bytes) -> str:
-    return f"{len(data)} bytes, {git_blob_id(data)} in git"
-
-
-def describe_listed_file(listed: HubFile | None) -> str:
-    if listed is None:
-        return "no such file"
-    kind = f"SHA-256 {listed.sha256}" if listed.sha256 else f"{listed.oid} in git"
-    return f"{listed.nbytes} bytes, {kind}"
+def describe_file(nbytes: int, sha256: str | None = None, oid: str = "") -> str:
+    """Return size and checksum of a file, which is in the Hub's storage, or else in git."""
+    return f"{nbytes} bytes, {f'SHA-256 {sha256}' if sha256 else f'{oid} in git'}"
 
 
 def git_blob_id(data: bytes) -> str:

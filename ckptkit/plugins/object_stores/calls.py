@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ckptkit.errors import IOFailure, Usage
 from ckptkit.plugins.object_stores.errors import has_no_error_code, is_missing_object_error, to_object_store_error
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, PutResult, UpdateVersion
+    from obstore import ObjectMeta, PutMode, PutResult, UpdateVersion
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
@@ -33,7 +33,9 @@ class ObjectBucket:
         try:
             self.store = open_object_store(str(root))
         except ImportError as error:
-            raise missing_obstore_error(self.root) from error
+            scheme = root.parts[0].removesuffix(":")
+            hint = f"run `pip install 'ckptkit-fsdp[{scheme}]'`"
+            raise Usage(f"writing to `{scheme}://` needs a package that is not installed", hint=hint) from error
         except Exception as error:
             raise to_object_store_error(error, root) from error
 
@@ -45,33 +47,15 @@ class ObjectBucket:
 
     def try_create_object(self, key: str, data: bytes | bytearray | memoryview) -> PutResult | None:
         """Create an object in one request. Returns None, and changes nothing, if the object exists."""
-        from obstore import put
         from obstore.exceptions import AlreadyExistsError
 
-        def create_object() -> PutResult | None:
-            with suppress(AlreadyExistsError):
-                return put(self.store, key, data, mode="create")
-            return None
-
-        return self._call(key, create_object)
+        return self._put_if_allowed(key, data, "create", AlreadyExistsError)
 
     def try_replace_object(self, key: str, data: bytes, seen: UpdateVersion) -> PutResult | None:
         """Replace an object in one request if its version is still `seen`. Returns None if it changed."""
-        from obstore import put
         from obstore.exceptions import PreconditionError
 
-        def replace_object() -> PutResult | None:
-            with suppress(PreconditionError):
-                return put(self.store, key, data, mode=seen)
-            return None
-
-        return self._call(key, replace_object)
-
-    def stream_object(self, key: str, pieces: Iterator[memoryview], part_bytes: int) -> PutResult:
-        """Stream an object in parts of `part_bytes`. If the iterator raises, no object is created."""
-        from obstore import put
-
-        return put(self.store, key, pieces, chunk_size=part_bytes, max_concurrency=_IN_FLIGHT)
+        return self._put_if_allowed(key, data, seen, PreconditionError)
 
     def find_object_meta(self, key: str) -> ObjectMeta | None:
         """Return size and version of an object; None if it does not exist."""
@@ -113,6 +97,18 @@ class ObjectBucket:
     def to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
         """Return the `CkptError` for an exception of obstore."""
         return to_object_store_error(fetch_error_detail(self.store, error), self.root / key)
+
+    def _put_if_allowed(
+        self, key: str, data: bytes | bytearray | memoryview, mode: PutMode, refusal: type[Exception]
+    ) -> PutResult | None:
+        from obstore import put
+
+        def put_or_none() -> PutResult | None:
+            with suppress(refusal):
+                return put(self.store, key, data, mode=mode)
+            return None
+
+        return self._call(key, put_or_none)
 
     def _call_or_none(self, key: str, request: Callable[[], T]) -> T | None:
         def find_object() -> T | None:
@@ -174,8 +170,12 @@ class ObjectStream:
         self._thread.join(_PATIENCE)
 
     def _stream_pieces(self) -> None:
+        from obstore import put
+
+        store, pieces = self._bucket.store, self._pieces()
         try:
-            self._result = self._bucket.stream_object(self._key, self._pieces(), self._part_bytes)
+            # if the iterator raises, no object is created
+            self._result = put(store, self._key, pieces, chunk_size=self._part_bytes, max_concurrency=_IN_FLIGHT)
         except BaseException as error:  # noqa: BLE001 - raised to the thread that writes
             with self._changed:
                 if self._error is None:
@@ -213,13 +213,6 @@ def open_object_store(url: str) -> ObjectStore:
     return from_url(url, client_options={"timeout": _TIMEOUT, "allow_http": allows_http})
 
 
-def missing_obstore_error(root: Path) -> Usage:
-    """Return the error for a bucket that cannot be written because obstore is not installed."""
-    scheme = root.parts[0].removesuffix(":")
-    hint = f"run `pip install 'ckptkit-fsdp[{scheme}]'`"
-    return Usage(f"writing to `{scheme}://` needs a package that is not installed", hint=hint)
-
-
 def iterate_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
     """Yield all objects whose key starts with `prefix` and a slash."""
     from obstore import list as list_pages
@@ -243,9 +236,5 @@ def fetch_error_detail(store: ObjectStore, error: Exception) -> Exception:
 
 def version_of(found: ObjectMeta) -> UpdateVersion:
     """Return the ETag and version of an object, if the store reports them."""
-    seen: UpdateVersion = {}
-    if found["e_tag"] is not None:
-        seen["e_tag"] = found["e_tag"]
-    if found["version"] is not None:
-        seen["version"] = found["version"]
-    return seen
+    known = {"e_tag": found["e_tag"], "version": found["version"]}
+    return cast("UpdateVersion", {name: value for name, value in known.items() if value is not None})

@@ -179,18 +179,15 @@ class ObjectDestination:
         self.resumed = True
         existing = self._existing_files()
         noted = self._notes()
-        keys = {
-            self._note_key(name): name
-            for name in self.sizes
-            if name in existing and is_sent_in_pieces(self.sizes[name])
-        }
-        read = map_in_parallel(self._bucket.find_content_and_version, [key for key in keys if key in noted])
-        for key, note in zip((key for key in keys if key in noted), read, strict=True):
+        large = [name for name, size in self.sizes.items() if name in existing and is_sent_in_pieces(size)]
+        with_note = [name for name in large if self._note_key(name) in noted]
+        read = map_in_parallel(self._bucket.find_content_and_version, map(self._note_key, with_note))
+        for name, note in zip(with_note, read, strict=True):
             sent = None if note is None else find_sent_file_in(note[0])
-            if sent is not None and existing[keys[key]] == (sent.nbytes, sent.tag):
-                self.whole[keys[key]] = sent
-                self._sent[keys[key]] = sent.nbytes
-        self._delete_in_order({}, [name for name in self.marks if name in keys.values() and name not in self.whole])
+            if sent is not None and existing[name] == (sent.nbytes, sent.tag):
+                self.whole[name] = sent
+                self._sent[name] = sent.nbytes
+        self._delete_in_order({}, [name for name in self.marks if name in large and name not in self.whole])
 
     def _delete_in_order(self, existing: Iterable[str], first: Iterable[str]) -> None:
         """Delete files: first those in `first`, then the markers, then all others."""
@@ -271,13 +268,11 @@ class ObjectDestination:
         if self.is_file:
             (name,) = self.sizes
             meta = self._bucket.find_object_meta(self.path.key)
-            return {} if meta is None else {name: (meta["size"], (meta["e_tag"] or "").strip('"'))}
-        base = self._place.object_key("")
-        return {
-            key.removeprefix(base): (meta["size"], (meta["e_tag"] or "").strip('"'))
-            for key, meta in self._bucket.list_objects(self.path.key).items()
-            if not self._place.is_claim_or_note(key)
-        }
+            found = {} if meta is None else {name: meta}
+        else:
+            base, listed = self._place.object_key(""), self._bucket.list_objects(self.path.key)
+            found = {key.removeprefix(base): listed[key] for key in listed if not self._place.is_claim_or_note(key)}
+        return {name: (meta["size"], (meta["e_tag"] or "").strip('"')) for name, meta in found.items()}
 
     def _note_key(self, name: str) -> str:
         return f"{self._place.notes_prefix}{name}.json"

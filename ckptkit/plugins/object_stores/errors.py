@@ -111,11 +111,10 @@ def to_object_store_error(error: BaseException, path: Path) -> IOFailure:
 
 def message_and_hint_of(error: BaseException) -> tuple[str, str]:
     """Return the message and the hint for an error."""
-    code, status = error_code_in(error), http_status_in(error)
-    known = REFUSALS.get(code)
-    if known is None:
-        known = next((words for text, words in LIBRARY if text in str(error)), None)
-    return known or REFUSALS.get(status) or (("the store refuses", _AGAIN) if status else _MUTE)
+    status = http_status_in(error)
+    by_library = (words for text, words in LIBRARY if text in str(error))
+    known = REFUSALS.get(error_code_in(error)) or next(by_library, None) or REFUSALS.get(status)
+    return known or (("the store refuses", _AGAIN) if status else _MUTE)
 
 
 def error_code_in(error: BaseException) -> str:

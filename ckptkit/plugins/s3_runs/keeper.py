@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, candidate_paths_in_run
@@ -37,9 +36,9 @@ from ckptkit.io.file import list_children, read_small
 from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, error_code_of
-from ckptkit.io.stores.s3_objects import find_object_content, list_objects
+from ckptkit.io.stores.s3_objects import list_objects
 from ckptkit.models.companions import CONFIG
-from ckptkit.plugins.s3_runs.objects import delete_objects, in_batches, read_store_clock
+from ckptkit.plugins.s3_runs.objects import delete_objects, find_claim_at, in_batches, read_store_clock
 from ckptkit.runs import pins, watches
 from ckptkit.runs.keeper import WatchLease, require_complete_checkpoint
 from ckptkit.runs.local_keeper import reasons_to_keep
@@ -104,8 +103,10 @@ class S3Keeper:
     def unfinished_deletions(self) -> dict[Path, str]:
         """Return the directories with an unfinished deletion that are no longer complete, with the reason."""
         interrupted: dict[Path, str] = {}
-        for path in self._claimed_to_delete():
-            if not Checkpoint.at(path).is_complete and not self._has_new_files(path):
+        for path in candidate_paths_in_run(self.root):
+            claim = find_claim(path)
+            is_claimed = claim is not None and claim.is_deletion
+            if is_claimed and not Checkpoint.at(path).is_complete and not self._has_new_files(path):
                 interrupted[path] = "its deletion did not finish"
         self._half_deleted |= interrupted.keys()
         return interrupted
@@ -187,10 +188,9 @@ class S3Keeper:
         existing = self._read_claim(checkpoint)
         if existing is None and checkpoint in self._half_deleted:
             return None
-        if existing is not None:
-            is_decided_anew = existing.is_deletion and Checkpoint.at(checkpoint).is_complete
-            if not is_decided_anew:
-                return existing
+        # an interrupted deletion of a checkpoint that is still complete is decided anew
+        if existing is not None and not (existing.is_deletion and Checkpoint.at(checkpoint).is_complete):
+            return existing
         ours = StoreClaim.for_deletion()
         try:
             condition = {} if existing else {"IfNoneMatch": "*"}
@@ -203,8 +203,7 @@ class S3Keeper:
 
     def _read_claim(self, checkpoint: Path) -> StoreClaim | None:
         """Return the claim on a checkpoint, from the store and not from a cache."""
-        content = find_object_content(self.bucket, self._claim_key(checkpoint))
-        return None if content is None else StoreClaim.parse(content)
+        return find_claim_at(self.bucket, self._claim_key(checkpoint))
 
     def _drop_claim(self, checkpoint: Path) -> None:
         """Delete the claim of a deletion."""
@@ -226,25 +225,13 @@ class S3Keeper:
         first = visible_keys_of(checkpoint).intersection(keys)
         rest = [key for key in keys if key not in first]
         for batch in (*in_batches(sorted(first)), *in_batches(rest)):
-            # another process may have finished this deletion, and new files may be there
-            if not self.is_being_deleted(checkpoint):
-                self._require_deleted_by_other(checkpoint)
+            if not self.is_being_deleted(checkpoint):  # another process has finished this deletion
+                if list_objects(self.bucket, f"{remote_key_of(checkpoint)}/"):
+                    hint = f"`ckptkit ls {self.root}` shows what is there now"
+                    raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
                 return
             delete_objects(self.bucket, batch)
         self._drop_claim(checkpoint)
-
-    def _require_deleted_by_other(self, checkpoint: Path) -> None:
-        """Raise `Occupied` unless another process has deleted the complete checkpoint."""
-        if list_objects(self.bucket, f"{remote_key_of(checkpoint)}/"):
-            hint = f"`ckptkit ls {self.root}` shows what is there now"
-            raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
-
-    def _claimed_to_delete(self) -> Iterator[Path]:
-        """Yield the directories that a deletion has claimed, as of the last refresh."""
-        for path in candidate_paths_in_run(self.root):
-            claim = find_claim(path)
-            if claim is not None and claim.is_deletion:
-                yield path
 
     def _has_new_files(self, checkpoint: Path) -> bool:
         """Return whether files were added after a deletion began."""
@@ -294,10 +281,8 @@ class S3Post:
     def protect(self, checkpoint: Path) -> None:
         """Write the object, then wait for a deletion that started before it."""
         until = read_store_clock(self.keeper.bucket) + self.longest
-        content = {"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}
-        if self._try_write(
-            partial(self.keeper.bucket.call_operation, "put_object", self._object, Body=json.dumps(content).encode())
-        ):
+        content = json.dumps({"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}).encode()
+        if self._try_call("put_object", Body=content):
             last = time.monotonic() + _PATIENCE
             while self.keeper.is_being_deleted(checkpoint) and time.monotonic() < last:
                 time.sleep(_PAUSE)
@@ -305,7 +290,7 @@ class S3Post:
 
     def unprotect(self) -> None:
         """Delete the object."""
-        self._try_write(partial(self.keeper.bucket.call_operation, "delete_object", self._object))
+        self._try_call("delete_object")
 
     def now_ns(self) -> int:
         """Return the time of the store."""
@@ -315,25 +300,21 @@ class S3Post:
         """Raise `NotACheckpoint` if the journal was moved or removed."""
         watches.require_unmoved_run(self.lock, self.home, self.key)
 
-    def _try_write(self, write: Callable[[], object]) -> bool:
-        """Write to the run, and return whether the credentials allow it. Warns once if they do not."""
+    def _try_call(self, operation: str, **arguments: bytes) -> bool:
+        """Write or delete the object, and return whether the credentials allow it. Warns once if they do not."""
         if not self.can_hold:
             return False
+        name = f"{self.key}-{socket.gethostname()}{_HOLD}"
         try:
-            write()
+            key = f"{remote_key_of(self.keeper.root / watches.FOLDER)}/{name}"
+            self.keeper.bucket.call_operation(operation, key, **arguments)
         except IOFailure as error:
             if error_code_of(error) not in DENIED:
                 raise
             self.can_hold = False
-            warn_of_lost_guarantee(
-                self.keeper.root, "the store refuses writes: prune cannot see which checkpoint this watch is handling"
-            )
+            message = "the store refuses writes: prune cannot see which checkpoint this watch is handling"
+            warn_of_lost_guarantee(self.keeper.root, message)
         return self.can_hold
-
-    @property
-    def _object(self) -> str:
-        name = f"{self.key}-{socket.gethostname()}{_HOLD}"
-        return f"{remote_key_of(self.keeper.root / watches.FOLDER)}/{name}"
 
 
 def visible_keys_of(checkpoint: Path) -> set[str]:

@@ -14,9 +14,10 @@ from functools import partial
 from itertools import islice
 
 from ckptkit.errors import IOFailure
+from ckptkit.io.claims import StoreClaim
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, to_s3_error
-from ckptkit.io.stores.s3_objects import MultipartUpload, list_parts
+from ckptkit.io.stores.s3_objects import MultipartUpload, find_object_content, list_parts
 
 _BATCH = 1000  # S3's maximum of objects per deletion request
 _BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")  # of single keys; the library only retries requests
@@ -85,6 +86,12 @@ def delete_batch(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefuse
         str(error["Key"]): StoreRefused(str(error.get("Code", "")), str(error.get("Message", "")))
         for error in answer.get("Errors", ())
     }
+
+
+def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
+    """Return the claim at a key, from the store and not from a cache; None if it does not exist."""
+    content = find_object_content(bucket, key)
+    return None if content is None else StoreClaim.parse(content)
 
 
 def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:

@@ -15,11 +15,17 @@ from ckptkit.io.stores.s3_objects import (
     MultipartUpload,
     StoredObject,
     abort_upload,
-    find_object_content,
     list_objects,
     list_uploads,
 )
-from ckptkit.plugins.s3_runs.objects import SentParts, delete_objects, find_sent_parts, in_batches, read_store_clock
+from ckptkit.plugins.s3_runs.objects import (
+    SentParts,
+    delete_objects,
+    find_claim_at,
+    find_sent_parts,
+    in_batches,
+    read_store_clock,
+)
 from ckptkit.runs.uploads import OpenUpload
 
 Measured = dict[MultipartUpload, SentParts]
@@ -49,10 +55,8 @@ def find_uploads(root: RemotePath) -> list[OpenUpload]:
     bucket = S3Bucket(root.store_root)
     objects = {key: stored for key, stored in list_objects(bucket, root.key).items() if is_in_upload_of(key, root.key)}
     uploads = [upload for upload in list_uploads(bucket, root.key) if is_in_upload_of(upload.key, root.key)]
-    parts_by_upload = zip(
-        uploads, map_in_parallel(lambda upload: find_sent_parts(bucket, upload), uploads), strict=True
-    )
-    measured = {upload: sent for upload, sent in parts_by_upload if sent is not None}
+    parts = map_in_parallel(lambda upload: find_sent_parts(bucket, upload), uploads)
+    measured = {upload: sent for upload, sent in zip(uploads, parts, strict=True) if sent is not None}
     places = list(claimed_destinations(bucket, objects))
     now = read_store_clock(bucket)
     named = {upload for place in places for upload in (place.claim.uploads or {}).values()}
@@ -116,8 +120,8 @@ def abort_open_upload(upload: OpenUpload) -> bool:
     Returns False, and changes nothing, if another upload has taken over the destination.
     """
     bucket = S3Bucket(upload.path.store_root)
-    either = (UploadTarget(upload.path, is_file) for is_file in (False, True))
-    own = next((place for place in either if is_claim(bucket, place.claim_key, upload)), None)
+    either = (UploadTarget(upload.path, is_file) for is_file in (False, True)) if upload.claim else ()
+    own = next((place for place in either if find_claim_at(bucket, place.claim_key) == upload.claim), None)
     if upload.claim is not None and own is None:
         return False
     map_in_parallel(lambda one: abort_upload(bucket, one.key, one.upload), upload.files)
@@ -128,17 +132,6 @@ def abort_open_upload(upload: OpenUpload) -> bool:
         bucket.call_operation("delete_object", own.claim_key)  # last: until then an interrupted abort can be repeated
     drop_cached_listing(upload.path)
     return True
-
-
-def is_claim(bucket: S3Bucket, key: str, upload: OpenUpload) -> bool:
-    """Return whether an object is the unchanged claim of this upload."""
-    return upload.claim is not None and find_claim_at(bucket, key) == upload.claim
-
-
-def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
-    """Return the claim at a key; None if it does not exist."""
-    content = find_object_content(bucket, key)
-    return None if content is None else StoreClaim.parse(content)
 
 
 def is_in_upload_of(key: str, root: str) -> bool:
