@@ -80,39 +80,31 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     Raises `Unsupported` if both do not know the model, or if the config lacks a size.
     """
     model = expected_model({key: value for key, value in config.items() if key != "quantization_config"})
+    described = model.sizes
     parameters = {name: shape or (1,) for name, shape in model.parameters.items()}
-    tied = {name: model.shapes[name] for name in model.tied}
-    return make_architecture(model.sizes, parameters, tied, is_llama=model.is_llama)
-
-
-def make_architecture(
-    config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict[str, Shape], *, is_llama: bool
-) -> Architecture:
-    """Return the architecture with these parameters; the widths come from Llama's names in `config`."""
-    try:
-        sizes, layers = sizes_by_letter(config), int(config["num_hidden_layers"])
-        max_length = int(config.get("max_position_embeddings") or 0)
+    try:  # under the names of Llama's config
+        sizes, layers = sizes_by_letter(described), int(described["num_hidden_layers"])
+        max_length = int(described.get("max_position_embeddings") or 0)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise Unsupported(f"the config of this `{config.get('model_type')}` lacks a size: {error!r}") from error
-    smallest = min(layers, *sizes.values())
-    if smallest < 1:
-        raise Unsupported(
-            f"expected sizes of 1 or more in the config of this `{config.get('model_type')}`, found {smallest}"
-        )
+        message = f"the config of this `{described.get('model_type')}` lacks a size: {error!r}"
+        raise Unsupported(message) from error
+    if (smallest := min(layers, *sizes.values())) < 1:
+        message = f"expected sizes of 1 or more in the config of this `{described.get('model_type')}`, found {smallest}"
+        raise Unsupported(message)
     return Architecture(
-        model_type=str(config["model_type"]),
+        model_type=str(described["model_type"]),
         parameters=parameters,
-        tied=tied,
+        tied={name: model.shapes[name] for name in model.tied},
         layers=layers,
         vocabulary=sizes["v"],
-        heads=int(config["num_attention_heads"]),
+        heads=int(described["num_attention_heads"]),
         hidden=sizes["h"],
         query=sizes["q"],
         key=sizes["k"],
         inner=sizes["i"],
         norms=norm_widths(parameters, sizes),
         max_length=max_length,
-        is_llama=is_llama,
+        is_llama=model.is_llama,
     )
 
 

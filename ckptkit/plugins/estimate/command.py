@@ -119,18 +119,17 @@ def estimate(
 def report(estimated: Estimated, *, in_detail: bool) -> None:
     """Print the estimate as tables."""
     model, setup = estimated.model, estimated.budgets[0].setup
-    print_text_line(
-        f"{model.model_type}: {format_count(model.numel)} parameters with a vocabulary of {model.vocabulary:,}"
-    )
+    parameters = f"{format_count(model.numel)} parameters with a vocabulary of {model.vocabulary:,}"
+    print_text_line(f"{model.model_type}: {parameters}")
     blocks = f"{count(model.layers, 'block')} of {format_count(model.largest_block_numel)}"
     print_text_line(f"{blocks} and {format_count(model.root_unit_numel)} outside the blocks")
-    print_text_line(
-        f"largest unit that is gathered at once: {format_bytes(estimated.largest_unit)} in {setup.param_dtype}"
-    )
-    print_text_line(
-        f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
-        f"{count(setup.sequence_length, 'token')}, {describe_recomputation(setup)}, stored in {setup.master_dtype}"
-    )
+    largest = format_bytes(estimated.largest_unit)
+    print_text_line(f"largest unit that is gathered at once: {largest} in {setup.param_dtype}")
+    every = {0: "nothing", 1: "every block"}
+    recomputed = every.get(setup.recompute_every, f"one block of {setup.recompute_every}")
+    batch = f"{count(setup.micro_batch_size, 'sequence')} of {count(setup.sequence_length, 'token')}"
+    stored = f"{recomputed} recomputed, stored in {setup.master_dtype}"
+    print_text_line(f"on each of {count(setup.world_size, 'GPU')}: {batch}, {stored}")
     print_text_line("")
     if in_detail:
         print_detail(estimated.budgets[0])
@@ -140,41 +139,23 @@ def report(estimated: Estimated, *, in_detail: bool) -> None:
         for budget in estimated.budgets:
             print_text_line(describe_fit(estimated, budget))
     print_text_line("")
-    print_table(
-        [(CHECKPOINTS[kind], format_bytes(nbytes)) for kind, nbytes in estimated.disk.items()], ("on disk", "size")
-    )
+    sizes = [(CHECKPOINTS[kind], format_bytes(nbytes)) for kind, nbytes in estimated.disk.items()]
+    print_table(sizes, ("on disk", "size"))
     for text in estimated.notes:
         print_note(f"note: {text}")
 
 
-def describe_recomputation(setup: Setup) -> str:
-    """Return a phrase that says which activations are recomputed."""
-    if setup.recompute_every == 0:
-        return "nothing recomputed"
-    which = "every block" if setup.recompute_every == 1 else f"one block of {setup.recompute_every}"
-    return f"{which} recomputed"
-
-
 def print_strategies(estimated: Estimated) -> None:
-    """Print a row per strategy, with a column for host memory if any is used."""
-    host = ["host"] if estimated.budgets[0].host else []
+    """Print a row per strategy, at its peak, with a column for host memory if any is used."""
     print_text_line("states: parameters, gradients and optimizer; units: gathered parameters and their gradients")
-    header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "peak in")
-    print_table([strategy_row(budget) for budget in estimated.budgets], header)
-
-
-def strategy_row(budget: Budget) -> tuple[str, ...]:
-    """Return the row of one strategy, at its peak."""
-    parts = budget.peak_bytes_by_component
-    sizes = (
-        sum(parts[component] for component in STATES),
-        sum(parts[component] for component in UNITS),
-        parts["activations"],
-        parts["logits"],
-        budget.peak,
-        *([budget.host] if budget.host else []),
-    )
-    return (strategy_label(budget.setup), *map(format_bytes, sizes), budget.peak_moment)
+    rows = []
+    for budget in estimated.budgets:
+        parts = budget.peak_bytes_by_component
+        states, units = (sum(parts[component] for component in components) for components in (STATES, UNITS))
+        sizes = [states, units, parts["activations"], parts["logits"], budget.peak, *filter(None, [budget.host])]
+        rows.append((strategy_label(budget.setup), *map(format_bytes, sizes), budget.peak_moment))
+    host = ["host"] if estimated.budgets[0].host else []
+    print_table(rows, ("strategy", "states", "units", "activations", "logits", "peak", *host, "peak in"))
 
 
 def strategy_label(setup: Setup) -> str:
@@ -186,23 +167,15 @@ def print_detail(budget: Budget) -> None:
     """Print the memory of one strategy at each moment of a step, with bars for its peak."""
     print_text_line(f"{strategy_label(budget.setup)}, at each moment of a step; the bars show `{budget.peak_moment}`")
     moments = budget.moments
-    rows: list[Sequence[str]] = [
-        (
-            component,
-            *(format_bytes(parts[component]) for parts in moments.values()),
-            bar_of_fraction(budget.peak_bytes_by_component[component], budget.peak),
-        )
-        for component in budget.peak_bytes_by_component
-        if any(parts[component] for parts in moments.values())
-    ]
+    rows: list[Sequence[str]] = []
+    for component, at_peak in budget.peak_bytes_by_component.items():
+        sizes = [parts[component] for parts in moments.values()]
+        if any(sizes):
+            rows.append((component, *map(format_bytes, sizes), "█" * round(BAR * at_peak / budget.peak)))
     totals = [format_bytes(sum(parts.values())) for parts in moments.values()]
     print_table([*rows, ("in all", *totals, "")], ("", *moments, ""))
     if budget.host:
         print_text_line(f"host: {format_bytes(budget.host)} per GPU")
-
-
-def bar_of_fraction(nbytes: int, total: int) -> str:
-    return "█" * round(BAR * nbytes / total)
 
 
 def describe_fit(estimated: Estimated, budget: Budget) -> str:

@@ -51,9 +51,8 @@ class Estimated(Summarized):
     @property
     def largest_unit(self) -> int:
         """Return the bytes of the largest FSDP unit when it is gathered, in the compute dtype."""
-        return (
-            max(self.model.largest_block_numel, self.model.root_unit_numel) * self.budgets[0].setup.param_dtype.itemsize
-        )
+        numel = max(self.model.largest_block_numel, self.model.root_unit_numel)
+        return numel * self.budgets[0].setup.param_dtype.itemsize
 
     def fits(self, budget: Budget) -> bool | None:
         """Return whether the budget fits into GPU memory; None if the GPU memory is unknown."""
@@ -148,10 +147,8 @@ def setups_by_strategy(setup: Setup, strategy: str | None, replicas: int | None)
     Without an explicit request, hybrid_shard is left out if the GPUs cannot be divided into replicas.
     """
     if replicas is not None and strategy not in {"hybrid_shard", None}:
-        raise Usage(
-            f"--strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
-            hint="pass --strategy hybrid_shard",
-        )
+        message = f"--strategy: expected hybrid_shard for {replicas} replicas, found {strategy}"
+        raise Usage(message, hint="pass --strategy hybrid_shard")
     asked = strategy is not None or replicas is not None
     copies = 2 if replicas is None else replicas
     names = [strategy] if strategy is not None else list(STRATEGIES)
@@ -211,11 +208,8 @@ def locate_model_config(model: str) -> Path:
     if path.exists():
         return path / _CONFIG if path.is_dir() else path
     if not is_model_id(model):
-        message = (
-            "expected a size such as 8b, a config.json, a directory with one, or a Hub id like "
-            f"`org/model`; found `{model}`"
-        )
-        raise Usage(message, hint=hint_for_hub_id(model))
+        expected = "a size such as 8b, a config.json, a directory with one, or a Hub id like `org/model`"
+        raise Usage(f"expected {expected}; found `{model}`", hint=hint_for_hub_id(model))
     from huggingface_hub import hf_hub_download
 
     with translate_download_errors(model):

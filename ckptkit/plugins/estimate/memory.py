@@ -75,9 +75,8 @@ class Setup:
                 raise too_small_error(name, least, getattr(self, name))
         for name in ("param_dtype", "master_dtype"):
             if getattr(self, name).name not in _COMPUTABLE:
-                raise Usage(
-                    f"{name}: unknown dtype `{getattr(self, name)}`", hint=f"use one of {', '.join(_COMPUTABLE)}"
-                )
+                message = f"{name}: unknown dtype `{getattr(self, name)}`"
+                raise Usage(message, hint=f"use one of {', '.join(_COMPUTABLE)}")
         if self.strategy not in STRATEGIES:
             raise Usage(f"unknown strategy `{self.strategy}`", hint=f"use one of {', '.join(STRATEGIES)}")
         if self.world_size % self.replicas and self.strategy == "hybrid_shard":

@@ -15,7 +15,7 @@ from ckptkit.errors import Usage
 from ckptkit.io.path import to_live_path
 
 if TYPE_CHECKING:
-    from ckptkit.plugins.watch.watch import Event, Watched
+    from ckptkit.plugins.watch.watch import Event
 
 
 def watch(
@@ -83,7 +83,12 @@ def watch(
         once=once,
         tell=None if json else print_outcome,
     )
-    report(done, json=json)
+    if json:
+        result = {"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before")}
+        print_json({**result, "reasons": {str(path): reason for path, reason in done.reasons.items()}})
+    else:
+        for line in done.summary():
+            print_text_line(line)
     if not done.is_ok:
         raise typer.Exit(1)
 
@@ -107,16 +112,4 @@ def print_outcome(event: Event) -> None:
     if event.outcome is None:
         print_note(line)
     else:
-        print_text_line(line)
-
-
-def report(done: Watched, *, json: bool) -> None:
-    """Print the result of `--once`."""
-    if json:
-        reasons = {str(path): reason for path, reason in done.reasons.items()}
-        print_json(
-            {"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before"), "reasons": reasons}
-        )
-        return
-    for line in done.summary():
         print_text_line(line)

@@ -127,44 +127,43 @@ def watch(
     }
     key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]
     with keeper.watching(key, longest=timeout * len(commands)) as post:
-        terms = WatchTerms(tuple(commands), output_directory, every, tries, timeout)
-        journal = WatchJournal.of(post.folder, key, description)
-        watcher = Watcher(keeper, post, journal, terms, tell or (lambda _event: None))
+        journal, listener = WatchJournal.of(post.folder, key, description), tell or (lambda _event: None)
+        watcher = Watcher(keeper, post, journal, commands, output_directory, every, tries, timeout, listener)
         return watcher.run_once() if once else watcher.run_forever()
-
-
-@dataclass(frozen=True, slots=True)
-class WatchTerms:
-    """The settings of a watch: commands, output directory, seconds between checks, attempts, seconds per attempt."""
-
-    commands: tuple[WatchCommand, ...]
-    place: Path
-    every: float
-    tries: int
-    timeout: float
 
 
 def as_command_list(commands: Words | Sequence[Words]) -> list[Words]:
     return [commands] if isinstance(commands, str) else list(commands)
 
 
+@dataclass(slots=True)
 class Watcher:
-    """The state of a running watch: its journal, its listener, and when each checkpoint is due."""
+    """A running watch. The outputs are below `place`; `every` and `timeout` are in seconds.
 
-    def __init__(
-        self, keeper: RunBackend, post: WatchLease, journal: WatchJournal, terms: WatchTerms, tell: Listener
-    ) -> None:
-        self.root = keeper.root
-        self.terms = terms
-        self.journal = journal
-        self._keeper = keeper
-        self._post = post
-        self._tell = tell
-        self._stability = StabilityWait(terms.every)
-        self._outcomes: dict[str, Event] = {}
-        self._failures: dict[str, list[int]] = {}  # save time (ns) of the checkpoint at each failed attempt
-        self._due: dict[str, float] = {}  # when failed checkpoints are retried, by the monotonic clock
-        self._waiting: set[str] = set()  # complete but not handled yet
+    Between two checks it knows the last outcome of each checkpoint, and when it is due.
+    """
+
+    keeper: RunBackend
+    post: WatchLease
+    journal: WatchJournal
+    commands: Sequence[WatchCommand]
+    place: Path
+    every: float
+    tries: int
+    timeout: float
+    tell: Listener
+    _outcomes: dict[str, Event] = field(default_factory=dict)
+    _failures: dict[str, list[int]] = field(default_factory=dict)  # save time (ns) at each failed attempt
+    _due: dict[str, float] = field(default_factory=dict)  # when a failed one is retried, by the monotonic clock
+    _waiting: set[str] = field(default_factory=set)  # complete but not handled yet
+    _stability: StabilityWait = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stability = StabilityWait(self.every)
+
+    @property
+    def root(self) -> Path:
+        return self.keeper.root
 
     def run_forever(self) -> NoReturn:
         """Handle existing and new checkpoints, until a signal ends it."""
@@ -172,7 +171,7 @@ class Watcher:
             try:
                 self.poll_once()
             except IOFailure as error:  # retry at the next check: a file server may come back
-                self._tell(Event(error.path or self.root, None, f"{error.message}; the watch goes on"))
+                self.tell(Event(error.path or self.root, None, f"{error.message}; the watch goes on"))
             time.sleep(self.seconds_until_next_check())
 
     def run_once(self) -> Watched:
@@ -187,7 +186,7 @@ class Watcher:
                 break
             time.sleep(self.seconds_until_next_check())
         for name in sorted(self._waiting):
-            self._tell(Event(self.root / name, None, "still being written: left for the next time"))
+            self.tell(Event(self.root / name, None, "still being written: left for the next time"))
         failed = self.checkpoints_with("failed")
         return Watched(
             self.root,
@@ -205,16 +204,16 @@ class Watcher:
     def seconds_until_next_check(self) -> float:
         """Return the seconds until the next check of the run."""
         soonest = min(self._due.values(), default=math.inf) - time.monotonic()
-        return min(self.terms.every, max(soonest, 0.01))
+        return min(self.every, max(soonest, 0.01))
 
     def poll_once(self, among: AbstractSet[str] | None = None) -> bool:
         """Handle the checkpoints that are ready; return whether complete ones may still be written.
 
         Raises `IOFailure` if a checkpoint cannot be inspected, after the others are done.
         """
-        self._post.require_unmoved_run()
-        self._keeper.drop_cached_listings()
-        now_ns = self._post.now_ns()
+        self.post.require_unmoved_run()
+        self.keeper.drop_cached_listings()
+        now_ns = self.post.now_ns()
         candidates = [path for path in candidate_paths_in_run(self.root) if among is None or path.name in among]
         for name in sorted(self._waiting - {path.name for path in candidates}):
             self.record_missed(name)
@@ -247,7 +246,7 @@ class Watcher:
 
     def has_no_work_left(self, checkpoint: Checkpoint, snapshot: FileSnapshot) -> bool:
         """Return whether no work is left on a checkpoint since it was last saved."""
-        if self._failures.get(checkpoint.name, []).count(snapshot.saved_ns) >= self.terms.tries:
+        if self._failures.get(checkpoint.name, []).count(snapshot.saved_ns) >= self.tries:
             return True
         entry = self.journal.entries.get(checkpoint.name)
         if entry is None or entry.state != "done":
@@ -259,10 +258,10 @@ class Watcher:
         """Handle a checkpoint, protect it meanwhile, and record the outcome. Returns False if it has changed."""
         self._due.pop(checkpoint.name, None)
         try:
-            self._post.protect(checkpoint.path)
+            self.post.protect(checkpoint.path)
         except Occupied as error:
-            self._due[checkpoint.name] = time.monotonic() + self.terms.every
-            self._tell(Event(checkpoint.path, None, f"{error.message}: will try again later"))
+            self._due[checkpoint.name] = time.monotonic() + self.every
+            self.tell(Event(checkpoint.path, None, f"{error.message}: will try again later"))
             return True
         try:
             is_there = checkpoint.path.exists()
@@ -270,7 +269,7 @@ class Watcher:
                 return False
             failure = self.run_commands(checkpoint, snapshot.saved_ns) if is_there else None
         finally:
-            self._post.unprotect()
+            self.post.unprotect()
         if not is_there or (failure and not checkpoint.path.exists()):
             self.record_missed(checkpoint.name)
         elif failure:
@@ -282,30 +281,30 @@ class Watcher:
     def run_commands(self, checkpoint: Checkpoint, saved_ns: int) -> str | None:
         """Run the remaining commands for a checkpoint. Returns the failure, None if there was none."""
         name = checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.name
-        out = self.terms.place / name
+        out = self.place / name
         prev = self.find_previous_handled(checkpoint)
         values = {"ckpt": str(checkpoint.path), "name": name, "step": str(checkpoint.step_in_name), "out": str(out)}
         values["prev"] = "" if prev is None else str(prev)
         entry = self.journal.entries.get(checkpoint.name)
         if entry is None or saved_ns != entry.saved_ns:
             entry = HandledRecord("waiting", saved_ns)
-        for number, command in enumerate(self.terms.commands):
+        for number, command in enumerate(self.commands):
             if number < entry.commands_done:
                 continue
             if "prev" in command.placeholders and prev is None:
-                self._tell(Event(checkpoint.path, None, f"skipped, no checkpoint was handled before: {command}"))
+                self.tell(Event(checkpoint.path, None, f"skipped, no checkpoint was handled before: {command}"))
             elif not self.is_output_made(command, entry, out):
                 # recorded before the command runs: after a kill, `is_output_made` compares `{out}` with it
                 entry = HandledRecord("begun", saved_ns, number, find_file_identity(out))
                 self.write_record(checkpoint.name, entry)
                 if "out" in command.placeholders:
                     make_directory(out.parent)
-                self._tell(Event(checkpoint.path, None, str(command)))
-                failure = command.run_command(values, self._post.lock, self.terms.timeout)
+                self.tell(Event(checkpoint.path, None, str(command)))
+                failure = command.run_command(values, self.post.lock, self.timeout)
                 if failure:
                     self.write_record(checkpoint.name, HandledRecord("failed", saved_ns, number))
                     return type(failure)(f"{command}: {failure}")
-            is_last = number + 1 == len(self.terms.commands)
+            is_last = number + 1 == len(self.commands)
             entry = HandledRecord("done" if is_last else "waiting", saved_ns, number + 1)
             self.write_record(checkpoint.name, entry)
         return None
@@ -314,16 +313,13 @@ class Watcher:
         """Return the last handled checkpoint before this one, even if it was deleted since; None if there is none."""
         handled = (self.root / name for name, entry in self.journal.entries.items() if entry.state == "done")
         steps = {path: step for path in handled if (step := find_step_in_name(path)) is not None}
-        before = [
-            path
-            for path, step in steps.items()
-            if checkpoint.step_in_name is not None and step < checkpoint.step_in_name
-        ]
+        limit = -1 if checkpoint.step_in_name is None else checkpoint.step_in_name
+        before = [path for path, step in steps.items() if step < limit]
         return max(before, key=lambda path: steps[path], default=None)
 
     def write_record(self, name: str, entry: HandledRecord) -> None:
         """Write to the journal, unless the run was moved: the old path must not be created again."""
-        self._post.require_unmoved_run()
+        self.post.require_unmoved_run()
         self.journal.write_record(name, entry)
 
     def is_output_made(self, command: WatchCommand, entry: HandledRecord, out: Path) -> bool:
@@ -339,12 +335,12 @@ class Watcher:
         failures = self._failures.setdefault(name, [])
         failures.append(saved_ns)
         count = failures.count(saved_ns)
-        if count >= self.terms.tries or isinstance(failure, Final):
+        if count >= self.tries or isinstance(failure, Final):
             self.record_outcome(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
             return
-        pause = self.terms.every * 2 ** (count - 1)
+        pause = self.every * 2 ** (count - 1)
         self._due[name] = time.monotonic() + pause
-        self._tell(Event(self.root / name, None, f"{failure}; the next try is in {pause:g} s"))
+        self.tell(Event(self.root / name, None, f"{failure}; the next try is in {pause:g} s"))
 
     def record_missed(self, name: str) -> None:
         """Record that a checkpoint was deleted before it was handled."""
@@ -357,7 +353,7 @@ class Watcher:
         self._due.pop(name, None)
         self._waiting.discard(name)
         self._outcomes[name] = Event(self.root / name, outcome, message)
-        self._tell(self._outcomes[name])
+        self.tell(self._outcomes[name])
 
 
 def find_step_in_name(path: Path) -> int | None:
@@ -368,20 +364,16 @@ def find_step_in_name(path: Path) -> int | None:
 def find_file_identity(path: Path) -> tuple[int, int] | None:
     """Return inode and modification time of a file or directory; None if it does not exist.
 
-    A replacement has a different pair. In a store, an unfinished upload counts as missing.
+    A replacement has a different pair. In a store, the first number is a hash of the files at the path, and an
+    unfinished upload counts as missing.
     """
-    if is_remote(path):
-        return find_snapshot_identity(path)
-    with translate_os_errors(path):
-        try:
-            state = path.lstat()
-        except FileNotFoundError:
-            return None
-        return state.st_ino, state.st_mtime_ns
-
-
-def find_snapshot_identity(path: Path) -> tuple[int, int] | None:
-    """Return a hash of the files at a path, and the newest modification time; None without output."""
+    if not is_remote(path):
+        with translate_os_errors(path):
+            try:
+                state = path.lstat()
+            except FileNotFoundError:
+                return None
+            return state.st_ino, state.st_mtime_ns
     drop_cached_listing(path)
     snapshot = FileSnapshot.try_take(path) if path.exists() and not find_claim_object(path) else None
     if snapshot is None:
