@@ -180,7 +180,7 @@ def put_joined_groups(gathering: Gathering, parts: list[PartOfModel], names_of_p
     firsts = [part.partitions[0] for part in parts if part.partitions][: len(names_of_parts)]
     for first, names_in_part in zip(firsts, names_of_parts, strict=True):
         for i, (group, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
-            settings = {key: value for key, value in group.items() if key != "params"}
+            settings: Settings = {key: value for key, value in group.items() if key != "params"}
             if i < len(merged) and dump(merged[i][1]) == dump(settings):
                 merged[i][2].extend(name for name in names if name not in merged[i][2])
             else:

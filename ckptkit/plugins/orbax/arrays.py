@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, product
 from math import prod
+from operator import mul, sub
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def decompress_cells(layout: Layout, report: Report = raise_problem) -> Layout:
 
     Reports a damaged cell and leaves it compressed. Raises `NoRoom` if the disk is too small for the tensors.
     """
-    stored = [(name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if is_cell(chunk)]
+    chunks = [(name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks]
+    stored = [(name, chunk) for name, chunk in chunks if isinstance(chunk.where, Cell)]
     *offsets, total = accumulate((nbytes_of_cell(chunk) for _, chunk in stored), initial=0)
     temporary = TemporaryFile()
     require_free_space(temporary.path, total)
@@ -65,10 +67,6 @@ def write_decompressed_cells(layout: Layout, moves: list[Move], path: Path, repo
             else:
                 file.write_at(data, offset)
     return failed
-
-
-def is_cell(chunk: Chunk) -> bool:
-    return isinstance(chunk.where, Cell)
 
 
 def nbytes_of_cell(chunk: Chunk) -> int:
@@ -108,9 +106,10 @@ def decompress_cell(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
     cell = chunk.where
     assert isinstance(cell, Cell)
     data = read_value(Value(chunk.path, chunk.offset, chunk.length, cell.content), files)
+    slices = tuple(map(slice, chunk.box.start, chunk.box.stop))
     with translate_tensorstore_errors(path, cell.array.name):
-        box = cell.array.open_with_cells({cell.key: data})[as_slices(chunk.box)]
-        is_whole = is_fully_stored(box)
+        box = cell.array.open_with_cells({cell.key: data})[slices]
+        is_whole = bool(box.storage_statistics(query_fully_stored=True).result().fully_stored)
         decompressed = memoryview(box.read().result().reshape(-1).view("uint8"))
     expected = chunk.box.numel * chunk.dtype.itemsize
     if not is_whole or len(decompressed) != expected:
@@ -151,19 +150,12 @@ def tensor_of_array(root: Path, name: str, driver: str, values: Mapping[str, Val
     boxes = {name_cell(position): box for position, box in grid_cells(spec.shape, grid)}
     missing = [box for key, box in boxes.items() if f"{name}/{key}" not in values]
     if missing:
-        raise missing_cells_error(path, name, missing, len(boxes))
+        lost = f"{list(missing[0].size)} elements at {list(missing[0].start)} are missing"
+        message = f"expected {len(boxes)} cells, found {len(boxes) - len(missing)}: {lost}"
+        hint = "use another checkpoint, or save this one again with a newer orbax, which stores cells of zeros too"
+        raise Incomplete(message, path=path, tensor=name, hint=hint)
     chunks = (chunk_of_cell(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())
     return StoredTensor(spec, tuple(chunks))
-
-
-def missing_cells_error(path: Path, name: str, missing: list[Box], total: int) -> Incomplete:
-    first = missing[0]
-    message = (
-        f"expected {total} cells, found {total - len(missing)}: "
-        f"{list(first.size)} elements at {list(first.start)} are missing"
-    )
-    hint = "use another checkpoint, or save this one again with a newer orbax, which stores cells of zeros too"
-    return Incomplete(message, path=path, tensor=name, hint=hint)
 
 
 def chunk_of_cell(array: ZarrArray, key: str, box: Box, dtype: DType, value: Value) -> Chunk:
@@ -191,16 +183,5 @@ def grid_cells(shape: Shape, cell_shape: Shape) -> Iterator[tuple[Shape, Box]]:
     """
     steps = (range(-(-extent // step)) for extent, step in zip(shape, cell_shape, strict=True))
     for position in product(*steps):
-        start = tuple(i * step for i, step in zip(position, cell_shape, strict=True))
-        yield (
-            position,
-            Box(start, tuple(map(min, cell_shape, (extent - a for extent, a in zip(shape, start, strict=True))))),
-        )
-
-
-def is_fully_stored(array: Any) -> bool:
-    return bool(array.storage_statistics(query_fully_stored=True).result().fully_stored)
-
-
-def as_slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+        start = tuple(map(mul, position, cell_shape))
+        yield position, Box(start, tuple(map(min, cell_shape, map(sub, shape, start))))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,10 +138,9 @@ class Orbax(FormatReader):
         tensors: dict[str, StoredTensor] = {}
         keys: dict[str, KeyPath] = dict(tree.arrays)
         absent: dict[str, str] = {}
+        ranges = partial(description_range, driver=tree.driver, values=values)
         with OpenFiles(path, in_order=False) as files:
-            for name in iterate_with_prefetch(
-                path, tree.arrays, lambda name: description_range(name, tree.driver, values)
-            ):
+            for name in iterate_with_prefetch(path, tree.arrays, ranges):
                 try:
                     tensors[name] = tensor_of_array(path, name, tree.driver, values, files)
                 except CkptError as error:
@@ -150,12 +150,12 @@ class Orbax(FormatReader):
         for name, (key, value) in tree.values.items():
             keys[name] = key
             blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
-        own_entries = (
-            entry for entry in list_children(path) if self.owns_file(entry.name) or entry.name in tree.arrays
-        )
-        file_names = [str(file.relative_to(path)) for entry in own_entries for file in files_below(entry)]
+        own = [entry for entry in list_children(path) if self.owns_file(entry.name) or entry.name in tree.arrays]
+        file_names = [str(file.relative_to(path)) for entry in own for file in files_below(entry)]
         layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
-        ends = end_offset_by_file(layout)
+        ends: dict[str, int] = {}
+        for _, item in layout.chunks_and_blobs:
+            ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
         for name in sorted(ends):
             if name not in file_names:
                 report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
@@ -168,14 +168,6 @@ class Orbax(FormatReader):
         for name in sorted(layout.files):
             if is_existing_path(layout.root / name):
                 yield Extent(name, 0, file_size(layout.root / name), None, "")
-
-
-def end_offset_by_file(layout: Layout) -> dict[str, int]:
-    """Return the end offset of the last cell in each file."""
-    ends: dict[str, int] = {}
-    for _, item in layout.chunks_and_blobs:
-        ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
-    return ends
 
 
 def is_unfinished_save(path: Path) -> bool:

@@ -97,8 +97,8 @@ class Value(NamedTuple):
 class Node(NamedTuple):
     """A node of the B+tree, `height` levels above the leaves; its keys start with `prefix`."""
 
-    value: Value
     base: str
+    value: Value
     height: int
     prefix: bytes
 
@@ -147,12 +147,7 @@ def root_nodes(root: Path) -> Iterator[Node]:
     if not versions:
         raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
     if location := versions[-1]["root"].get("location"):
-        yield node_at_location(location, versions[-1]["root_height"], b"", root)
-
-
-def node_at_location(location: str, height: int, prefix: bytes, root: Path) -> Node:
-    base, value = parse_location(location, root)
-    return Node(value, base, height, prefix)
+        yield Node(*parse_location(location, root), versions[-1]["root_height"], b"")
 
 
 def parse_location(location: str, root: Path) -> tuple[str, Value]:
@@ -184,7 +179,7 @@ def add_value_or_child(
     """Add the value in an entry of a leaf to `values`, or the child node to `below`."""
     if node.height:
         prefix = node.prefix + entry["subtree_common_prefix"]
-        below.append(node_at_location(entry["location"], node.height - 1, prefix, root))
+        below.append(Node(*parse_location(entry["location"], root), node.height - 1, prefix))
         return
     key = (node.prefix + entry["key"]).decode(errors="replace")
     if "inline_value" in entry:

@@ -135,21 +135,18 @@ class Forward:
 
         def load(*_: Any) -> None:
             for full, owner, own in parameters:
-                load_into_module(owner, own, self.cast_like_export(full, tensors[full].torch()))
+                stored, dtype = tensors[full].torch(), self.dtypes.get(full)
+                load_into_module(owner, own, stored if dtype is None else stored.to(getattr(torch, dtype.name)))
 
         def forget(_block: nn.Module, _args: Any, output: Any) -> None:
             for _, owner, own in parameters:
-                free_in_module(owner, own)
+                replace_in_module(owner, own, getattr(owner, own).to("meta"))
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor):
                 self._outputs[name] = first.detach()
 
         block.register_forward_pre_hook(load)
         block.register_forward_hook(forget)
-
-    def cast_like_export(self, name: str, stored: Tensor) -> Tensor:
-        dtype = self.dtypes.get(name)
-        return stored if dtype is None else stored.to(getattr(torch, dtype.name))
 
 
 def is_in_list(name: str) -> bool:
@@ -162,15 +159,10 @@ def modules_loaded_together(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
     waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if has_own_tensors(module) or is_in_list(name):
+        if is_in_list(name) or any(True for _ in saved_tensors_of(module)):
             yield name, module
         if not is_in_list(name):
             waiting += [(f"{name}.{child}" if name else child, inside) for child, inside in module.named_children()]
-
-
-def has_own_tensors(module: nn.Module) -> bool:
-    """Return whether a module itself, without submodules, has saved tensors."""
-    return any(True for _ in saved_tensors_of(module))
 
 
 def saved_tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -205,11 +197,6 @@ def empty_mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
 
-def free_in_module(owner: nn.Module, name: str) -> None:
-    """Remove the data of a tensor from a module."""
-    replace_in_module(owner, name, getattr(owner, name).to("meta"))
-
-
 def replace_in_module(owner: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace a parameter or a buffer of a module."""
     is_parameter = isinstance(getattr(owner, name), nn.Parameter)
@@ -233,10 +220,8 @@ def compute_buffers(model: Any, source: Runnable) -> None:
             buffer = getattr(module, own)
             can_tell = buffer is not None and buffer.numel() and buffer.dtype != torch.bool
             if can_tell and is_same_bits(buffer, sentinel_like(buffer)):
-                message = (
-                    f"the value of the buffer `{name}.{own}` is unknown: transformers' initialization does not set it"
-                )
-                raise Unsupported(message, path=source.path)
+                message = f"the value of the buffer `{name}.{own}` is unknown"
+                raise Unsupported(f"{message}: transformers' initialization does not set it", path=source.path)
 
 
 def sentinel_like(buffer: Tensor) -> Tensor:

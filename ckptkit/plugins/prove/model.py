@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Unsupported, and_more
@@ -20,10 +20,6 @@ from ckptkit.models.transformers_model import MetaModel, find_meta_model
 from ckptkit.state.model import Model
 from ckptkit.state.names import AS_THEY_ARE, NameOptions, collect_name_arguments
 from ckptkit.state.steps import without_trainer_prefix
-
-if TYPE_CHECKING:
-    pass
-
 
 _MOST_KL = 0.01  # nats per token: rounding weights to bfloat16 costs a tenth of this or less
 _NOISE = 1e-5  # fraction of the largest logit: the effect of another summation order in float32
@@ -54,36 +50,32 @@ class Runnable:
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
             raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
         table = named.find_table_for(weights.layout.tensors)
-        translated, naming_remarks = name_weights(
-            weights, collect_name_arguments(checkpoint, TRANSFORMERS.name, config, table)
-        )
+        arguments = collect_name_arguments(checkpoint, TRANSFORMERS.name, config, table)
+        translated, naming_remarks = name_weights(weights, arguments)
         if translated.layout.tensors.keys() != weights.layout.tensors.keys():
             remarks += tuple(f"{path}: {remark}" for remark in naming_remarks)
         tensors = dict(translated.layout.tensors)
-        for name, origin in meta.tied.items():
-            if name not in tensors and origin in tensors:
-                tensors[name] = tensors[origin]
-            elif name in tensors and origin in tensors:
-                # most programs keep only one of two tied tensors, so they must be equal
+        for name, origin in ((name, origin) for name, origin in meta.tied.items() if origin in tensors):
+            if name in tensors:  # most programs keep only one of two tied tensors, so they must be equal
                 require_equal_tied(translated.layout, name, origin)
+            tensors.setdefault(name, tensors[origin])
         runnable = cls(path, meta, replace(translated.layout, tensors=tensors), remarks)
         runnable.require_model_tensors()
         return runnable
 
     def require_model_tensors(self) -> None:
         """Raise `Mismatch` if a tensor of the model is missing or has another shape."""
-        missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
-        missing = [name for name in missing if name not in self.meta.unsaved]
+        tensors = self.layout.tensors
+        missing = [name for name in self.meta.shapes if name not in tensors and name not in self.meta.unsaved]
         if missing:
             message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
             raise Mismatch(message, path=self.path, tensor=missing[0])
         for name, shape in self.meta.shapes.items():
-            shape_found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
-            if shape_found != shape:
-                message = f"expected shape {list(shape)} (config.json), found {list(shape_found)}"
-                raise Mismatch(
-                    message, path=self.path, tensor=name, hint="check that config.json belongs to this model"
-                )
+            found = tensors[name].spec.shape if name in tensors else shape
+            if found != shape:
+                message = f"expected shape {list(shape)} (config.json), found {list(found)}"
+                hint = "check that config.json belongs to this model"
+                raise Mismatch(message, path=self.path, tensor=name, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,11 +95,9 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def affordable_token_count(config: Mapping[str, Any]) -> int:
     """Return how many tokens of a model fit into memory and into minutes of computing."""
     text = text_section(config)
-    sizes = {key: int(text.get(key) or 1) for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
-    stored = sizes["vocab_size"] + sizes["hidden_size"] * sizes["num_hidden_layers"]  # stored values per token
-    flops = 2 * (
-        12 * sizes["hidden_size"] ** 2 * sizes["num_hidden_layers"] + sizes["hidden_size"] * sizes["vocab_size"]
-    )
+    hidden, layers, vocabulary = (int(text.get(key) or 1) for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    stored = vocabulary + hidden * layers  # values per token
+    flops = 2 * (12 * hidden**2 * layers + hidden * vocabulary)
     return int(min(_MOST, _MOST_LOGITS // stored, _MOST_FLOPS // flops))
 
 
@@ -181,18 +179,15 @@ def prove(
         hint = f"pip install {missing}, or compare only the tensors with `ckptkit verify OUT --against SRC`"
         raise Unsupported(f"prove runs models with {missing}, which is not installed", hint=hint)
     ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
-    our_companions, their_companions = (
-        find_companions_for(ours),
-        find_companions_for(theirs, None if base is None else str(base)),
-    )
+    base_name = None if base is None else str(base)
+    our_companions = find_companions(ours.model_component.path, None)
+    their_companions = find_companions(theirs.model_component.path, base_name)
     if our_companions.config is None:
         raise Mismatch("no config.json", path=ours.path, hint="pass an exported model, which has a config.json")
     named = NameOptions.of(map, rename, base)
     wanted = parse_token_ids(tokens) if tokens is not None else None
-    our_model = Runnable.of(ours, our_companions.config)
-    their_model = Runnable.of(
-        theirs, our_companions.config if their_companions.config is None else their_companions.config, named
-    )
+    their_config = our_companions.config if their_companions.config is None else their_companions.config
+    our_model, their_model = Runnable.of(ours, our_companions.config), Runnable.of(theirs, their_config, named)
     notes = [
         *remarks_on_hub_id(base),
         *notes_on_unproved(our_companions, their_companions, theirs.path),
@@ -213,24 +208,18 @@ def prove(
         theirs.path,
         tuple(differences.values()),
         logits,
-        configs=ModelFacts.of(ours).compare(ModelFacts.of(theirs, None if base is None else str(base))).differences,
+        configs=ModelFacts.of(ours).compare(ModelFacts.of(theirs, base_name)).differences,
         unreached={key: length for key, length in longest_lengths(described).items() if length >= ids.shape[1]},
         notes=tuple(notes),
     )
 
 
-def find_companions_for(checkpoint: Checkpoint, base: str | None = None) -> Companions:
-    """Return config.json and tokenizer of `base`, or those next to the checkpoint."""
-    return find_companions(checkpoint.model_component.path, base)
-
-
 def notes_on_unproved(ours: Companions, theirs: Companions, source: Path) -> Iterator[str]:
     """Yield what the run does not prove: a config without a counterpart, tokenizers that differ."""
     if theirs.config is None:
-        yield (
-            f"{source} has no config.json: it ran with the export's config.json, which this run does not prove; "
-            "pass --base with the model that the training began with"
-        )
+        hint = "pass --base with the model that the training began with"
+        ran = "it ran with the export's config.json, which this run does not prove"
+        yield f"{source} has no config.json: {ran}; {hint}"
     if different := find_different_inputs(ours, theirs):
         subject = f"{', '.join(different)}: differs from {theirs.found_in}"
         yield f"{subject}; ckptkit did not prove that the models get the same inputs"

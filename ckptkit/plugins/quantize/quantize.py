@@ -153,23 +153,18 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     if not chosen.names:
         why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.names_by_reason.items())
         hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.names_by_reason else None
-        raise Unsupported(
-            f"no weight can be quantized: {why or 'found no linear layer'}", path=model.layout.path, hint=hint
-        )
+        message = f"no weight can be quantized: {why or 'found no linear layer'}"
+        raise Unsupported(message, path=model.layout.path, hint=hint)
     source = with_stored_dtypes(model.layout, chosen)
     quantized_layout = with_scales(model.layout, chosen, scheme)
-    config = {
-        **model.config,
-        KEYS[0]: scheme.quantization_config(unquantized_modules_of(unquantized_names(model.layout, form, chosen))),
-    }
+    unquantized = unquantized_modules_of(unquantized_names(model.layout, form, chosen))
+    config = {**model.config, KEYS[0]: scheme.quantization_config(unquantized)}
+    recipes = quantization_recipes(source, quantized_layout, chosen, scheme, len(model.others) + 1)
     casts = {name: f"{source.tensors[name].spec.dtype} => {_NUMBERS} times scales" for name in chosen.names}
     model = replace(
         model.with_config(config).with_layout(quantized_layout),
         others=(*model.others, source),
-        recipes={
-            **model.recipes,
-            **quantization_recipes(source, quantized_layout, chosen, scheme, len(model.others) + 1),
-        },
+        recipes={**model.recipes, **recipes},
         casts={**model.casts, **casts},
     )
     return model.with_remarks(*remarks_on_quantization(source, chosen, scheme))
@@ -192,9 +187,8 @@ def with_stored_dtypes(layout: Layout, chosen: ChosenWeights) -> Layout:
         dtypes = {chunk.dtype for chunk in layout.tensors[name].chunks}
         return dtypes.pop() if len(dtypes) == 1 else spec.dtype
 
-    return replace(
-        edits.cast_tensors(edits.select_entries(layout, set(chosen.names).__contains__), stored), blobs={}, twins={}
-    )
+    selected = edits.select_entries(layout, set(chosen.names).__contains__)
+    return replace(edits.cast_tensors(selected, stored), blobs={}, twins={})
 
 
 def with_scales(layout: Layout, chosen: ChosenWeights, scheme: Scheme) -> Layout:
@@ -217,29 +211,22 @@ def quantization_recipes(
     source: Layout, made: Layout, chosen: ChosenWeights, scheme: Scheme, number: int
 ) -> dict[str, RecipeFor]:
     """Return the recipes of quantized weights and scales; their operands are in source `number`."""
-    from ckptkit.plugins.quantize.quantized_blocks import (  # imports numpy, which no copy needs
-        Grid,
-        Matrix,
-        QuantizedValues,
-        Scales,
-    )
+    from ckptkit.plugins.quantize import quantized_blocks as blocks  # imports numpy, which no copy needs
 
     recipes: dict[str, RecipeFor] = {}
     for name in chosen.names:
         spec, scales = source.tensors[name].spec, name + scheme.suffix
         rows, columns = spec.shape
-        matrix = Matrix(Operand(number, name, spec.dtype), rows, columns)
-        grid = Grid(*scheme.box_shape(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
+        matrix = blocks.Matrix(Operand(number, name, spec.dtype), rows, columns)
+        grid = blocks.Grid(*scheme.box_shape(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
             size = (
                 f"{grid.rows} rows of {count(columns, 'number')} ({grid.rows * columns * spec.dtype.itemsize:,} bytes)"
             )
             message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes, found {size}"
             raise Unsupported(message, path=source.root, tensor=name)
-        recipes[name], recipes[scales] = (
-            recipe_for_any_tensor(QuantizedValues(matrix, grid)),
-            recipe_for_any_tensor(Scales(matrix, grid)),
-        )
+        recipes[name] = recipe_for_any_tensor(blocks.QuantizedValues(matrix, grid))
+        recipes[scales] = recipe_for_any_tensor(blocks.Scales(matrix, grid))
     return recipes
 
 

@@ -40,11 +40,11 @@ def check_runs_and_saves(runs: Runs) -> str:
         raise CheckFailed(f"{expected}, found {found}: {hint_on_missing_checkpoint(runs)}")
     names = ", ".join(dict.fromkeys(runs.checkpoint_paths[step].name for step in steps))
     ranks = f" on {count(runs.nproc, 'rank')}" if script.has_nproc_placeholder else ""
-    done = f"{script.steps} steps{ranks}, saved {names}"
+    result = f"{script.steps} steps{ranks}, saved {names}"
     if runs.has_kept_first or runs.is_overwritten:
-        return done
+        return result
     remark = f"the script deletes {runs.middle_path.name}, so ckptkit stopped a second run to get it"
-    return f"{done}; {remark}: keep at least two"
+    return f"{result}; {remark}: keep at least two"
 
 
 def hint_on_missing_checkpoint(runs: Runs) -> str:
