@@ -61,7 +61,10 @@ def apply(
     paths = [to_path(path) for path in given]
     for path in paths:
         require_outside(path, output)
-    chain = open_chain(paths)
+    from ckptkit.plugins.deltas.chain import DeltaChain  # imports numpy
+    from ckptkit.plugins.deltas.open_delta import open_delta
+
+    chain = DeltaChain.of(map(open_delta, paths))
     conversion = draft_apply(opened, chain, jobs)
     prospect = predict_result(conversion, time.perf_counter() - began)
     if dry_run:
@@ -74,13 +77,6 @@ def apply(
             path=chain.last_payload_path_of(str(error.tensor)) if is_changed else opened.path
         ) from error.__cause__
     return complete_result(conversion, prospect, written, time.perf_counter() - began)
-
-
-def open_chain(deltas: Sequence[Path]) -> DeltaChain:
-    from ckptkit.plugins.deltas.chain import DeltaChain
-    from ckptkit.plugins.deltas.open_delta import open_delta
-
-    return DeltaChain.of([open_delta(path) for path in deltas])
 
 
 def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> Conversion:

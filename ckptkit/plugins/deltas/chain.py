@@ -6,7 +6,7 @@ The result of each delta is the base of the next delta.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -100,15 +100,16 @@ class DeltaChain:
     deltas: tuple[Delta, ...]
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta]) -> DeltaChain:
+    def of(cls, deltas: Iterable[Delta]) -> DeltaChain:
         """Return the chain of deltas. Raises `Mismatch` if a delta does not continue from the one before it."""
+        deltas = tuple(deltas)
         for earlier, later in pairwise(deltas):
             if later.record.base != earlier.record.new:
                 expected, found = short_id(earlier.record.new), short_id(later.record.base)
                 message = f"expected a delta of base {expected}, found one of {found}"
                 hint = f"a delta is missing between {earlier.path} and this one, or the deltas are in the wrong order"
                 raise Mismatch(message, path=later.path, hint=hint)
-        return cls(tuple(deltas))
+        return cls(deltas)
 
     @property
     def final_checksums(self) -> dict[str, int]:

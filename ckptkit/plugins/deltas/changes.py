@@ -6,7 +6,6 @@ Also loads and merges the changes that deltas contain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,15 +107,6 @@ def nan_warnings(number: int) -> tuple[str, ...]:
 Take = Callable[[str, int, Changes], None]  # tensor name, first element of the block, changes in the block
 
 
-@dataclass(frozen=True, slots=True)
-class SumsOfBoth:
-    """The CRC-32 of each tensor in both checkpoints, and the number of source bytes with a verified checksum."""
-
-    before: dict[str, int]
-    after: dict[str, int]
-    checked_bytes: int
-
-
 def as_unsigned_elements(data: memoryview | bytes | bytearray, itemsize: int) -> Array:
     """Return the elements as unsigned integers of their width, or as raw bytes above 8 bytes."""
     elements: Array = np.frombuffer(data, f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
@@ -135,11 +125,11 @@ def differing_elements(old: memoryview, new: memoryview, itemsize: int) -> Chang
 
 def pass_changes_to(
     before: Layout, after: Layout, sink: Take, *, jobs: int | None = None, progress: Told | None = None
-) -> SumsOfBoth:
+) -> tuple[dict[str, int], dict[str, int], int]:
     """Compare two located layouts with the same tensors, dtypes and shapes, and pass each change to `sink`.
 
     `sink` gets the blocks of a tensor in any order, from one thread at a time. The checksum of every chunk that has one
-    is verified.
+    is verified. Returns the CRC-32 of each tensor before and after, and the source bytes with a verified checksum.
     """
     plan = Plan(before, after, tuple(row_major_targets(before, after)), (after,))
     sources = Sources(plan, Ledger())
@@ -168,7 +158,7 @@ def pass_changes_to(
     before_sums, after_sums = (
         {name: checksums.find_complete(name, spec.nbytes) or 0 for name, spec in specs.items()} for checksums in sums
     )
-    return SumsOfBoth(before_sums, after_sums, sources.checked_bytes)
+    return before_sums, after_sums, sources.checked_bytes
 
 
 def row_major_targets(before: Layout, after: Layout) -> Iterator[Target]:

@@ -157,9 +157,9 @@ class ComparedPair:
         from ckptkit.plugins.deltas.write_delta import FoundChanges, filler_from_model
 
         before, after = (side.layout for side in self.sides)
-        sums = pass_changes_to(before, after, spool.add_block_changes, jobs=self.jobs, progress=self.told)
-        changes = FoundChanges(after.specs, sums.before, sums.after, spool, filler_from_model(after, self.jobs))
-        return changes, sums.checked_bytes
+        sink = spool.add_block_changes
+        old, new, checked = pass_changes_to(before, after, sink, jobs=self.jobs, progress=self.told)
+        return FoundChanges(after.specs, old, new, spool, filler_from_model(after, self.jobs)), checked
 
     def notes_on_configs(self) -> Iterator[str]:
         """Yield a note on each config and tokenizer that differs: a delta contains neither."""

@@ -16,16 +16,11 @@ def identity_of_model(specs: Mapping[str, Spec], sums: Mapping[str, int]) -> str
 
     `sums` has the CRC-32 of the elements of each tensor, in row-major order.
     """
-    lines = (identity_line(name, spec, sums[name]) for name, spec in specs.items())
-    digest = hashlib.sha256()
-    for line in sorted(lines):
-        digest.update(line)
-    return digest.hexdigest()
-
-
-def identity_line(name: str, spec: Spec, crc: int) -> bytes:
-    shape = ",".join(map(str, spec.shape))
-    return f"{name} {spec.dtype.name} [{shape}] {crc:08x}\n".encode("utf-8", "surrogatepass")
+    lines = []
+    for name, spec in specs.items():
+        shape = ",".join(map(str, spec.shape))
+        lines.append(f"{name} {spec.dtype.name} [{shape}] {sums[name]:08x}\n".encode("utf-8", "surrogatepass"))
+    return hashlib.sha256(b"".join(sorted(lines))).hexdigest()
 
 
 def find_recorded_checksum(tensor: StoredTensor) -> int | None:

@@ -25,7 +25,7 @@ def load_and_check_chain(paths: Sequence[str | Path], weights: LoadedWeights) ->
     Raises `Mismatch` if `weights` are not the base or a delta is missing in between; `Corrupt` for damaged bytes, wrong
     positions, or a wrong result; `Unsupported` for NaN values and for dtypes that cannot be patched.
     """
-    chain = DeltaChain.of([open_delta(to_path(path)) for path in paths])
+    chain = DeltaChain.of(open_delta(to_path(path)) for path in paths)
     chain.check_base(weights.layout, weights.sums)
     for delta in chain.deltas:
         for name in delta.record.tensors:

@@ -161,7 +161,10 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
     chunks = {key: chunk for file in files for key, chunk in read_header_chunks(root / file).items()}
     tensors = {key: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for key, chunk in chunks.items()}
     layout = Layout(root, "hf", tensors)
-    sums = write_changed_elements(layout, difference) | fill_full_tensors(layout, difference.fill)
+    sums = write_changed_elements(layout, difference)
+    full = {key: key.removesuffix(WHOLE) for key in layout.tensors if key.endswith(WHOLE)}
+    if full:
+        sums |= difference.fill(replace(layout, tensors={key: layout.tensors[key] for key in full}), full)
     for file in files:
         check_header_with_library(root / file, {key: chunk for key, chunk in chunks.items() if chunk.path == file})
     record = difference.make_record({name: file for file, names in files.items() for name in names})
@@ -200,14 +203,6 @@ def write_changed_elements(layout: Layout, difference: FoundChanges) -> dict[Fil
                     written[i], sums[i] = written[i] + len(data), crc32(data, sums[i])
             sums_by_offset |= {(chunk.path, chunk.offset): crc for chunk, crc in zip(chunks, sums, strict=True)}
     return sums_by_offset
-
-
-def fill_full_tensors(layout: Layout, fill: Fill) -> dict[FileOffset, int]:
-    """Fill the full tensors, and return the CRC-32 of each."""
-    names = {key: key.removesuffix(WHOLE) for key in layout.tensors if key.endswith(WHOLE)}
-    if not names:
-        return {}
-    return fill(replace(layout, tensors={key: layout.tensors[key] for key in names}), names)
 
 
 def filler_from_model(after: Layout, jobs: int | None) -> Fill:

@@ -95,7 +95,8 @@ def report(
         problem = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
         raise Usage(problem, path=root, hint=f"run `ckptkit report {root} OUT.html`")
     dst = local_paths_of(root)[0] / NAME if out is None else to_local_path(out)
-    checkpoint = find_checkpoint_to_describe(listing)
+    complete = (one.path for one in reversed(listing.checkpoints) if one.is_complete)
+    checkpoint = listing.latest or next(complete, None)  # a complete one without a step, if no run has steps
     latest = None if checkpoint is None else inspect(checkpoint)
     weights = None if latest is None or fast else latest.model
     if weights and (found := find_weights_or_none(weights)):
@@ -130,13 +131,6 @@ def list_checkpoints(root: Path) -> Listing:
         if not (root / METRICS).is_file():
             raise
         return Listing(root, (), None, None)
-
-
-def find_checkpoint_to_describe(listing: Listing) -> Path | None:
-    """Return the checkpoint to describe: the latest, or else a complete one without a step."""
-    return listing.latest or next(
-        (checkpoint.path for checkpoint in reversed(listing.checkpoints) if checkpoint.is_complete), None
-    )
 
 
 def read_run_settings(path: Path) -> dict[str, object]:

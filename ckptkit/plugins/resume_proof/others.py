@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -153,7 +154,9 @@ def check_survives_kill(runs: Runs, wanted: int) -> str:
     def is_saving() -> bool:
         """Return whether enough files are there: under a name with the step, or under one that a rename replaces."""
         nonlocal seen
-        there = {entry.name: entry for entry in list_entries_while_written(folder)}
+        there: dict[str, Path] = {}
+        with suppress(OSError):  # the script makes or renames the directory at this moment
+            there = {entry.name: entry for entry in folder.iterdir()}
         hidden = there.keys() - finished - earlier if there.keys() >= earlier else set()
         seen = sum(
             len(files_of_checkpoint(entry)) for name, entry in there.items() if names.search(name) or name in hidden
@@ -192,14 +195,6 @@ def check_survives_kill(runs: Runs, wanted: int) -> str:
         if gaps:
             raise CheckFailed(f"killed {when}, and resumed from {path.name}: {gaps[0].describe_difference()}")
     return f"{when} of {last.name}: {path.name} is complete and resumes (step {step})"
-
-
-def list_entries_while_written(directory: Path) -> list[Path]:
-    """Return the entries of a directory that another process writes to."""
-    try:
-        return list(directory.iterdir())
-    except OSError:
-        return []
 
 
 def check_exports(runs: Runs) -> str:

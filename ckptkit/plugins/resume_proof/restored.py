@@ -136,7 +136,8 @@ def check_continues(runs: Runs) -> str:
         close = "bit for bit" if runs.control_tolerance.is_exact else f"within {4 * runs.control_tolerance.largest:.2g}"
         tensors, entries = len(runs.last_state.tensors), len(runs.last_state.values)
         return f"step {runs.script.steps}: {count(tensors, 'tensor')} and {count(entries, 'entry')} equal, {close}"
-    if runs.differs_only_in_idle_random_state and not outputs:
+    differing = {gap.group for gap in runs.group_differences}
+    if differing == {RANDOM} == runs.reached.get(RANDOM) and not outputs:
         idle = f"changing it in {runs.middle_path.name} changed no other state, so these steps do not use it"
         first = runs.group_differences[0].first
         return f"step {runs.script.steps}: only the random state differs (`{first}`); {idle}"
@@ -222,7 +223,6 @@ def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
 
 def has_other_first_loss(runs: Runs) -> bool:
     try:
-        expected, found = first_losses(runs)
+        return not is_same_loss(runs, *first_losses(runs))
     except (CheckFailed, CheckSkipped):
         return False
-    return not is_same_loss(runs, expected, found)

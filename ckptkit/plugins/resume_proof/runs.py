@@ -24,7 +24,7 @@ from ckptkit.plugins.resume_proof.compare import (
 )
 from ckptkit.plugins.resume_proof.execute import Execution, execute_command
 from ckptkit.plugins.resume_proof.find import checkpoints_by_step, copy_checkpoint, copy_run_files, files_of_checkpoint
-from ckptkit.plugins.resume_proof.groups import MOMENTS, RANDOM, WEIGHTS
+from ckptkit.plugins.resume_proof.groups import MOMENTS, WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.states import SavedState, read_saved_state
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
@@ -154,11 +154,6 @@ class Runs:
     def has_other_weights(self) -> bool:
         """Return whether the resumed run has trained differently: to other weights or moments."""
         return any(gap.group in (WEIGHTS, MOMENTS) for gap in self.group_differences)
-
-    @property
-    def differs_only_in_idle_random_state(self) -> bool:
-        """Return whether only the random state differs, and a change of it in the checkpoint changes no other group."""
-        return {gap.group for gap in self.group_differences} == {RANDOM} == self.reached.get(RANDOM)
 
     def resume_with_changed_group(self, group: str) -> tuple[int, Execution, list[GroupDifference] | None]:
         """Resume from a copy with one group of state changed.
