@@ -139,10 +139,22 @@ def test_two_curves_have_a_legend() -> None:
     assert "step 5: 0.1667, eval_loss 0.3" in texts
 
 
-def listed(step: int, nbytes: int, **more: bool) -> Listed:
-    known = {"is_complete": True, "is_pinned": False, **more}
-    path = Path(f"ckpt-{step}")
-    return Listed(path, step, None, world_size=None, nbytes=nbytes, saved_at=0, metrics={}, problem=None, **known)
+def listed(
+    step: int, nbytes: int, *, is_complete: bool = True, is_pinned: bool = False, is_weights_only: bool = False
+) -> Listed:
+    return Listed(
+        path=Path(f"ckpt-{step}"),
+        step=step,
+        format=None,
+        is_complete=is_complete,
+        world_size=None,
+        nbytes=nbytes,
+        saved_at=0.0,
+        metrics={},
+        is_pinned=is_pinned,
+        problem=None,
+        is_weights_only=is_weights_only,
+    )
 
 
 def test_the_time_line() -> None:
