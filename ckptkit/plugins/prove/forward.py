@@ -135,8 +135,7 @@ class Forward:
 
         def load(*_: Any) -> None:
             for full, owner, own in parameters:
-                stored, dtype = tensors[full].torch(), self.dtypes.get(full)
-                load_into_module(owner, own, stored if dtype is None else stored.to(getattr(torch, dtype.name)))
+                load_into_module(owner, own, tensors[full].torch(), self.dtypes.get(full))
 
         def forget(_block: nn.Module, _args: Any, output: Any) -> None:
             for _, owner, own in parameters:
@@ -179,8 +178,10 @@ def tensors_with_owners(name: str, module: nn.Module, *, deep: bool) -> Iterator
             yield ".".join(filter(None, (name, inside, own))), owner, own
 
 
-def load_into_module(owner: nn.Module, name: str, stored: Tensor) -> None:
-    """Load a tensor into a module; floats become float32."""
+def load_into_module(owner: nn.Module, name: str, stored: Tensor, rounded_to: DType | None) -> None:
+    """Load a tensor into a module, rounded to a dtype first if one is given; floats become float32."""
+    if rounded_to is not None:
+        stored = stored.to(getattr(torch, rounded_to.name))
     tensor = empty_mapped(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
     replace_in_module(owner, name, tensor)
 
