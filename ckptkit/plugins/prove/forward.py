@@ -139,7 +139,7 @@ class Forward:
 
         def forget(_block: nn.Module, _args: Any, output: Any) -> None:
             for _, owner, own in parameters:
-                replace_in_module(owner, own, getattr(owner, own).to("meta"))
+                free_in_module(owner, own)
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor):
                 self._outputs[name] = first.detach()
@@ -196,6 +196,11 @@ def empty_mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+
+
+def free_in_module(owner: nn.Module, name: str) -> None:
+    """Remove the data of a tensor from a module."""
+    replace_in_module(owner, name, getattr(owner, name).to("meta"))
 
 
 def replace_in_module(owner: nn.Module, name: str, tensor: Tensor) -> None:

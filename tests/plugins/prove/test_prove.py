@@ -261,8 +261,8 @@ def test_no_more_than_a_block_is_in_memory(llama: Path, tmp_path: Path, monkeypa
     most: list[int] = []
     fill, empty = forward.load_into_module, forward.free_in_module
 
-    def note_fill(owner: Any, name: str, stored: Tensor) -> None:
-        fill(owner, name, stored)
+    def note_fill(owner: Any, name: str, stored: Tensor, rounded_to: Any) -> None:
+        fill(owner, name, stored, rounded_to)
         there[id(owner), name] = stored.numel()
         most.append(sum(there.values()))
 
