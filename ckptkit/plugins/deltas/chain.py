@@ -170,7 +170,8 @@ class DeltaChain:
         different = [name for name, tensor in first.tensors.items() if sums.get(name) != tensor.crc32_base]
         why = "a tensor that the delta does not change differs"
         if different:
-            why = f"{len(different)} of {len(first.tensors)} tensors that the delta changes differ, such as `{different[0]}`"
+            differ = f"{len(different)} of {len(first.tensors)} tensors that the delta changes differ"
+            why = f"{differ}, such as `{different[0]}`"
         message = f"expected base {short_id(first.base)}, found {short_id(identity)}: {why}"
         raise Mismatch(message, path=base.root, hint=f"pass the checkpoint that {self.deltas[0].path} was made from")
 
