@@ -8,11 +8,13 @@ its configuration has `"checkpoint": {"load_universal": true}`.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptkit.engine.read import read_box
 from ckptkit.errors import Corrupt, Mismatch, Report, Unsafe, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import unflatten
 from ckptkit.formats.archives.locate import locate_in_archives
@@ -21,8 +23,9 @@ from ckptkit.formats.archives.write_archive import Storages, make_zip_template, 
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.io.file import is_existing_path, opening, read_at, read_small, require_plain_file_name
+from ckptkit.io.file import is_existing_path, read_small, require_plain_file_name
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, StoredTensor, WriterOptions
+from ckptkit.layout.box import full_box
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.experts import find_name_around_number
 from ckptkit.plugins.deepspeed.names import is_deepspeed_file
@@ -214,21 +217,42 @@ def make_optimizer_states_file(wanted: Layout, entries: UniversalEntries, path: 
 
 
 def find_common_step(wanted: Layout, entries: UniversalEntries, storages: Storages) -> Any:
-    """Return the step of the first parameter, which ZeRO 3 uses for all; None if the groups count the steps."""
-    entry = next(iter(entries.states.values())).get(STEP)
-    if entry is None:
+    """Return the step of all parameters, which ZeRO 3 stores once; None if the groups count the steps.
+
+    Raises `Unsupported` if the parameters have different steps: ZeRO 1 and 2 stop there (`Steps [...] are not equal`),
+    and ZeRO 3 takes the first one for all.
+    """
+    entry_by_parameter = {name: state[STEP] for name, state in entries.states.items() if STEP in state}
+    if not entry_by_parameter:
         return None
+    tensors = {entry: wanted.tensors[entry] for entry in entry_by_parameter.values() if entry in wanted.tensors}
+    located = locate_in_archives(Layout(wanted.root, wanted.format, tensors, keeper=wanted.keeper))
+    contents = {
+        entry: bytes(read_box(located, entry, full_box(tensors[entry].spec.shape), jobs=1)) for entry in tensors
+    }
+
+    def step_of(parameter: str) -> Any:
+        entry = entry_by_parameter[parameter]
+        if entry in wanted.blobs:
+            return storages.pickled_value_of(entry)
+        return struct.unpack_from(_STEP_CODES.get(tensors[entry].spec.dtype.name, "B"), contents[entry])[0]
+
+    first = next(iter(entry_by_parameter))
+    step = step_of(first)
+    for other in entry_by_parameter:
+        if step_of(other) != step:
+            found = f"found {step} for `{first}` and {step_of(other)} for `{other}`"
+            hint = "convert to a format that keeps a step for each parameter, such as dcp"
+            raise Unsupported(f"DeepSpeed keeps one step for all parameters, {found}", path=wanted.path, hint=hint)
+    entry = entry_by_parameter[first]
     if entry in wanted.blobs:
-        return storages.pickled_value_of(entry)
-    step_layout = Layout(wanted.root, wanted.format, {entry: wanted.tensors[entry]}, keeper=wanted.keeper)
-    chunk = next(chunk for chunk in locate_in_archives(step_layout).tensors[entry].chunks if chunk.box.numel)
-    with opening(wanted.root / chunk.path) as file:
-        data = read_at(file, chunk.length, chunk.offset)
+        return step
     key = str(len(storages.contents))
-    storages.contents[key] = data
+    storages.contents[key] = contents[entry]
     return tensor_rebuild_record(wanted.tensors[entry].spec, key)
 
 
+_STEP_CODES = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}  # of `struct`
 _POINTER_LIMIT = 1 << 10  # bytes
 
 

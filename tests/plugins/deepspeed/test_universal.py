@@ -49,6 +49,21 @@ def test_it_is_told_from_the_run_that_it_lies_in(produce: Produce) -> None:
     assert (found.step, found.trainer, found.is_complete) == (2, "DeepSpeed", True)
 
 
+def test_parameters_with_different_steps_are_refused(tmp_path: Path) -> None:
+    """ZeRO 1 would stop with `Steps [...] are not equal`, and ZeRO 3 would give all parameters the first step."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 6), "late": torch.nn.Linear(5, 3)})
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    for with_late in (False, True):
+        optimizer.zero_grad()
+        loss = model["a"](torch.ones(3, 4)).sum() + (model["late"](torch.ones(2, 5)).sum() if with_late else 0.0)
+        loss.backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "late.pt")
+    with pytest.raises(Unsupported, match=r"one step for all parameters, found 2.0 for `a.\w+` and 1.0 for `late.\w+`"):
+        ckptkit.convert(tmp_path / "late.pt", tmp_path / "out", to="universal")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "bf16-optimizer"])
 def test_ours_holds_what_the_source_has(kind: str, tmp_path: Path, produce: Produce) -> None:
     root = produce(zero.on_two).root / kind
