@@ -57,6 +57,12 @@ def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report
     if not optimizers and first.shapes is not None:
         message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"
         raise Incomplete(message, path=root / first.path, hint="pass this file itself to read its 16-bit weights")
+    for states in read.values():
+        expected, found = (one.saved.get("global_steps") for one in (first, states))
+        if expected != found:
+            mixed = "this directory mixes files of several saves"
+            message = f"expected global_steps {expected} as in `{first.path}`, found {found}: {mixed}"
+            raise Corrupt(message, path=root / states.path, hint="keep the files of one save")
     count = len(models)
     if partitions:
         known = next(iter(partitions.values()))

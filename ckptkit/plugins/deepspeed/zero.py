@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import chunks_of_flat_range, concatenate, consecutive_pieces, cut_tensor_from_flat
 from ckptkit.layout.box import Shape
@@ -96,8 +97,12 @@ def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Seque
     Raises `Unsupported` if the group has another number of ranks, `Corrupt` if the ranks differ.
     """
     first = groups[0]
-    for group, partition in zip(groups, partitions, strict=True):
+    steps = [find_comparable_step(group) for group in groups]
+    for group, partition, step in zip(groups, partitions, steps, strict=True):
         path = root / partition.path
+        if None not in (step, steps[0]) and step != steps[0]:
+            message = f"the optimizer's step differs from the step in `{partitions[0].path}`"
+            raise Corrupt(f"{message}: this directory mixes files of several saves", path=path, hint=_HINT)
         if group.ranks != len(groups):
             message = f"expected files of {group.ranks} ranks for a group of parameters, found {len(groups)}"
             raise Unsupported(message, path=path, hint=_HINT)
@@ -110,6 +115,15 @@ def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Seque
         for name, buffer in {"fp32": group.masters, **group.moments}.items():
             if buffer.dtype != first.moments.get(name, first.masters).dtype:
                 raise Corrupt(f"the dtype of `{name}` differs from the dtype in `{partitions[0].path}`", path=path)
+
+
+def find_comparable_step(group: PartitionedGroup) -> float | None:
+    """Return the step of a group, or the CRC-32 of the tensor with it, which is as good; None without either."""
+    step = group.values.get("step")
+    if is_tensor(step):
+        (chunk,) = group.flattening.make_stored_tensor(step).chunks
+        return chunk.crc32
+    return step if isinstance(step, int | float) else None
 
 
 def join_group_parameters(

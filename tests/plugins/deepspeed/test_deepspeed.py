@@ -190,6 +190,33 @@ def test_files_of_two_runs_are_not_mixed(copy: Any, produce: Produce, tmp_path: 
     assert "of two runs" in refused(root).message
 
 
+def add_to_steps(value: Any) -> None:
+    """Add 7 to every optimizer step in a nested value, in place."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else []):
+        if key == "step":
+            value[key] = inner + 7
+        else:
+            add_to_steps(inner)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_files_of_two_saves_are_not_mixed(kind: str, copy: Any) -> None:
+    root = copy(kind)
+    (optimizer,) = root.glob("*zero_pp_rank_1_*_optim_states.pt")
+    change(optimizer, add_to_steps)
+    error = refused(root)
+    assert "several saves" in error.message
+    assert error.path == optimizer
+
+
+def test_model_states_of_two_saves_are_not_mixed(copy: Any) -> None:
+    root = copy("zero3")
+    (model,) = root.glob("zero_pp_rank_1_*_model_states.pt")
+    change(model, lambda state: state.update(global_steps=9))
+    error = refused(root)
+    assert (error.path, "expected global_steps 2" in error.message) == (model, True)
+
+
 def test_buffers_that_ranks_have_with_other_values_are_told(copy: Any, tmp_path: Path) -> None:
     root = copy("zero3")
     file = root / "zero_pp_rank_1_mp_rank_00_model_states.pt"
