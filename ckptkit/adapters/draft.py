@@ -98,11 +98,13 @@ def open_adapters(component: Component, options: ConvertOptions) -> AdapterCompo
         if component.is_adapter and (error := find_empty_adapter_error(weights.layout)):
             raise error
         return AdapterComponent(component, weights, adapted, trainer_names)
-    refuse_unknown_peft_model(component, [options.edits.make_renaming()(name) for name in weights.layout.tensors])
+    refuse_peft_names_without_adapter(
+        component, [options.edits.make_renaming()(name) for name in weights.layout.tensors]
+    )
     return None
 
 
-def refuse_unknown_peft_model(component: Component, names: Sequence[str]) -> None:
+def refuse_peft_names_without_adapter(component: Component, names: Sequence[str]) -> None:
     """Raise `Unsupported` for a model in PEFT's wrapper without a known adapter: nothing would load its names."""
     wrapped = next((name for name in names if f".{WRAPPER}" in f".{name}"), None)
     config = find_adapter_config(component.path) if may_be_adapted(names) else None

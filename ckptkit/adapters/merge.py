@@ -12,7 +12,7 @@ from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
 from ckptkit.adapters.expert_pairs import find_expert_form
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.in_memory import translate_updates_to_files, with_in_memory_names
+from ckptkit.adapters.in_memory import find_layout_in_memory, translate_updates_to_files
 from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
@@ -150,7 +150,9 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
     whole = restore_tied(base.layout, base.config)
     # an adapter may use transformers' in-memory names instead of the names in the base's files
     memory = (
-        None if has_all_adapted_modules(whole, adapters) else with_in_memory_names(base.part, base.weights, base.config)
+        None
+        if has_all_adapted_modules(whole, adapters)
+        else find_layout_in_memory(base.part, base.weights, base.config)
     )
     is_moved = memory is not None and has_all_adapted_modules(memory, adapters)
     specs = base.layout.specs

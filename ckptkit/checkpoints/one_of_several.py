@@ -18,7 +18,7 @@ from ckptkit.formats.rank_names import (
     has_number,
     is_named_like_part,
     is_numbered,
-    may_be_numbered,
+    may_have_rank_or_part_number,
     names_of_series,
     names_of_set,
 )
@@ -127,7 +127,7 @@ def find_partial_file_doubt(checkpoint: Checkpoint) -> str | None:
         return None
     series = numbered_series_of(file)
     is_first = not series and _RANK_0.fullmatch(name_without_suffixes(file.name)) is not None
-    if may_be_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
+    if may_have_rank_or_part_number(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "the file name contains a rank number"
     elif series and all(has_same_tensors(checkpoint, file.parent / name) for name in (series[0], series[-1])):
         why = f"{first_of(series, _NAMES_SHOWN)} have the same tensors and shapes"

@@ -95,11 +95,11 @@ def find_ties(
     step.
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
-    alike = group_tensors_by(stored, lambda tensor: (tensor.spec, chunk_identity(tensor.chunks[0])))
+    alike = tensors_sharing(stored, lambda tensor: (tensor.spec, chunk_identity(tensor.chunks[0])))
     ties = [
         tuple(tie)
         for group_members in alike
-        for tie in group_tensors_by(group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks)))
+        for tie in tensors_sharing(group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks)))
     ]
     embedding = find_embedding(weights) if config and has_tied_head(config) else None
     if embedding is not None:
@@ -126,7 +126,7 @@ def find_reason_not_equal(layout: Layout, name: str, other: str) -> str | None:
     return None
 
 
-def group_tensors_by(
+def tensors_sharing(
     tensors: Mapping[str, StoredTensor], key: Callable[[StoredTensor], Hashable]
 ) -> list[dict[str, StoredTensor]]:
     """Return the groups of tensors that share a key; tensors with a unique key are left out."""

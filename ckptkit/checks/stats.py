@@ -12,7 +12,7 @@ from typing import Self, overload
 from ckptkit import words
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.moved import Moved, moved
-from ckptkit.checks.tree import Branch, fold_tree
+from ckptkit.checks.tree import Branch, folded_tree_lines
 from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Usage
 from ckptkit.formats import locate_all_chunks
@@ -97,7 +97,7 @@ class Stats(Summarized):
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
         """Yield the tensors folded as in `inspect --tree`, each line with the counts of its tensors."""
         by_name = {tensor.name: tensor for tensor in self.tensors}
-        for branch in fold_tree({tensor.name: tensor.spec for tensor in self.tensors}):
+        for branch in folded_tree_lines({tensor.name: tensor.spec for tensor in self.tensors}):
             yield branch, total_count_of([by_name[name] for name in branch.names])
 
 

@@ -39,7 +39,7 @@ Node = dict[str, "Node | Leaf"]
 Group = tuple[str, int, list["Node | Leaf"]]  # label, number of equal children per module, and all children
 
 
-def fold_tree(specs: Mapping[str, Spec]) -> Iterator[Branch]:
+def folded_tree_lines(specs: Mapping[str, Spec]) -> Iterator[Branch]:
     """Yield the lines of the tree of these names; equal numbered modules are one line, `layers.0-31`."""
     root: Node = {}
     for name, spec in specs.items():

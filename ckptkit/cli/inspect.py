@@ -193,9 +193,9 @@ def format_percentage(fraction: float) -> str:
 
 def tree_rows(inspected: Inspected) -> list[tuple[object, ...]]:
     """Return a row per module or tensor; similar modules share a row."""
-    from ckptkit.checks.tree import fold_tree
+    from ckptkit.checks.tree import folded_tree_lines
 
     return [
         (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")
-        for line in fold_tree(inspected.layout.specs)
+        for line in folded_tree_lines(inspected.layout.specs)
     ]

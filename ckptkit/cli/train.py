@@ -99,7 +99,7 @@ def train(
         reserve_stdout()
     printer = TrainPrinter(chosen.steps)
     try:
-        work(run, resume=resume, config=config, nproc=nproc, report=printer.print_message, **given_settings(options))
+        work(run, resume=resume, config=config, nproc=nproc, report=printer.handle_message, **given_settings(options))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if find_torchrun_rank():  # without Python's shutdown, for the reason given in `launch.run_rank`
@@ -116,7 +116,7 @@ class TrainPrinter:
     last_step: int
     exit_code: int = 0
 
-    def print_message(self, message: StepMetrics | Note) -> None:
+    def handle_message(self, message: StepMetrics | Note) -> None:
         """Print a line about a step, or the text of a note."""
         from ckptkit.training.loop import Note
 

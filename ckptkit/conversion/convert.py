@@ -199,7 +199,7 @@ def draft_salvage(
     from ckptkit.conversion.salvaging.salvage import survey_and_repair
 
     salvaged = survey_and_repair(checkpoint, dst, options, survey)
-    return salvaged.with_account(draft_conversion([salvaged.checkpoint], dst, options))
+    return salvaged.with_account_of_lost_tensors(draft_conversion([salvaged.checkpoint], dst, options))
 
 
 def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:

@@ -14,7 +14,7 @@ from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checks.verify import verify_component
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, export_fix, rewrite_fix
+from ckptkit.diagnosis.finding import Finding, consolidate_fix, rewrite_fix
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.io.path import as_typed, is_remote
 from ckptkit.runs.ls import make_listed
@@ -65,7 +65,7 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
     """
     complete = find_complete_checkpoint(checkpoint) if damage else None
     fix = rewrite_fix(checkpoint, salvage=True, fill_from=complete) if damage else None
-    copy = export_fix(checkpoint, base=str(model)) if damage and model is not None else None
+    copy = consolidate_fix(checkpoint, base=str(model)) if damage and model is not None else None
     other = f"; {complete.name} beside it is complete" if complete else ""
     for problem in (problem for problems in damage.values() for problem in problems):
         where = "" if problem.path is None else f"{path_in_checkpoint(checkpoint.path, problem.path)}: "

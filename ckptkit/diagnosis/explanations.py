@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, export_fix, reshard_fix, rewrite_fix, world_size_fix
+from ckptkit.diagnosis.finding import Finding, consolidate_fix, reshard_fix, rewrite_fix, world_size_fix
 from ckptkit.diagnosis.names import (
     find_name_mismatches,
     find_wrapper_prefixes,
@@ -73,7 +73,7 @@ def explain_missing_keys(matched: MatchedMessage, target: LoadTarget) -> Iterato
 def missing_tensor_finding(target: LoadTarget, name: str) -> Finding:
     if name.endswith(HEAD):
         message = "the checkpoint does not contain it: perhaps it was tied to the embedding and not saved"
-        return Finding("tie", name, message, export_fix(target.checkpoint))
+        return Finding("tie", name, message, consolidate_fix(target.checkpoint))
     return Finding("missing", name, "the checkpoint does not contain it")
 
 
@@ -85,7 +85,7 @@ def explain_unexpected_keys(matched: MatchedMessage, target: LoadTarget) -> Iter
             yield Finding("unexpected", name, "the checkpoint contains it, but the model does not have it", fix)
 
 
-def explain_key_not_in_shards(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
+def explain_missing_key_in_checkpoint(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
     """Yield why the shards lack a key: its optimizer state was not saved, or it has another name or parent key."""
     name = matched.parts[0].rstrip(".")
     states = [state for state in find_missing_states(target) if state.tensor and name.startswith(f"{state.tensor}.")]
@@ -190,4 +190,4 @@ def explain_missing_model(matched: MatchedMessage, target: LoadTarget) -> Iterat
         yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(match[1], '')}")
     else:
         message = "this is a training checkpoint, not a model that can be loaded"
-        yield Finding("no_model", None, message, export_fix(target.checkpoint))
+        yield Finding("no_model", None, message, consolidate_fix(target.checkpoint))

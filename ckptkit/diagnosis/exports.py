@@ -14,7 +14,7 @@ from ckptkit.adapters.empty import find_empty_adapter_error
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, TargetModel
-from ckptkit.diagnosis.finding import Finding, Fix, export_fix, is_loadable_model, output_path_for, rewrite_fix
+from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, output_path_for, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats.hf.format import INDEX
 from ckptkit.formats.hf.headers import HeaderFiles, find_layout_in_headers
@@ -107,7 +107,7 @@ def find_missing_index(target: LoadTarget) -> Iterator[Finding]:
         return
     if not (component.path / INDEX).exists():
         message = f"`{INDEX}` is missing beside {len(files)} files, so transformers finds no model"
-        yield Finding("index", None, message, export_fix(target.checkpoint))
+        yield Finding("index", None, message, consolidate_fix(target.checkpoint))
 
 
 def find_invalid_config_dtype(target: LoadTarget) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def find_invalid_config_dtype(target: LoadTarget) -> Iterator[Finding]:
     for key, value in named.items() if is_loadable_model(target.checkpoint) else ():
         if value != "auto" and value.removeprefix("torch.") not in DTYPES:
             message = f"`{key}` of {CONFIG} is `{value}`: transformers fails with an AttributeError of torch"
-            yield Finding("config_dtype", None, message, export_fix(target.checkpoint))
+            yield Finding("config_dtype", None, message, consolidate_fix(target.checkpoint))
 
 
 def find_empty_adapter(target: LoadTarget) -> Iterator[Finding]:
@@ -132,7 +132,7 @@ def find_empty_adapter(target: LoadTarget) -> Iterator[Finding]:
         yield Finding("empty_adapter", error.tensor, f"{error.message} ({error.hint})")
     else:
         message = f"{error.message}; `{checkpoint.model_component.place}` contains the weights"
-        yield Finding("empty_adapter", error.tensor, message, export_fix(checkpoint))
+        yield Finding("empty_adapter", error.tensor, message, consolidate_fix(checkpoint))
 
 
 def find_named_experts(

@@ -73,7 +73,7 @@ def rewrite_fix(checkpoint: Checkpoint, *, base: str | None = None, **options: V
     A model without training state is exported, with the config of `base` if given.
     """
     return (
-        export_fix(checkpoint, base=base, **options)
+        consolidate_fix(checkpoint, base=base, **options)
         if is_loadable_model(checkpoint)
         else convert_fix(checkpoint, **options)
     )
@@ -87,7 +87,7 @@ def convert_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     return make_fix("convert", checkpoint, output_path_for(source, "fixed", suffix), to=to, **options)
 
 
-def export_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
+def consolidate_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     """Return the command that exports the model of a checkpoint, with the config of `base` if given."""
     return make_fix("consolidate", checkpoint, output_path_for(checkpoint.path, "model"), **options)
 

@@ -49,7 +49,7 @@ MESSAGES: tuple[Message, ...] = (
         "parameter never received a gradient, so torch saved no state: `ckptkit doctor CKPT` lists all of them. If "
         "the key is a weight, the names differ: by `_orig_mod.` (torch.compile), by `module.` (DDP), by a key such "
         "as `model`, or because the head is tied. `ckptkit doctor CKPT --model MODEL` says which, and how to fix it.",
-        explanations.explain_key_not_in_shards,
+        explanations.explain_missing_key_in_checkpoint,
     ),
     Message(
         "cannot pickle code objects",
@@ -273,7 +273,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "The model to load into is wrapped or compiled differently from the model in the file. `ckptkit doctor CKPT "
         "--model MODEL` shows the rule (`--rename`) that makes the names equal.",
-        explanations.explain_key_not_in_shards,
+        explanations.explain_missing_key_in_checkpoint,
     ),
     Message(
         "PytorchStreamReader failed …",

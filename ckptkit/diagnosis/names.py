@@ -9,7 +9,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
-from ckptkit.diagnosis.finding import Finding, Value, convert_fix, export_fix, is_loadable_model, rewrite_fix
+from ckptkit.diagnosis.finding import Finding, Value, consolidate_fix, convert_fix, is_loadable_model, rewrite_fix
 from ckptkit.diagnosis.shapes import differing_shapes, is_another_model
 from ckptkit.errors import Mismatch
 from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for
@@ -55,7 +55,7 @@ def find_wrapper_prefixes(target: LoadTarget) -> Iterator[Finding]:
                 f"the names start with `{prefix}.` (added by {whose}); a model without that wrapper will not find them"
             )
             if is_loadable_model(target.checkpoint):  # an export drops the prefixes of wrappers
-                fix = export_fix(target.checkpoint, base=target.base)
+                fix = consolidate_fix(target.checkpoint, base=target.base)
             else:
                 fix = rewrite_fix(target.checkpoint, rename=(rf"(^|\.){re.escape(prefix)}\.=>\1",))
             yield Finding("wrapper", names[0], message, fix, names)
@@ -77,7 +77,7 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
     if model is None or misfits is None or is_another_model(target, differing_shapes(target)):
         return
     if not misfits:
-        yield from find_transposed(target, model)
+        yield from find_family_shape_difference(target, model)
         yield from find_names_on_disk(target, model)
         return
     # if nothing is missing, another family of names cannot be the reason
@@ -135,13 +135,13 @@ def translate_to_hub(target: LoadTarget, model: TargetModel) -> tuple[Shapes, Fi
         message += f"; the vocabulary is padded to {padded} rows, its own is {rows}"
     has_optimizer = target.layout.blobs or target.weights.left_out
     if is_loadable_model(target.checkpoint) or not has_optimizer:
-        fix = export_fix(target.checkpoint, **options, base=model.name)
+        fix = consolidate_fix(target.checkpoint, **options, base=model.name)
     else:
         fix = convert_fix(target.checkpoint, names=HUB, **options, base=model.name)
     return shapes, Finding("family", names[0] if names else None, message, fix, names)
 
 
-def find_transposed(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+def find_family_shape_difference(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     """Yield a finding if a family has the Hub's names but stores some tensors transposed."""
     family = target.checkpoint.family
     if family is None or not model.asked:
@@ -150,7 +150,7 @@ def find_transposed(target: LoadTarget, model: TargetModel) -> Iterator[Finding]
     if names:
         here, there = (list(shapes[names[0]]) for shapes in (target.shapes, target.hub_shapes))
         message = f"{family.name} stores this tensor as {here}, and {model.name} as {there}"
-        yield Finding("family", names[0], message, export_fix(target.checkpoint, base=model.name), names)
+        yield Finding("family", names[0], message, consolidate_fix(target.checkpoint, base=model.name), names)
 
 
 def find_names_on_disk(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
@@ -169,7 +169,7 @@ def find_unexpected_tensors(target: LoadTarget, model: TargetModel, extra: list[
     assert target.weights is not None
     message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
     head = find_trained_class(target, model) if any(map(is_trained_head, extra)) else None
-    fix = export_fix(target.checkpoint, base=model.name) if head else None
+    fix = consolidate_fix(target.checkpoint, base=model.name) if head else None
     for name in extra:
         if may_be_trained(target, name):
             whose = f"; it belongs to the head of {head}" if head and is_trained_head(name) else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
-from ckptkit.diagnosis.finding import Finding, Fix, export_fix, is_loadable_model, rewrite_fix
+from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, first_of
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Layout
@@ -67,7 +67,7 @@ def find_fill_from_model_fix(target: LoadTarget, model: TargetModel, wanted: Ite
     """Return the command that copies missing tensors from the model that the user named; None if it lacks them."""
     names = [name for name in wanted if name not in target.shapes]
     globs = find_few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
-    return export_fix(target.checkpoint, from_base=globs, base=model.name) if globs else None
+    return consolidate_fix(target.checkpoint, from_base=globs, base=model.name) if globs else None
 
 
 Pairs = Mapping[str, tuple[Shape, Shape]]
@@ -142,7 +142,7 @@ def different_model_finding(target: LoadTarget, pairs: Pairs) -> Finding:
 
 def fix_with_own_config(target: LoadTarget, base: str) -> Fix | None:
     """Return the command that exports the model with its own config; None if it has that already."""
-    return None if is_loadable_model(target.checkpoint) else export_fix(target.checkpoint, base=base)
+    return None if is_loadable_model(target.checkpoint) else consolidate_fix(target.checkpoint, base=base)
 
 
 def describe_sizes(shapes: Mapping[str, Shape]) -> str:
@@ -194,7 +194,7 @@ def find_tie_problems(target: LoadTarget) -> Iterator[Finding]:
         if name not in weights.layout.tensors:
             if source in weights.layout.tensors and target.checkpoint.model_component.reader.is_sharded and model.asked:
                 message = f"missing, but tied to `{source}`; a model in memory has both, so torch's load asks for both"
-                yield Finding("tie", name, message, export_fix(target.checkpoint, base=model.name))
+                yield Finding("tie", name, message, consolidate_fix(target.checkpoint, base=model.name))
         elif name in compared and has_different_bytes(weights.layout, name, source):
             message = (
                 f"the config of {model.name} ties it to `{source}`, but their values differ: a load loses one of them"

@@ -9,7 +9,7 @@ from ckptkit.adapters.config import find_adapter_config
 from ckptkit.adapters.empty import find_empty_adapter_error
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, export_fix, is_loadable_model, output_path_for
+from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, output_path_for
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout.renames import globs_for
 from ckptkit.models.known_types import find_embedding
@@ -30,7 +30,7 @@ def find_ambiguous_model(target: LoadTarget) -> Iterator[Finding]:
     try:
         find_weights(target.checkpoint.model_component.layout)
     except SeveralModels as error:
-        fix = export_fix(target.checkpoint, include=(error.globs[0],), base=target.base)
+        fix = consolidate_fix(target.checkpoint, include=(error.globs[0],), base=target.base)
         yield Finding("no_model", None, error.message, fix)
     except (Mismatch, Unsupported) as error:
         yield Finding("no_model", None, error.message)
@@ -48,7 +48,7 @@ def find_unmerged_adapters(target: LoadTarget) -> Iterator[Finding]:
     adapter, model = target.adapters_in_model.adapters[0], target.asked.name
     kind = f"{adapter.method} `{adapter.name}` on {', '.join(adapter.target_suffixes[:4])}"
     message = f"this is an adapter, {kind}, not a model"
-    fix = export_fix(target.checkpoint, merge=True, base=model)
+    fix = consolidate_fix(target.checkpoint, merge=True, base=model)
     if target.adapters_in_model.base:
         message = f"the weights contain an adapter that is not merged, {kind}, so {model} does not find its names"
     elif target.adapters_in_model.is_saved:
@@ -83,7 +83,7 @@ def find_undeclared_quantized(target: LoadTarget) -> Iterator[Finding]:
     message = (
         f"the weights are quantized ({target.quantization}), but the config of {target.model.name} does not say so"
     )
-    yield Finding("quantized", None, message, export_fix(target.checkpoint, dtype=("bf16",), base=target.base))
+    yield Finding("quantized", None, message, consolidate_fix(target.checkpoint, dtype=("bf16",), base=target.base))
 
 
 def find_declared_quantized(target: LoadTarget) -> Iterator[Finding]:
@@ -96,7 +96,7 @@ def find_declared_quantized(target: LoadTarget) -> Iterator[Finding]:
     if has_no_quantized_tensor(target.checkpoint.model_component.layout.specs):
         whose = f"the config of {asked.name}" if asked else "config.json"
         message = f"`{_QUANTIZATION}` in {whose}: expected weights quantized by {method}, found plain ones"
-        yield Finding("config_quantized", None, message, export_fix(target.checkpoint, base=target.base))
+        yield Finding("config_quantized", None, message, consolidate_fix(target.checkpoint, base=target.base))
 
 
 def find_tokens_without_row(target: LoadTarget) -> Iterator[Finding]:
@@ -116,7 +116,7 @@ def find_extra_state(target: LoadTarget) -> Iterator[Finding]:
     names = tuple(name for name in layout.names if _EXTRA_STATE in str(layout.key(name)[-1]).split("/")[0].split("."))
     if names:
         message = f"the state of a module, such as the scales of fp8; {target.asked.name} has another kind of module"
-        yield Finding("extra_state", names[0], message, export_fix(target.checkpoint, base=target.base), names)
+        yield Finding("extra_state", names[0], message, consolidate_fix(target.checkpoint, base=target.base), names)
 
 
 def find_missing_predictors(target: LoadTarget) -> Iterator[Finding]:
@@ -130,4 +130,4 @@ def find_missing_predictors(target: LoadTarget) -> Iterator[Finding]:
     names = BaseWeights(target.base)() or frozenset() if target.base else frozenset()
     heads = mtp_tensor_names(names, config) - target.shapes.keys()
     options = {"base": target.base, "from_base": tuple(globs_for(sorted(heads), names - heads))} if heads else {}
-    yield Finding("mtp", None, notes[0].partition(";")[0], export_fix(target.checkpoint, **options))
+    yield Finding("mtp", None, notes[0].partition(";")[0], consolidate_fix(target.checkpoint, **options))

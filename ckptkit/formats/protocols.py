@@ -42,25 +42,25 @@ class FormatReader(Protocol):
     def detect(self, path: Path) -> bool:
         """Return True if `path` looks like this format. Cheap: reads file names, never data."""
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report or raise every problem of the checkpoint at `path` that names and sizes reveal.
 
         May open small files that describe others: an index, the directory at an archive's end.
         """
 
     def problems(self, path: Path) -> list[CkptError]:
-        """Return the problems that `check_names_and_sizes` finds. Raises `IOFailure`: that proves nothing."""
+        """Return the problems that `check_files_complete` finds. Raises `IOFailure`: that proves nothing."""
         problems: list[CkptError] = []
         report = problems.append
         with translate_os_errors(path):
             try:
-                self.check_names_and_sizes(path, report)
+                self.check_files_complete(path, report)
             except (Corrupt, Unsafe, Unsupported) as error:
                 report(error)
         return problems
 
     def is_complete(self, path: Path) -> bool:
-        """Return True if `check_names_and_sizes` finds no problem."""
+        """Return True if `check_files_complete` finds no problem."""
         return not self.problems(path)
 
     def metadata_nbytes(self, path: Path) -> int:

@@ -70,7 +70,7 @@ def not_joined_error(siblings: Sequence[str], path: Path) -> Unsupported:
     return Unsupported(message, path=path, hint=JOIN)
 
 
-def may_be_numbered(name: str) -> bool:
+def may_have_rank_or_part_number(name: str) -> bool:
     """Return whether a name may contain the number of a rank or part: `stage_0`, `ckpt_p0`."""
     return is_numbered(name) or _MAY_BE_AXIS.search(name) is not None
 

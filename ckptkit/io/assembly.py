@@ -30,7 +30,7 @@ class PendingBytes:
     """Data of `nbytes` that has not arrived yet, and the offsets in the same file of its CRC-32, 4 bytes each."""
 
     nbytes: int
-    crc_at: list[int] = field(default_factory=list)
+    crc_offsets: list[int] = field(default_factory=list)
 
 
 class OwnPieces(threading.local):
@@ -68,7 +68,7 @@ class Assembly:
         self._own = OwnPieces()
         self._missing: dict[PieceKey, int] = {}
         for (name, offset), gap in gaps.items():
-            for start, nbytes in ((offset, gap.nbytes), *((at, 4) for at in gap.crc_at)):
+            for start, nbytes in ((offset, gap.nbytes), *((at, 4) for at in gap.crc_offsets)):
                 for piece, low, high in self.pieces_in(name, start, nbytes):
                     self._missing[piece.key] = self._missing.get(piece.key, 0) + high - low
 
@@ -105,7 +105,7 @@ class Assembly:
             if total is not None:
                 del self._gaps[gap_key]
         if gap is not None and total is not None:
-            for at in gap.crc_at:
+            for at in gap.crc_offsets:
                 self.write_bytes(name, memoryview(total.to_bytes(4, "little")), at)
         whole, self._own.whole = self._own.whole, []
         for piece in sorted(whole, key=attrgetter("start")):

@@ -113,9 +113,9 @@ class ExpectedByTable(Expected):
 
     def find_with_base_form(self, names: frozenset[str] | None) -> ExpectedByTable | None:
         """Return the model with the form of a base that has tensors of these names; None if they match no form."""
-        if names is None or is_form_of_names(names, self.forms[0]):
+        if names is None or covers_or_fits_in_form(names, self.forms[0]):
             return self
-        return replace(self, is_fused=True) if is_form_of_names(names, self.forms[-1]) else None
+        return replace(self, is_fused=True) if covers_or_fits_in_form(names, self.forms[-1]) else None
 
     def linear_layers(self, form: Form) -> LinearLayers:
         names = (name for name, shape in form.shapes.items() if self.table.is_linear(name, shape))
@@ -240,7 +240,7 @@ def closest_form(forms: Iterable[Form], names: Collection[str]) -> Form:
     return min(forms, key=lambda form: len(form.needed_names - given) + len(given - form.shapes.keys()))
 
 
-def is_form_of_names(names: frozenset[str], form: Form) -> bool:
+def covers_or_fits_in_form(names: frozenset[str], form: Form) -> bool:
     """Return whether names contain all names of a form, or only names of the form."""
     return names >= form.needed_names or names <= form.shapes.keys()
 

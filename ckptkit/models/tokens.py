@@ -36,7 +36,7 @@ def notes_on_tokens(companions: Companions, rows: int) -> list[str]:
 def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     """Return a warning if the tokenizer has a token beyond the last row of an embedding of `rows` rows."""
     # a cheap upper bound first: parsing large tokenizer files is slow
-    likely = any(max_id_bound(name, content) >= rows for name, content in companions.files.items())
+    likely = any(largest_possible_token_id(name, content) >= rows for name, content in companions.files.items())
     number, file = find_largest_token_id(companions.files, {}) or (-1, "") if likely else (-1, "")
     if number < rows:
         return []
@@ -44,7 +44,7 @@ def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     return [Caution(f"{words}; copy the tokenizer of this model, or run this again with --vocab-size {number + 1}")]
 
 
-def max_id_bound(name: str, content: bytes) -> int:
+def largest_possible_token_id(name: str, content: bytes) -> int:
     """Return an upper bound for the token ids in a tokenizer's file, -1 if it has none. Does not parse JSON."""
     if not name.endswith(".json"):
         return max(token_ids_in(name, content), default=-1)

@@ -49,7 +49,7 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
         labels = len(fitting_config.get("id2label") or {})
         is_resized = fitting_config.get("id2label") != config.get("id2label")
         if is_resized:
-            check_label_count(config, heads[0], labels)
+            refuse_resized_named_labels(config, heads[0], labels)
         return fitting_config, [f"{words} with {count(labels, 'label')}" if is_resized else words]
     if not fitting and all(map(_VALUE_HEAD.fullmatch, heads)):
         words = f"`{heads[0]}`{and_more(len(heads) - 1)} is a value head, which {named} of config.json does not have"
@@ -68,7 +68,7 @@ def check_second_head(shapes: Mapping[str, Shape], config: Config, head: str, cl
         raise Mismatch(message, tensor=head, hint=f"pass --exclude '*{HEAD}' or --exclude '*{module}.*'")
 
 
-def check_label_count(config: Config, head: str, labels: int) -> None:
+def refuse_resized_named_labels(config: Config, head: str, labels: int) -> None:
     """Raise `Mismatch` if config.json names another number of labels than the head has."""
     names = (config.get("id2label") or {}).values()
     if any(not re.fullmatch(r"LABEL_[0-9]+", str(name)) for name in names):

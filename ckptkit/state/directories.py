@@ -100,7 +100,7 @@ def files_to_copy_and_others(root: Path, taken: frozenset[Path]) -> tuple[dict[s
     regular: dict[str, Path] = {}
     skipped: list[str] = []
     with translate_os_errors(root):
-        for path in other_entries_below(root, taken):
+        for path in other_files_below(root, taken):
             name = str(path.relative_to(root))
             if is_strange_link(path) or not path.is_file():
                 skipped.append(name)
@@ -109,7 +109,7 @@ def files_to_copy_and_others(root: Path, taken: frozenset[Path]) -> tuple[dict[s
     return regular, skipped
 
 
-def other_entries_below(directory: Path, taken: frozenset[Path], *, hidden: bool = False) -> Iterator[Path]:
+def other_files_below(directory: Path, taken: frozenset[Path], *, hidden: bool = False) -> Iterator[Path]:
     """Yield all entries below a directory except directories and those `taken`; deeper ones last, `hidden` if asked."""
     entries = list_children(directory)
     names = {path.name for path in entries}
@@ -119,7 +119,7 @@ def other_entries_below(directory: Path, taken: frozenset[Path], *, hidden: bool
     subdirectories = [path for path in included if path.is_dir() and not path.is_symlink()]
     yield from (path for path in included if path not in subdirectories and not is_save_marker(path.name))
     for path in subdirectories:
-        yield from other_entries_below(path, taken, hidden=hidden or is_copied_unchanged(path.name, names))
+        yield from other_files_below(path, taken, hidden=hidden or is_copied_unchanged(path.name, names))
 
 
 def files_of_format_in(layout: Layout) -> list[Path]:

@@ -198,7 +198,7 @@ def choose_optimizer_keys(
     if wanted is not None and not any(by_layout) and (options.order or not is_done):
         raise missing_groups_error(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
     return [
-        [rekeying for optimizer in optimizers if (rekeying := find_rekeying(checkpoint, layout, optimizer, options))]
+        [rekeying for optimizer in optimizers if (rekeying := plan_rekeying(checkpoint, layout, optimizer, options))]
         for layout, optimizers in zip(layouts, by_layout, strict=True)
     ]
 
@@ -212,7 +212,7 @@ def missing_groups_error(checkpoint: Checkpoint, layouts: Sequence[Layout], opti
     return Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
 
 
-def find_rekeying(
+def plan_rekeying(
     checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions
 ) -> Rekeying | None:
     """Return the new keys of an optimizer; None if it already has the requested ones."""

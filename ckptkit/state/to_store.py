@@ -177,7 +177,7 @@ class OutputUpload:
                 own[range_start_of(target.chunk)] = PendingBytes(target.chunk.checksummed_range[1])
             for place, at in draft.writer.checksum_offsets(plan.dst):
                 if place in own:
-                    own[place].crc_at.append(at)
+                    own[place].crc_offsets.append(at)
             gaps |= {(str(Path(draft.place, name)), offset): gap for (name, offset), gap in own.items()}
         return Assembly(self.room, self.sizes, gaps, self, sent_here)
 

@@ -85,7 +85,7 @@ class Portion:
         return extents
 
 
-def divide_into_portions(planned: Layout, to: str) -> tuple[Portion, ...]:
+def split_model_from_training(planned: Layout, to: str) -> tuple[Portion, ...]:
     """Return the portions of a checkpoint in this format, for the entries of a state.
 
     A format without non-tensor entries gets the model's weights under the model's own names; everything else gets its

@@ -48,7 +48,7 @@ from ckptkit.storage.plans import (
     with_cached_plans,
     with_tied_key_paths,
 )
-from ckptkit.storage.portions import Portion, divide_into_portions
+from ckptkit.storage.portions import Portion, split_model_from_training
 from ckptkit.storage.small_files import SmallFile, to_bytes
 
 _MODEL_FORMAT = "hf"  # this format stores only tensors of a model
@@ -109,7 +109,7 @@ class RoomWriter(PlannedWriter):
         plans = with_cached_plans(plans, self.room)
         planned = with_tied_key_paths(plan_layout(plans, self.room), self._tied)
         self._options = WriterOptions(self._max_shard_size, len(plans))
-        self._portions = divide_into_portions(planned, self._format)
+        self._portions = split_model_from_training(planned, self._format)
         files_by_directory = {
             portion.directory: portion.lay_out_files(self._options, {} if portion.directory else self._files)
             for portion in self._portions

@@ -74,7 +74,7 @@ def seals(items: list[ShardItem]) -> Iterator[Patch]:
         if item.envelope is not None:
             for hole in item.envelope.holes.values():
                 content = crc32_of_zeros(hole.length).to_bytes(4, "little")
-                yield from ((item.offset + at, content) for at in hole.crc_at)
+                yield from ((item.offset + at, content) for at in hole.crc_offsets)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.checks.tree import fold_tree
+from ckptkit.checks.tree import folded_tree_lines
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
 
@@ -11,7 +11,7 @@ MATRIX = Spec(DTYPES["float32"], (8, 8))
 
 
 def lines(**specs: Spec) -> list[tuple[int, str, int, int]]:
-    return [(line.depth, line.label, line.tensors, line.nbytes) for line in fold_tree(specs)]
+    return [(line.depth, line.label, line.tensors, line.nbytes) for line in folded_tree_lines(specs)]
 
 
 def test_modules_alike_are_folded() -> None:

@@ -185,7 +185,7 @@ def test_files_with_known_bytes_are_put_together_in_order(
 
     in_time(threading.Thread(target=process_units, args=(steps, worker, jobs)))
     if gaps:
-        last = max(offset + gap.nbytes + (4 if gap.crc_at else 0) for (_, offset), gap in gaps.items())
+        last = max(offset + gap.nbytes + (4 if gap.crc_offsets else 0) for (_, offset), gap in gaps.items())
         assert len(streams.files["x"]) >= last, "a stream starves until the end"
     assembly.send_remaining()
     assembly.require_all_sent()

@@ -196,7 +196,7 @@ def assume_names(
         def fit(model: OneModel) -> Names:
             return match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))
 
-        model, names = choose_fitting_model(models, fit, optimizer)
+        model, names = choose_model_by_names(models, fit, optimizer)
         others = [other for other in models if other is not model]
         require_no_other_fitting_model(optimizer, sizes, model, others)
         owner = f" (of `{model.name}` and of no other model)" if others else ""
@@ -276,7 +276,7 @@ def match_recorded_names(
         (model, names) for model in models for names in match_with_prefix(recorded, shapes_by_index, model.shapes)
     ]
     try:
-        exact = choose_fitting_model(
+        exact = choose_model_by_names(
             models, lambda model: parameters_by_index(recorded, shapes_by_index, model.shapes, lister), optimizer
         )
         assignments = [exact] if len(exact[1]) == len(exact[0].shapes) else [exact, *prefixed]
@@ -292,7 +292,7 @@ def match_recorded_names(
     return first
 
 
-def choose_fitting_model(
+def choose_model_by_names(
     models: Sequence[OneModel], fitting_names: Callable[[OneModel], Names], optimizer: Optimizer
 ) -> tuple[OneModel, Names]:
     """Return the model that fits an optimizer, and the names that it gives.

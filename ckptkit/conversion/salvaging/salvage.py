@@ -62,7 +62,7 @@ class Salvage:
     origins: tuple[Origin, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_account(self, conversion: Conversion) -> Conversion:
+    def with_account_of_lost_tensors(self, conversion: Conversion) -> Conversion:
         """Return a conversion with the account of its lost tensors; an output directory also gets it as a file.
 
         Raises `Corrupt` if no tensor is left, or if a model has lost weights and none is left.

@@ -192,12 +192,12 @@ def make_template(read: ReadAt, length: int, found: Located, entries: Mapping[st
     if found.length != storage.length or max(storage.offset, length - begin) > GLANCE:
         return None
     checksummed = [storage] if serial is None else [storage, serial]
-    pairs = tuple((first - begin, second - begin) for first, second in (entry.crc_at for entry in checksummed))
+    pairs = tuple((first - begin, second - begin) for first, second in (entry.crc_offsets for entry in checksummed))
     variable_spans = [(start, start + _crc32.size) for pair in pairs for start in pair]
     if serial is not None:
         variable_spans.append((serial.offset - begin, serial.offset - begin + serial.length))
     tail = read(begin, length - begin)
-    checksums = [_crc32.pack(entry.crc32) for entry in checksummed for _ in entry.crc_at]
+    checksums = [_crc32.pack(entry.crc32) for entry in checksummed for _ in entry.crc_offsets]
     if min(variable_spans)[0] < 0 or [tail[slice(*span)] for span in variable_spans[: len(checksums)]] != checksums:
         return None
     edges = [0, *chain.from_iterable(sorted(variable_spans)), len(tail)]

@@ -261,7 +261,9 @@ def checksum_offsets_in(layout: Layout, paths: Iterable[str]) -> Iterator[tuple[
     for path in paths:
         with opened_torch_save(layout.root / path) as (read, length):
             entries = read_directory(read, length)
-        yield from (((path, entry.offset), at) for entry in entries.values() if entry.length for at in entry.crc_at)
+        yield from (
+            ((path, entry.offset), at) for entry in entries.values() if entry.length for at in entry.crc_offsets
+        )
 
 
 def read_raw_pickle(path: Path) -> bytes:

@@ -122,7 +122,7 @@ class StorageSlot:
 
     offset: int
     length: int
-    crc_at: tuple[int, int]
+    crc_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +211,8 @@ class _ArchiveBuilder:
             self.parts.append((self.start, bytes(self.known)))
             self.start, self.known = offset + length, bytearray()
             # the second offset is relative to the directory
-            crc_at = (self.at + 4, len(self.directory) + 16)
-            self.holes[name.removeprefix("data/")] = StorageSlot(offset, length, crc_at)
+            crc_offsets = (self.at + 4, len(self.directory) + 16)
+            self.holes[name.removeprefix("data/")] = StorageSlot(offset, length, crc_offsets)
         else:
             checksum = crc32(content)
             self.known += content
@@ -249,5 +249,8 @@ class _ArchiveBuilder:
         few, near = min(count, 0xFFFF), min(at, ALL_ONES)
         self.known += END.pack(b"PK\x05\x06", 0, 0, few, few, min(size, ALL_ONES), near, 0)
         self.parts.append((self.start, bytes(self.known)))
-        holes = {key: replace(hole, crc_at=(hole.crc_at[0], at + hole.crc_at[1])) for key, hole in self.holes.items()}
+        holes = {
+            key: replace(hole, crc_offsets=(hole.crc_offsets[0], at + hole.crc_offsets[1]))
+            for key, hole in self.holes.items()
+        }
         return ZipTemplate(self.at, tuple(self.parts), holes)

@@ -97,7 +97,7 @@ class ZipEntry:
     record: int = 0
 
     @property
-    def crc_at(self) -> tuple[int, int]:
+    def crc_offsets(self) -> tuple[int, int]:
         """Return both offsets of the CRC-32: in the data descriptor after the content, and in the directory."""
         return self.offset + self.length + 4, self.record + 16
 

@@ -91,7 +91,7 @@ class Dcp(FormatWriter):
         """Return True for a directory with DCP files, whether or not the save finished."""
         return path.is_dir() and any(map(self.owns_file, names_in(path)))
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
+    def check_files_complete(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
         """Raise `Incomplete` unless the metadata is there, which DCP writes last."""
         metadata_by_rank(path)
 

@@ -135,7 +135,7 @@ def size_of_file(items: list[ShardItem]) -> int:
 def checksum_offsets_in_file(spec: Spec, offset: int) -> list[int]:
     """Return the offsets in the file of the CRC-32 of a chunk whose data is at `offset`."""
     hole = template_of_spec(spec).holes[_ONLY]
-    return [offset - hole.offset + at for at in hole.crc_at]
+    return [offset - hole.offset + at for at in hole.crc_offsets]
 
 
 def bytes_around_data(template: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:
@@ -143,7 +143,7 @@ def bytes_around_data(template: ZipTemplate, checksum: int) -> tuple[bytes, byte
     (_, head), (start, known) = template.parts
     (hole,) = template.holes.values()
     tail = bytearray(known)
-    for at in hole.crc_at:
+    for at in hole.crc_offsets:
         tail[at - start : at - start + 4] = checksum.to_bytes(4, "little")
     return head, bytes(tail)
 

@@ -62,7 +62,7 @@ class HuggingFace(FormatWriter):
             return any(map(self.owns_file, names_in(path)))
         return path.suffix == _SUFFIX
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report files that the index names and that are missing; raise if the files are ambiguous."""
         find_safetensors(path, report)
 

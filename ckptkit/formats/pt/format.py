@@ -61,7 +61,7 @@ class Pt(FormatWriter):
         """Return True for a torch.save file of any name, or a directory with one under a usual name."""
         return bool(find_state_files(path))
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:  # noqa: ARG002 - with one file there is one problem
+    def check_files_complete(self, path: Path, report: Report) -> None:  # noqa: ARG002 - with one file there is one problem
         """Raise `Unsupported` if several files are candidates, `Corrupt` if the file is truncated.
 
         An archive is complete if it has its directory, which torch writes last; an old file if it has all its storages.

@@ -55,7 +55,7 @@ class PtShards(FormatReader):
         """Return True for a directory with an index, or with files that are numbered like indexed ones."""
         return path.is_dir() and any(_INDEX.fullmatch(name) or _NUMBERED.fullmatch(name) for name in names_in(path))
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report each file that the index names and that is missing or truncated."""
         index = read_directory_index(path)
         for name in index.files:

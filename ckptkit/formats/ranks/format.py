@@ -136,7 +136,7 @@ class FilePerRank(FormatWriter):
         bare = min(filter(BARE.match_name, names), default=None)
         return has_model_files(names) or (bare is not None and has_pickled_shards(path / bare))
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
         check_files(path, find_rank_files(path).names, report)
 

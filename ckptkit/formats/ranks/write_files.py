@@ -231,7 +231,7 @@ def patch_rank_files(
                     if (chunk.path, chunk.offset) != (source.path, source.offset):
                         yield from copies_of(source, chunk, sources)
                     crc = checksums[source.path, source.offset].to_bytes(4, "little")
-                    yield from ((chunk.path, (at, crc)) for at in entries[chunk.offset].crc_at)
+                    yield from ((chunk.path, (at, crc)) for at in entries[chunk.offset].crc_offsets)
 
 
 def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:

@@ -57,7 +57,7 @@ class DeepSpeed(FormatReader):
             return any(map(is_deepspeed_file, names_in(path)))
         return is_useless_alone(path.name) and is_torch_save(path)
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report each file that is missing or truncated."""
         files = files_at(path)
         check_files(path, sorted(source_file_names(files)), report)

@@ -272,7 +272,7 @@ class Universal(FormatWriter):
         """Return True for a directory with a parameter directory, or with a pointer to such a directory."""
         return path.is_dir() and find_tag_directory(path) is not None
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report each parameter file that is missing."""
         check_parameter_files(path, find_tag_directory(path) or "", report)
 

@@ -171,7 +171,7 @@ class Megatron(FormatReader):
             return any(map(is_rank_directory, paths))
         return path.name in FILES and is_existing_path(path)
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report each missing rank, each rank directory without a file, and each truncated file."""
         root, files = find_root_and_rank_files(path, report)
         directories = find_directories(files)

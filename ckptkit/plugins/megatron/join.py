@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported, errors_at
-from ckptkit.formats.shards.join_ranks import first_readable_replica, join_by_rule, replica_chunks_of
+from ckptkit.formats.shards.join_ranks import first_readable_of_equal_replicas, join_by_rule, replica_chunks_of
 from ckptkit.layout import Chunk, StoredTensor, axes
 from ckptkit.plugins.megatron.rules import join_rule_for
 from ckptkit.plugins.megatron.saved import VERSION, GridSizes, Rank, SavedRank
@@ -223,7 +223,7 @@ class SavedJob:
             message = f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
             raise Unsupported(message)
         if not shards[0].spec.shape:  # the step of an optimizer
-            return first_readable_replica(shards)
+            return first_readable_of_equal_replicas(shards)
         first = self.ranks[Rank(0, stage, 0)]
         recorded = first.find_number(VERSION) or 0
         if recorded < self.row_order_version:
@@ -253,6 +253,6 @@ def with_replicas(
     spares = () if name.endswith(_COUNTED) else replica_chunks_of(tensor, shards)
     if other is None:
         return JoinedTensor(tensor, spares)
-    chosen = first_readable_replica([other.tensor, tensor])
+    chosen = first_readable_of_equal_replicas([other.tensor, tensor])
     others = () if name.endswith(_COUNTED) else replica_chunks_of(chosen, [other.tensor, tensor])
     return JoinedTensor(chosen, (*other.spares, *others, *spares))

@@ -24,7 +24,7 @@ from ckptkit.formats.shards.join_ranks import (
     COPIED,
     JoinRules,
     as_lost_tensors,
-    first_readable_replica,
+    first_readable_of_equal_replicas,
     join_by_rule,
     replica_chunks_of,
     require_join_rule,
@@ -111,7 +111,7 @@ def join_split_tensor(name: str, shards: Sequence[StoredTensor], params: Params 
         if shape[:1] != (params.head_dim,) or len(shards) % params.key_heads:
             raise Corrupt(f"expected {params.key_heads} heads on {len(shards)} ranks, found {shards[0].spec} on each")
         groups = (shards[i : i + copies] for i in range(0, len(shards), copies))
-        return join_by_rule([first_readable_replica(group) for group in groups], BY_ROWS)
+        return join_by_rule([first_readable_of_equal_replicas(group) for group in groups], BY_ROWS)
     return join_by_rule(shards, require_join_rule(name, _RULES, len(shards)))
 
 
@@ -164,7 +164,7 @@ class Consolidated(FormatReader):
         files = [path / name for name in names_in(path) if self.owns_file(name)] if path.is_dir() else [path]
         return any(self.owns_file(file.name) and is_torch_save(file) for file in files)
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report each file that is truncated or missing."""
         root, files = consolidated_directory_and_files(path, report)
         check_files(root, (name for name in files if is_existing_path(root / name)), report)

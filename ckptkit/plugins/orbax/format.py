@@ -116,7 +116,7 @@ class Orbax(FormatReader):
         names = names_in(path)
         return NAME in names or MANIFEST in names or (is_unfinished_save(path) and _STEP in names)
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report an unfinished save, and missing files."""
         names = names_in(path)
         if is_unfinished_save(path):
@@ -131,7 +131,7 @@ class Orbax(FormatReader):
 
         Reports each array that cannot be opened or lacks cells.
         """
-        self.check_names_and_sizes(path, raise_problem)
+        self.check_files_complete(path, raise_problem)
         require_tensorstore(path)
         tree = read_tree_metadata(path)
         values = values_in_ocdbt(path) if tree.is_ocdbt else values_in_files(path, tree.arrays)

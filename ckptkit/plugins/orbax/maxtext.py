@@ -109,7 +109,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         Rule.of("token_embedder.embedding", "model.embed_tokens.weight", rows),
         Rule.of("decoder.decoder_norm.scale", "model.norm.weight"),
         Rule.of("decoder.logits_dense.kernel", "lm_head.weight", Chain((SwappedAxes(), rows))),
-        *(Rule.of(f"{_OWN}{own}.scale", f"{LAYER}{hub}.weight") for own, hub in norm_hub_names(model).items()),
+        *(Rule.of(f"{_OWN}{own}.scale", f"{LAYER}{hub}.weight") for own, hub in hub_norm_modules(model).items()),
         *attention_rules(is_in_pairs=model == "llama"),
         *(
             Rule.of(f"{_OWN}mlp.{own}.kernel", f"{LAYER}mlp.{hub}_proj.weight", SwappedAxes())
@@ -118,7 +118,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     )
 
 
-def norm_hub_names(model: str) -> dict[str, str]:
+def hub_norm_modules(model: str) -> dict[str, str]:
     """Return the Hub names of the norms in a layer, keyed by MaxText name."""
     of_heads = {"self_attention.query_norm": "self_attn.q_norm", "self_attention.key_norm": "self_attn.k_norm"}
     if model in _GEMMAS:

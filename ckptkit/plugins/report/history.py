@@ -185,7 +185,7 @@ def to_float(value: object) -> float | None:
 def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | None = None) -> History:
     """Read the run's metrics.jsonl, or else the Trainer state, or else the metrics in the checkpoints."""
     if (root / METRICS).is_file():
-        return read_metrics_log(root / METRICS, progress)
+        return read_metrics_jsonl(root / METRICS, progress)
     listed = list(checkpoints)
     states = [checkpoint.path / TRAINER_STATE for checkpoint in reversed(listed) if checkpoint.path.is_dir()]
     state = next((path for path in [root / TRAINER_STATE, *states] if path.is_file()), None)
@@ -198,7 +198,7 @@ def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | Non
     return history
 
 
-def read_metrics_log(path: Path, progress: Told | None = None) -> History:
+def read_metrics_jsonl(path: Path, progress: Told | None = None) -> History:
     """Read a file of JSON lines, up to the last complete line."""
     history = History(path.name)
     for line in complete_lines_of(path, progress):

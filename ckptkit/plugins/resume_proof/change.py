@@ -208,7 +208,7 @@ def rewrite_checksums(file: Path, start: int, length: int, offsets: Iterable[int
                 continue
             crc = crc32(read(entry.offset, entry.length)).to_bytes(4, "little")
             if entry.crc32:  # 0 if torch was told not to compute any
-                for place in entry.crc_at:
+                for place in entry.crc_offsets:
                     opened.seek(start + place)
                     opened.write(crc)
 

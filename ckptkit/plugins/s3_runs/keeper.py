@@ -38,7 +38,7 @@ from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, error_code_of
 from ckptkit.io.stores.s3_objects import list_objects
 from ckptkit.models.companions import CONFIG
-from ckptkit.plugins.s3_runs.objects import delete_objects, find_claim_at, in_batches, read_store_clock
+from ckptkit.plugins.s3_runs.objects import delete_objects, find_claim_at, in_batches, read_store_or_local_clock
 from ckptkit.runs import pins, watches
 from ckptkit.runs.keeper import WatchLease, require_complete_checkpoint
 from ckptkit.runs.local_keeper import reasons_to_keep
@@ -152,7 +152,7 @@ class S3Keeper:
     @contextmanager
     def watching(self, key: str, longest: float) -> Iterator[WatchLease]:
         """Lock the file of a watch on this machine, where its journal also is."""
-        read_store_clock(self.bucket)  # fail now if the bucket does not exist, instead of retrying later
+        read_store_or_local_clock(self.bucket)  # fail now if the bucket does not exist, instead of retrying later
         folder = local_directory_of_run(self.root)
         with translate_os_errors(folder):
             make_directories(folder, sync=False)
@@ -252,7 +252,7 @@ class S3Keeper:
             except (TypeError, ValueError, KeyError) as error:
                 message = "expected the record of a watch, found other data"
                 raise Corrupt(message, path=path, hint="delete this object") from error
-            if name == checkpoint.name and read_store_clock(self.bucket) < until:
+            if name == checkpoint.name and read_store_or_local_clock(self.bucket) < until:
                 yield f"a watch on {host} is handling it"
 
     def _claim_key(self, checkpoint: Path) -> str:
@@ -280,7 +280,7 @@ class S3Post:
 
     def protect(self, checkpoint: Path) -> None:
         """Write the object, then wait for a deletion that started before it."""
-        until = read_store_clock(self.keeper.bucket) + self.longest
+        until = read_store_or_local_clock(self.keeper.bucket) + self.longest
         content = json.dumps({"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}).encode()
         if self._try_call("put_object", Body=content):
             last = time.monotonic() + _PATIENCE
@@ -294,7 +294,7 @@ class S3Post:
 
     def now_ns(self) -> int:
         """Return the time of the store."""
-        return int(read_store_clock(self.keeper.bucket) * 1e9)
+        return int(read_store_or_local_clock(self.keeper.bucket) * 1e9)
 
     def require_unmoved_run(self) -> None:
         """Raise `NotACheckpoint` if the journal was moved or removed."""

@@ -101,7 +101,7 @@ def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def read_store_clock(bucket: S3Bucket) -> float:
+def read_store_or_local_clock(bucket: S3Bucket) -> float:
     """Return the time by the store's clock, in seconds since 1970."""
     answer = bucket.call_operation("list_objects_v2", MaxKeys=1)
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")

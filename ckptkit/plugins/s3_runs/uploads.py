@@ -24,7 +24,7 @@ from ckptkit.plugins.s3_runs.objects import (
     find_claim_at,
     find_sent_parts,
     in_batches,
-    read_store_clock,
+    read_store_or_local_clock,
 )
 from ckptkit.runs.uploads import OpenUpload
 
@@ -58,7 +58,7 @@ def find_uploads(root: RemotePath) -> list[OpenUpload]:
     parts = map_in_parallel(lambda upload: find_sent_parts(bucket, upload), uploads)
     measured = {upload: sent for upload, sent in zip(uploads, parts, strict=True) if sent is not None}
     places = list(claimed_destinations(bucket, objects))
-    now = read_store_clock(bucket)
+    now = read_store_or_local_clock(bucket)
     named = {upload for place in places for upload in (place.claim.uploads or {}).values()}
     unclaimed = [upload for upload in measured if upload.upload not in named]
     every = [

@@ -160,7 +160,7 @@ class TorchCheckpointing(FormatWriter):
         plain = filter(None, map(_PLAIN.fullmatch, sorted(names)))
         return any(has_dtensors(path, match[0]) for match in plain if match["rank"] == "0")
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         """Report each file in the metadata that is missing."""
         items, _ = read_or_infer_items(path)
         for file in files_of_items(items.values()):

@@ -25,7 +25,7 @@ class Example(FormatReader):
     def detect(self, path: Path) -> bool:
         return self.owns_file(path.name) and path.is_file()
 
-    def check_names_and_sizes(self, path: Path, report: Report) -> None:
+    def check_files_complete(self, path: Path, report: Report) -> None:
         self.read(path, report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:

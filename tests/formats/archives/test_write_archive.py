@@ -28,7 +28,7 @@ def filled(envelope: ZipTemplate, data: Mapping[str, bytes], *, sealed: bool = T
     whole = bytearray(envelope.nbytes)
     places = [(hole.offset, data[key]) for key, hole in envelope.holes.items()]
     sums = {key: zlib.crc32(data[key]).to_bytes(4, "little") for key in envelope.holes}
-    places_of_sums = [(at, sums[key]) for key, hole in envelope.holes.items() for at in hole.crc_at]
+    places_of_sums = [(at, sums[key]) for key, hole in envelope.holes.items() for at in hole.crc_offsets]
     seals = places_of_sums if sealed else []
     for offset, content in (*envelope.parts, *places, *seals):
         assert offset + len(content) <= len(whole)

@@ -12,7 +12,7 @@ import pytest
 import ckptkit
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, Usage
 from ckptkit.plugins.report import history
-from ckptkit.plugins.report.history import read_history, read_metrics_log
+from ckptkit.plugins.report.history import read_history, read_metrics_jsonl
 from ckptkit.plugins.report.report import report
 from tests import producers
 from tests.cli.pictures.runs import HOSTILE, LAYERS, make_run
@@ -185,18 +185,18 @@ def test_metrics_of_checkpoints_are_the_last_source(run: Path) -> None:
 )
 def test_broken_logs_are_survived(lines: bytes, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(lines)
-    found = read_metrics_log(tmp_path / "metrics.jsonl")
+    found = read_metrics_jsonl(tmp_path / "metrics.jsonl")
     assert all(not series.stretches for series in found.series.values())
     good = b'{"step": 3, "loss": 2.0}\n'
     (tmp_path / "metrics.jsonl").write_bytes(lines + b"\n" + good)
-    assert read_metrics_log(tmp_path / "metrics.jsonl").series["loss"].latest == 2.0
+    assert read_metrics_jsonl(tmp_path / "metrics.jsonl").series["loss"].latest == 2.0
 
 
 def test_lines_across_blocks_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_BLOCK", 37)
     lines = [json.dumps({"step": step, "loss": step / 7}) + "\n" for step in range(200)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    found = read_metrics_log(tmp_path / "metrics.jsonl")
+    found = read_metrics_jsonl(tmp_path / "metrics.jsonl")
     assert found.skipped == 0
     assert len(found.series["loss"].stretches) == 200
 
@@ -204,7 +204,7 @@ def test_lines_across_blocks_are_whole(tmp_path: Path, monkeypatch: pytest.Monke
 def test_names_without_end_are_not_kept(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, f"metric{step}": 1.0}) + "\n" for step in range(1000)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert len(read_metrics_log(tmp_path / "metrics.jsonl").series) == 64
+    assert len(read_metrics_jsonl(tmp_path / "metrics.jsonl").series) == 64
 
 
 def test_nothing_to_tell_of(tmp_path: Path) -> None:
