@@ -1,4 +1,4 @@
-"""What the scripts of this directory share: their directory, ranks of torchrun, ckptkit's command line, a tokenizer."""
+"""What the scripts of this directory share: a directory, ranks of torchrun, ckptkit's command line, a tiny Llama."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# A script has the name of its trainer's library: the library must be found first.
+# A script has the name of its trainer's library: the library must be found first. A process that the library spawns
+# imports the script again, and this module with it.
 sys.path.remove(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
+
+WORDS = 200  # of the tiny Llama
+STEPS, SAVED = 4, 2  # of a training, and up to its first checkpoint
+LENGTH = 12  # of a row of tokens
 
 
 @contextmanager
@@ -98,6 +104,103 @@ def write_tokenizer(model: Path, words: int) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(model)
+
+
+def write_llama(base: Path, **options: Any) -> None:
+    """Write a tiny Llama with its tokenizer, as transformers does."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(base)
+    write_tokenizer(base, WORDS)
+
+
+def write_rows(path: Path, row: Callable[[str], Mapping[str, str]]) -> None:
+    """Write 32 rows of JSON. Their texts have one length: the loss does not depend on how ranks share the rows."""
+    texts = (" ".join(f"w{(seed * 31 + place * 7) % (WORDS - 4)}" for place in range(8)) for seed in range(32))
+    path.write_text("".join(json.dumps(row(text)) + "\n" for text in texts))
+
+
+def check_logits(name: str, expected: Any, found: Any, *, tolerance: float = 0) -> None:
+    """Compare the logits of two models of transformers on a few tokens."""
+    import torch
+
+    tokens = torch.arange(4, 12).unsqueeze(0)
+    with torch.no_grad():
+        difference = (expected.eval()(tokens).logits - found.eval()(tokens).logits).abs().max().item()
+    assert difference <= tolerance, f"{name}: logits differ by {difference}"
+
+
+def check_export(name: str, model: Path, logits: Path) -> None:
+    """Compare a model, opened by transformers, with the logits in a file, for one row with the first tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(model)(torch.arange(LENGTH).unsqueeze(0)).logits
+    difference = (found - torch.load(logits)).abs().max().item()
+    assert difference < 1e-5, f"{name}: logits differ by {difference}"
+
+
+def check_fine_tuning(
+    root: Path, write_config: Callable[..., Path], lora: Mapping[str, Any], *, title: str, base: Sequence[object] = ()
+) -> None:
+    """Check a trainer that saves as transformers' Trainer does: all weights and a LoRA, on 2 ranks, resumed on 1.
+
+    `write_config(root, name, ranks, **options)` writes the configuration of a run into the directory `root / name`.
+    The script runs it, saves the trained weights as `trained.pt`, and the LoRA's config. `base` are the options of
+    `consolidate` for all weights.
+    """
+    options: dict[str, Mapping[str, Any]] = {"full": {}, "lora": lora}
+    ranks(2, *(write_config(root, kind, 2, **more) for kind, more in options.items()))
+    for kind in options:
+        last = root / kind / f"checkpoint-{STEPS}"
+        said = ckptkit("inspect", last)
+        assert f"trainer: {title}" in said, f"{kind}: {said}"
+        ckptkit("verify", last)
+        ckptkit("reshard", root / kind / f"checkpoint-{SAVED}", root / f"{kind}-on-1", "--to", 1)
+    _check_full(root, base)
+    _check_lora(root)
+    resumed = {kind: {**more, "resume_from_checkpoint": f"{root}/{kind}-on-1"} for kind, more in options.items()}
+    ranks(1, *(write_config(root, f"{kind}-resumed", 1, **more) for kind, more in resumed.items()))
+    for kind in options:
+        expected, found = (
+            logged_losses(root / name / f"checkpoint-{STEPS}", root / f"{name}-losses.json")
+            for name in (kind, f"{kind}-resumed")
+        )
+        check_losses(kind, expected, found)
+
+
+def _check_full(root: Path, base: Sequence[object]) -> None:
+    """Compare the model that ckptkit writes with the trained one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ckptkit("consolidate", root / "full" / f"checkpoint-{STEPS}", root / "out", *base)
+    trained = AutoModelForCausalLM.from_pretrained(root / "base")
+    trained.load_state_dict(torch.load(root / "full" / "trained.pt"))
+    check_logits("full", trained, AutoModelForCausalLM.from_pretrained(root / "out"))
+
+
+def _check_lora(root: Path) -> None:
+    """Compare the adapter that ckptkit exports, and its merge, with the trained model."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    last = root / "lora" / f"checkpoint-{STEPS}"
+    trained, again = (AutoModelForCausalLM.from_pretrained(root / "base") for _ in range(2))
+    trained = get_peft_model(trained, LoraConfig.from_pretrained(root / "lora"))
+    trained.load_state_dict(torch.load(root / "lora" / "trained.pt"))
+    ckptkit("consolidate", last, root / "adapter")
+    ckptkit("merge", root / "base", last, root / "merged")
+    check_logits("adapter", trained, PeftModel.from_pretrained(again, root / "adapter"))
+    check_logits("merged", trained, AutoModelForCausalLM.from_pretrained(root / "merged"), tolerance=1e-5)
 
 
 def logged_losses(checkpoint: Path, output: Path) -> Path:
