@@ -188,9 +188,9 @@ OLMO = TrainerFacts(
     states=(r"data_paths\.txt",),  # olmo_core/train/callbacks/config_saver.py, which also writes its own config.json
 )
 
-# nemo_automodel/components/checkpoint/{checkpointing,lifecycle,utils}.py of NeMo Automodel 36044ad3 (August 2026):
-# `epoch_E_step_S` with `model`, which has safetensors of ranks or DCP, `optim`, DCP under `optim` and `sched`, and the
-# states of ranks; `.incomplete` is in it until all is written. `LATEST` leads to the last complete one.
+# nemo_automodel/components/checkpoint/{checkpointing,lifecycle,utils}.py of NeMo Automodel 0.7.0: `epoch_E_step_S` with
+# `model`, which has safetensors of ranks or DCP, `optim`, DCP under `optim` and `sched`, and files of each rank, which
+# the rank cannot do without. `.incomplete` is in it until all is written. `LATEST` leads to the last complete one.
 AUTOMODEL = TrainerFacts(
     name="nemo_automodel",
     marks=(Mark("NeMo Automodel", place="model", beside="losses.json"),),
@@ -199,7 +199,6 @@ AUTOMODEL = TrainerFacts(
     others=("optim",),
     companions=(".hf_metadata", "consolidated"),
     kept={"dataloader": "optim", "rng": "optim"},
-    own_state=(r"(?:rng_global|(?:rng|dataloader)_dp)_rank_([0-9]+)\.pt",),
     states=(r"step_scheduler\.pt", r"losses\.json", r"consolidate\.sh"),
     unfinished=(".incomplete",),
 )
@@ -455,9 +454,9 @@ LEROBOT = TrainerFacts(
 # `who_wrote` tries the trainers in this order: the most specific marks come first, and torch comes before the libraries
 # whose files may be beside its checkpoints.
 _ALL = (
-    *(CKPTKIT, TRL, SENTENCE_TRANSFORMERS),
-    *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
-    *(PRIME_RL, AUTOMODEL, VEOMNI, LLAMA_FACTORY, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX),
-    *(GRAIN, VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT, TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
+    *(CKPTKIT, TRL, SENTENCE_TRANSFORMERS, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN),
+    *(TORCHTUNE, OLMO, SKYRL, VERL, PRIME_RL, AUTOMODEL, VEOMNI, LLAMA_FACTORY, DEEPSPEED, DLROVER),
+    *(NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT),
+    *(TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

@@ -201,7 +201,7 @@ def _check_lora(root: Path) -> None:
 
     last = root / "lora" / f"checkpoint-{STEPS}"
     trained, again = (AutoModelForCausalLM.from_pretrained(root / "base") for _ in range(2))
-    trained = get_peft_model(trained, LoraConfig.from_pretrained(root / "lora"))
+    trained = get_peft_model(trained, LoraConfig.from_pretrained(str(root / "lora")))
     trained.load_state_dict(torch.load(root / "lora" / "trained.pt"))
     ckptkit("consolidate", last, root / "adapter")
     ckptkit("merge", root / "base", last, root / "merged")
