@@ -19,7 +19,7 @@ from ckptkit.words import count
 
 Config = Mapping[str, Any]
 # heads of transformers' classes, and value heads that RLHF libraries add to a causal model. Sources:
-# AutoModelForCausalLMWithValueHead (`v_head`), openrlhf/models/model.py (`value_head` and others)
+# AutoModelForCausalLMWithValueHead (`v_head`), get_llm_for_sequence_regression (`value_head` and others)
 _HEAD = re.compile(r"(?:.*\.)?(?:score|(?:pre_)?classifier|qa_outputs|pooler|classification_head)\..+")
 _VALUE_HEAD = re.compile(r"(?:.*\.)?(?:v_head|value_head|reward_head|regression_head)\..+")
 

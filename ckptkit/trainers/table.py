@@ -306,6 +306,14 @@ DEEPSPEED = TrainerFacts(
     ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
 )
 
+# openrlhf/utils/deepspeed/deepspeed.py, `save_ckpt`, and openrlhf/trainer/ppo_trainer.py of OpenRLHF 0.11.2: those of
+# DeepSpeed, with metric.json, by which old ones are deleted. The best one of a run is `best_global_stepN`.
+OPENRLHF = TrainerFacts(
+    name="openrlhf",
+    marks=(Mark("OpenRLHF, by DeepSpeed", files=(_ZERO,), json=("metric.json", "metric_key")),),
+    states=(r"metric\.json",),
+)
+
 # dlrover/python/common/constants.py, `CheckpointConstant.TRACER_FILE_NAME`, of its flash checkpoints.
 DLROVER = TrainerFacts(name="dlrover", trackers=("dlrover_latest.txt",))
 
@@ -455,7 +463,7 @@ LEROBOT = TrainerFacts(
 # whose files may be beside its checkpoints.
 _ALL = (
     *(CKPTKIT, TRL, SENTENCE_TRANSFORMERS, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN),
-    *(TORCHTUNE, OLMO, SKYRL, VERL, PRIME_RL, AUTOMODEL, VEOMNI, LLAMA_FACTORY, DEEPSPEED, DLROVER),
+    *(TORCHTUNE, OLMO, SKYRL, VERL, PRIME_RL, AUTOMODEL, VEOMNI, LLAMA_FACTORY, OPENRLHF, DEEPSPEED, DLROVER),
     *(NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT),
     *(TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
 )

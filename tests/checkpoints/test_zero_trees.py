@@ -89,3 +89,13 @@ def test_of_other_wrappers(place: str, tag: str, step: int, trainer: str, tmp_pa
         found = Checkpoint.open(source)
         assert (found.layout.format, found.step, found.world_size) == ("deepspeed", step, 2)
         assert found.trainer == trainer
+
+
+def test_of_openrlhf(tmp_path: Path, produce: Produce) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(produce(zero.on_two).root / "zero2", run)
+    (run / "global_step2" / "metric.json").write_text(json.dumps({"metric_key": None, "metric_value": None}))
+    for source in (run, run / "global_step2"):
+        found = ckptkit.inspect(source)
+        assert found.trainer == "OpenRLHF, by DeepSpeed"
+        assert {left.why for left in found.left_behind} <= {"training state"}
