@@ -96,7 +96,8 @@ def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str])
     if guess in _ARGUMENTS:
         return f"pass it without an option: `{command} {usage}`"
     if guess in ("--to", "--format"):
-        return "run `ckptkit convert SRC OUT --to FORMAT` for another format"
+        own = "pass --json for JSON, or " if guess == "--format" and "--json" in known else ""
+        return f"{own}run `ckptkit convert SRC OUT --to FORMAT` for another format"
     return f"run `{command} --help`"
 
 

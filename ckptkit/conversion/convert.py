@@ -77,7 +77,7 @@ def convert(
     to = to or find_format_of_file_name(to_destination(dst).name)
     if to is None:
         formats = join_with_or((*writable_formats(), ADAPTER))
-        raise Usage(f"--to: expected {formats}, found none", hint="pass --to with one of them")
+        raise Usage(f"--to: expected {formats}, found none", hint="pass --to with one of them: hf is safetensors")
     own = ConvertOptions.of(
         options,
         to=to,

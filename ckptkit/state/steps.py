@@ -77,8 +77,8 @@ def require_one_named_module(model: Model) -> None:
     keys = [model.weights.whole.key(old) for old in model.weights.came_from.values()]
     if keys and all(isinstance(key[-1], int) for key in keys):
         where = ".".join(map(str, keys[0][:-1])) or "the file"
-        message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as some averages do"
-        hint = "copy the average into its model with its library (`copy_to`), and save that model"
+        message = f"`{where}` lists {count(len(keys), 'tensor')} without names"
+        hint = "save them in a dict by their names; copy an average into its model first (`copy_to`), and save that"
         raise Unsupported(message, path=model.part.path, hint=hint)
     if model.companions.modules:
         names = ", ".join(f"`{name}`" for name in model.companions.modules)

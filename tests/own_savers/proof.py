@@ -155,12 +155,14 @@ def check_fine_tuning(
     title: str,
     base: Sequence[object] = (),
     resumes: Sequence[str] = ("full", "lora"),
+    depends_on_ranks: bool = False,
 ) -> None:
     """Check a trainer that saves as transformers' Trainer does: all weights and a LoRA, on 2 ranks, resumed on 1.
 
     `write_config(root, name, ranks, **options)` writes the configuration of a run into the directory `root / name`.
     The script runs it, saves the trained weights as `trained.pt`, and the LoRA's config. `base` are the options of
-    `consolidate` for all weights, `resumes` the runs that the trainer can resume from its shards.
+    `consolidate` for all weights, `resumes` the runs that the trainer can resume from its shards. Where the batches of a
+    step depend on the ranks, the losses are compared with those of the trainer's own resume on 1 rank.
     """
     options: dict[str, Mapping[str, Any]] = {"full": {}, "lora": lora}
     ranks(2, *(write_config(root, kind, 2, **more) for kind, more in options.items()))
@@ -172,12 +174,17 @@ def check_fine_tuning(
         ckptkit("reshard", root / kind / f"checkpoint-{SAVED}", root / f"{kind}-on-1", "--to", 1)
     _check_full(root, base)
     _check_lora(root)
-    resumed = {kind: {**options[kind], "resume_from_checkpoint": f"{root}/{kind}-on-1"} for kind in resumes}
-    ranks(1, *(write_config(root, f"{kind}-resumed", 1, **more) for kind, more in resumed.items()))
+    sources = {"resumed": "{kind}-on-1", **({"own": f"{{kind}}/checkpoint-{SAVED}"} if depends_on_ranks else {})}
+    resumed = {
+        f"{kind}-{name}": {**options[kind], "resume_from_checkpoint": f"{root}/{source.format(kind=kind)}"}
+        for kind in resumes
+        for name, source in sources.items()
+    }
+    ranks(1, *(write_config(root, name, 1, **more) for name, more in resumed.items()))
     for kind in resumes:
         expected, found = (
             logged_losses(root / name / f"checkpoint-{STEPS}", root / f"{name}-losses.json")
-            for name in (kind, f"{kind}-resumed")
+            for name in (f"{kind}-own" if depends_on_ranks else kind, f"{kind}-resumed")
         )
         check_losses(kind, expected, found)
 

@@ -122,7 +122,11 @@ def remove_earlier_smoke_run(run: Path) -> None:
 
 def require_free_paths(run: Path, out: Path, *, overwrite: bool) -> None:
     """Raise `Occupied` if `run` or `out` exists, unless `overwrite` is given and an earlier smoke test made them."""
-    require_free_destination(out, overwrite)
+    try:
+        require_free_destination(out, overwrite)
+    except Occupied as error:  # the user may not have named it: `out` is the default
+        error.hint = "pass another --out, or --overwrite"
+        raise
     check_replaceable(out)
     with translate_os_errors(run):
         if run.exists() and any(run.iterdir()):
