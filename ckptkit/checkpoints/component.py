@@ -248,4 +248,4 @@ def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[
         keys = {names[name]: (*above, *layout.key(name)) for name in layout.names}
         named.append(edits.with_renamed_entries(layout, names, keys))
         used_names.update(names.values())
-    return edits.merge_layouts(root, named)
+    return edits.join_disjoint_layouts(root, named)

@@ -195,7 +195,7 @@ def components_beside(path: Path) -> dict[Path, Component | None]:
     components: dict[Path, Component | None] = {}
     names = sorted(names_in(folder))
     for name in names:
-        path_beside, key = folder / name, trainers.find_key_of_file_beside(name, step, names)
+        path_beside, key = folder / name, trainers.find_key_for_file(name, step, names)
         is_file = key is not None and path_beside.is_file()
         is_folder = key is None and step is None and trainers.is_beside_model(name) and path_beside.is_dir()
         if is_file or is_folder:

@@ -16,7 +16,7 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupport
 from ckptkit.formats.rank_names import (
     JOIN,
     has_number,
-    is_named_like_part,
+    has_shard_or_part_number,
     is_numbered,
     may_have_rank_or_part_number,
     names_of_series,
@@ -54,7 +54,7 @@ def find_partial_file_error(checkpoint: Checkpoint) -> Unsupported | None:
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
         return partial_file_error(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
     siblings = rank_file_set_of(file) or sibling_files_of_model(checkpoint, file)
-    if not siblings and file.suffix in ONE_FILE and is_named_like_part(file.name):
+    if not siblings and file.suffix in ONE_FILE and has_shard_or_part_number(file.name):
         siblings = [file.name]
     is_joined = len(siblings) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns_file, siblings))
     if siblings and not is_joined:

@@ -19,7 +19,7 @@ from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import KeyPath, Layout, Spec, edits
 from ckptkit.layout.counting import Count
-from ckptkit.models.names.parameters import find_key_in_optimizer
+from ckptkit.models.names.parameters import key_within_optimizer
 from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.state.selection import Edits
 from ckptkit.summary import Summarized
@@ -38,7 +38,7 @@ def find_counters(layout: Layout) -> set[str]:
     counters: set[str] = set()
     for name, tensor in layout.tensors.items():
         key = layout.key(name)
-        state_path = find_key_in_optimizer(key)
+        state_path = key_within_optimizer(key)
         if state_path is not None and state_path[0] == _STATE:
             states[name] = (*key[:-1], state_path[1])
             if state_path[2] == _STEP:

@@ -20,7 +20,7 @@ from ckptkit.layout.renames import match_names_by_rule, renaming_function, rules
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_companions, read_config_json
 from ckptkit.models.expected import Form, closest_form, forms_of_model
-from ckptkit.models.fit import without_extra_state
+from ckptkit.models.fit import drop_extra_state
 from ckptkit.models.names import HUB
 from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.weights import Weights, find_weights_or_none
@@ -61,7 +61,7 @@ class LoadTarget:
     @cached_property
     def plain_shapes(self) -> Mapping[str, Shape]:
         """Return the shapes of the model's weights, without `_extra_state` entries of modules."""
-        return without_extra_state(self.weights.layout)[0].shapes if self.weights else {}
+        return drop_extra_state(self.weights.layout)[0].shapes if self.weights else {}
 
     @cached_property
     def key_mismatch(self) -> KeyMismatch | None:

@@ -10,7 +10,7 @@ from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
 from ckptkit.diagnosis.finding import Finding, Value, consolidate_fix, convert_fix, is_loadable_model, rewrite_fix
-from ckptkit.diagnosis.shapes import differing_shapes, is_another_model
+from ckptkit.diagnosis.shapes import differing_shapes, most_shapes_differ
 from ckptkit.errors import Mismatch
 from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for
 from ckptkit.layout.wrappers import WRAPPERS
@@ -74,7 +74,7 @@ def names_without_wrappers(target: LoadTarget) -> dict[str, str]:
 def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
     """Yield missing and unexpected tensors, with the rule, family or prefix that fixes them, if there is one."""
     model, misfits = target.model, target.key_mismatch
-    if model is None or misfits is None or is_another_model(target, differing_shapes(target)):
+    if model is None or misfits is None or most_shapes_differ(target, differing_shapes(target)):
         return
     if not misfits:
         yield from find_family_shape_difference(target, model)
@@ -159,7 +159,9 @@ def find_names_on_disk(target: LoadTarget, model: TargetModel) -> Iterator[Findi
     names = tuple(name for name in target.plain_shapes if name not in memory.shapes)
     if is_loadable_model(target.checkpoint) or not (model.asked and names):
         return
-    message = f"the name is one for files; in memory {model.name} has another name, which torch's load asks for"
+    message = (
+        f"this is the tensor's name in files of the Hub; torch's load expects the name that {model.name} has in memory"
+    )
     fix = convert_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)
     yield Finding("family", names[0], message, fix, names)
 

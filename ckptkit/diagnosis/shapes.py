@@ -97,7 +97,7 @@ def find_shape_mismatches(target: LoadTarget) -> Iterator[Finding]:
             "vocabulary", name, message, rewrite_fix(target.checkpoint, vocab_size=expected_rows, base=target.base)
         )
     others = {name: pair for name, pair in pairs.items() if name not in padded}
-    if is_another_model(target, others):
+    if most_shapes_differ(target, others):
         yield different_model_finding(target, others)
         return
     yield from find_config_mismatch(target, others)
@@ -119,7 +119,7 @@ def differing_shapes(target: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
     return {name: pair for name, pair in pairs.items() if target.hub_shapes.get(name) != pair[1]}
 
 
-def is_another_model(target: LoadTarget, pairs: Pairs) -> bool:
+def most_shapes_differ(target: LoadTarget, pairs: Pairs) -> bool:
     """Return whether more than half of the tensors have another shape: then the model is a different one."""
     return 2 * len(pairs) > len(target.shapes)
 

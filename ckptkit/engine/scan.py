@@ -60,10 +60,10 @@ class RegionSums:
 
     def result(self) -> Scanned:
         places = {(one.path, one.offset): one.length for one in chain(*self._regions.values())}
-        return Scanned(wholes_of(self._extents, places), wholes_of(self._files, self._sizes))
+        return Scanned(complete_checksums(self._extents, places), complete_checksums(self._files, self._sizes))
 
 
-def wholes_of(sums: Checksums[Key], lengths: Mapping[Key, int]) -> dict[Key, int]:
+def complete_checksums(sums: Checksums[Key], lengths: Mapping[Key, int]) -> dict[Key, int]:
     """Return the CRC-32 of each range that was read completely."""
     return {key: crc for key, length in lengths.items() if (crc := sums.find_complete(key, length)) is not None}
 

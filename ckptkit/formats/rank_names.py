@@ -58,7 +58,7 @@ def has_number(name: str, number: int) -> bool:
     return any(int(match["number"]) == number for match in _NUMBER.finditer(name))
 
 
-def is_named_like_part(name: str) -> bool:
+def has_shard_or_part_number(name: str) -> bool:
     """Return whether a file name says that the file is a part: `shard_0`, `model_part_1`."""
     return _PART.search(name) is not None
 

@@ -126,8 +126,11 @@ def choose_files_to_pull(
         if (not include or matches_glob(name, include)) and not matches_glob(name, (*exclude, *_OF_GIT))
     }
     if not chosen:
-        what = "no file of the repository matches" if include or exclude else "the repository is empty"
-        raise Usage(what, path=repository.repo_id, hint=f"it has: {', '.join(list(repository.files)[:8])}")
+        what = "no file of the repository matches" if include or exclude else "the repository has no files to pull"
+        hint = "check the name and --revision"
+        if include or exclude:
+            hint = f"change --include or --exclude: it has {', '.join(list(repository.files)[:8])}"
+        raise Usage(what, path=repository.repo_id, hint=hint)
     return chosen
 
 

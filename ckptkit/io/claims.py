@@ -163,7 +163,7 @@ class UploadTarget:
         """Parse a claim on this path. Raises `Occupied` if it cannot be read."""
         claim = StoreClaim.parse(content)
         if not claim.plan:
-            hint = "another version wrote it: delete this object, and its upload is forgotten"
+            hint = "finish that upload with the ckptkit that began it, or delete this object to give the upload up"
             raise Occupied("the claim of another upload cannot be read", path=self.claim_path, hint=hint)
         return claim
 
@@ -176,15 +176,15 @@ class UploadTarget:
         hint = "run the same command again when it is done"
         return Occupied("another upload began at this moment", path=self.path, hint=hint)
 
-    def lost_claim_error(self, did: str = "has abandoned") -> Occupied:
+    def lost_claim_error(self, did: str = "has canceled") -> Occupied:
         """Return the error for an upload whose claim another process has replaced; `did` says what that process did."""
-        hint = "only one process may write here at a time"
+        hint = "run the same command again when the other process has ended"
         return Occupied(f"another process {did} this upload", path=self.path, hint=hint)
 
     def no_claim_error(self) -> Occupied:
         """Return the error for a process that joins an upload without a claim."""
-        hint = "start the process that claims it first, with the same sources and options"
-        return Occupied("no upload of these files is under way", path=self.path, hint=hint)
+        hint = "start the save or the command again, on all ranks or parts"
+        return Occupied("the upload that this process should join does not exist", path=self.path, hint=hint)
 
     @property
     def _own(self) -> str:

@@ -48,7 +48,7 @@ def with_paths_below(layout: Layout, directory: str) -> Layout:
     )
 
 
-def merge_layouts(root: Path, layouts: Sequence[Layout]) -> Layout:
+def join_disjoint_layouts(root: Path, layouts: Sequence[Layout]) -> Layout:
     """Join layouts that share no name, in the first one's format, with its texts. Paths must be relative to `root`."""
 
     def joined(parts: Iterable[Mapping[str, _Entry]]) -> dict[str, _Entry]:
@@ -106,13 +106,13 @@ def with_new_key_paths(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layo
             message = f"`{old_names[new]}` and `{name}` would both get this name"
             raise Mismatch(message, path=layout.path, tensor=new, hint="change --rename, or drop one with --exclude")
         old_names[new], keys[new] = name, key
-    check_key_paths(layout, keys)
+    require_nestable_key_paths(layout, keys)
     names = {old: new for new, old in old_names.items()}
     names |= {name: ".".join(map(str, key_paths.get(name, (name,)))) for name in layout.absent}
     return with_renamed_entries(layout, names, keys)
 
 
-def check_key_paths(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
+def require_nestable_key_paths(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
     """Raise `Mismatch` if an entry is where others need a dict."""
     ends = {key: name for name, key in keys.items()}
     for name, key in keys.items():

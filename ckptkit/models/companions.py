@@ -165,7 +165,7 @@ def find_companions_in(directory: Path, *, follow_links: bool = False) -> Compan
         files = {name: read(name) for name in names if (directory / name).is_file()}
         return Companions(directory, files, library=library)
     code = own_code_files(config)
-    names = [*FILES, *chat_templates_in(directory, follow_links=follow_links)]
+    names = [*FILES, *additional_chat_templates_in(directory, follow_links=follow_links)]
     names += [child.name for child in list_children(directory) if child.suffix == ".py"] if code else []
     modules = extra_modules_in(directory)
     names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
@@ -198,7 +198,7 @@ def read_config_json(path: Path) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def chat_templates_in(directory: Path, *, follow_links: bool) -> list[str]:
+def additional_chat_templates_in(directory: Path, *, follow_links: bool) -> list[str]:
     """Return the paths, relative to `directory`, of the additional chat templates that transformers stores."""
     folder = directory / TEMPLATES
     if not folder.is_dir() or (folder.is_symlink() and not follow_links):

@@ -30,7 +30,7 @@ def fit_to_config(
     (except tied ones), and notes.
     """
     given = layout
-    layout, notes = without_extra_state(layout)
+    layout, notes = drop_extra_state(layout)
     dropped = dict.fromkeys(given.tensors.keys() - layout.tensors, "state of a module, not a weight")
     notes += warn_if_not_loadable(layout, companions, strict=strict)
     config = companions.config
@@ -87,7 +87,7 @@ def warn_if_not_loadable(layout: Layout, companions: Companions, *, strict: bool
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
 
 
-def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
+def drop_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
     """Return the layout without `_extra_state` entries of modules, which loaders of models do not know, and a note."""
     extra = [name for name in layout.tensors if _EXTRA_STATE.fullmatch(name)]
     if not extra:

@@ -194,7 +194,7 @@ class Entries:
         names |= names_with_bytes_in(read, unaccounted, used) if unaccounted else frozenset()
         forgotten = [name for name in unaccounted if name not in names]
         if forgotten:
-            message = f"no rule or option drops it, but it would be lost{and_more(len(forgotten) - 1)}"
+            message = f"the output would lose this entry{and_more(len(forgotten) - 1)}, and no option drops it"
             hint = f"drop it with --exclude '{forgotten[0]}'"
             raise Unsupported(message, path=read.root, tensor=forgotten[0], hint=hint)
         return cls(read, names, {name: why for name, why in dropped.items() if name not in names}, prefix)

@@ -57,11 +57,11 @@ def find_owner_rank_of_file(name: str) -> int | None:
 
 def find_owner_rank_of_key(key: KeyPath) -> int | None:
     """Return the rank of per-rank state at a key path, None for entries that all ranks share."""
-    ranks = (find_rank_at(key, patterns) for patterns in per_rank_key_patterns())
+    ranks = (find_rank_in_prefix(key, patterns) for patterns in per_rank_key_patterns())
     return next((rank for rank in ranks if rank is not None), None)
 
 
-def find_rank_at(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
+def find_rank_in_prefix(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
     """Return the rank in the first steps of a key path if each matches its pattern; else None."""
     if len(key) < len(patterns):
         return None
@@ -84,7 +84,7 @@ def is_other_component_name(name: str) -> bool:
     return name.startswith("optim") or is_beside_model(name)
 
 
-def find_key_of_file_beside(name: str, step: int | None, names: Collection[str]) -> str | None:
+def find_key_for_file(name: str, step: int | None, names: Collection[str]) -> str | None:
     """Return the keys under which the contents of a file beside a model belong; None for other files.
 
     The model is a directory with these `names`, or else a file of this `step`.

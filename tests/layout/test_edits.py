@@ -73,7 +73,7 @@ def test_files_are_named_from_the_parent_in_every_field() -> None:
 
 def test_joined_layouts_have_what_each_has_in_every_field() -> None:
     parts = [full("model"), full("optimizer")]
-    joined = edits.merge_layouts(Path("step"), parts)
+    joined = edits.join_disjoint_layouts(Path("step"), parts)
     assert empty_fields(joined) == ["file"], "it is a directory"
     assert joined.keeper == (parts[0].keeper, parts[1].keeper)
     assert joined.descriptions == ("index", "index")
@@ -89,7 +89,7 @@ def test_entries_under_another_key_have_it_in_every_field() -> None:
 
 
 def test_what_is_left_out_is_left_out_of_every_field() -> None:
-    both = edits.merge_layouts(Path("step"), [full("model"), full("optimizer")])
+    both = edits.join_disjoint_layouts(Path("step"), [full("model"), full("optimizer")])
     one = edits.select_entries(both, lambda name: name.startswith("model"))
     for field in set(NAMED) - {"keys"}:
         assert set(getattr(one, field)) == set(getattr(full("model"), field))

@@ -86,7 +86,9 @@ def main() -> None:
         proof.write_rows(root / "rows.jsonl", lambda text: {"instruction": "w1", "input": "", "output": text})
         (root / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.jsonl"}}))
         title = "Accelerate, by transformers' Trainer"
-        proof.check_fine_tuning(root, write_config, LORA, title=title, base=("--base", root / "base"), depends_on_ranks=True)
+        proof.check_fine_tuning(
+            root, write_config, LORA, title=title, base=("--base", root / "base"), depends_on_ranks=True
+        )
     print(
         "LLaMA-Factory 0.9.5 (full, LoRA): 2 ranks, FSDP2: inspect, verify, consolidate (logits equal), "
         "reshard to 1 (losses equal to those of its own resume on 1)"

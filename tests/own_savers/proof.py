@@ -161,7 +161,7 @@ def check_fine_tuning(
 
     `write_config(root, name, ranks, **options)` writes the configuration of a run into the directory `root / name`.
     The script runs it, saves the trained weights as `trained.pt`, and the LoRA's config. `base` are the options of
-    `consolidate` for all weights, `resumes` the runs that the trainer can resume from its shards. Where the batches of a
+    `consolidate` for all weights, `resumes` the runs that the trainer can resume from its shards. If the batches of a
     step depend on the ranks, the losses are compared with those of the trainer's own resume on 1 rank.
     """
     options: dict[str, Mapping[str, Any]] = {"full": {}, "lora": lora}

@@ -31,8 +31,9 @@ def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
         spec, weight = layout.tensors[name].spec, weights[parameter]
         fits = spec.dtype.is_castable_to(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
         if spec.shape != weight.shape or not fits:
-            message = f"expected a master for `{parameter}`, {weight}; found {spec}"
-            raise Mismatch(message, path=layout.path, tensor=name, hint="check that both come from one save")
+            expected = f"expected an fp32 master of shape {list(weight.shape)}, as the weight `{parameter}` has"
+            hint = "check that the model and the optimizer come from the same save"
+            raise Mismatch(f"{expected}, found {spec}", path=layout.path, tensor=name, hint=hint)
         masters[parameter] = name
     return masters
 

@@ -74,7 +74,7 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
         raise Corrupt("the storages in the file's list differ from the storages that its tensors use")
     at = pickled.at
     for key in keys:
-        entry = read_storage_location(read, at, length, *sizes[key])
+        entry = locate_legacy_storage(read, at, length, *sizes[key])
         entries[f"data/{key}"] = entry
         at = entry.offset + entry.length
     return state, entries
@@ -96,7 +96,7 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def read_storage_location(read: ReadAt, offset: int, length: int, numel: int, itemsize: int) -> ZipEntry:
+def locate_legacy_storage(read: ReadAt, offset: int, length: int, numel: int, itemsize: int) -> ZipEntry:
     """Return the location of the storage of `numel` elements whose element count is at byte `offset` of the file."""
     start = offset + _COUNT_BYTES
     if start > length:

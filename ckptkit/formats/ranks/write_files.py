@@ -75,7 +75,7 @@ class Writing:
             kind = str(top) if top in (MODEL, OPTIMIZER) else REST
             if top != OWN:
                 kinds.setdefault(kind, []).append(name)
-        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.has_unknown_parameter(name)), None)
+        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.is_state_of_unknown_parameter(name)), None)
         if unknown is not None:
             message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
             raise Unsupported(message, tensor=unknown, hint="drop the optimizer with --exclude 'optimizer.*'")
@@ -84,7 +84,7 @@ class Writing:
             raise Unsupported(f"there is no model under `{MODEL}`", hint=hint)
         return kinds
 
-    def has_unknown_parameter(self, name: str) -> bool:
+    def is_state_of_unknown_parameter(self, name: str) -> bool:
         """Return whether a state with a shape belongs to a parameter that the model does not have."""
         key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
         is_state = len(key) == AT + 2 and key[1] == "state"

@@ -113,7 +113,8 @@ class HubDownload:
         )
         hf_raise_for_status(answer)
         if answer.status_code != 206 and stop - start != self._size:
-            raise IOFailure("the server ignores range requests and sends the whole file")
+            hint = "run `ckptkit pull` and pass its directory, or check the proxy or mirror (HF_ENDPOINT)"
+            raise IOFailure("the server ignores range requests and sends the whole file", hint=hint)
         return bytes(answer.content)
 
 

@@ -83,7 +83,9 @@ def create_repository(repo_id: str, *, private: bool) -> HubRepository:
         make_hub_client().create_repo(repo_id, private=private)
     repository = require_repository(repo_id, MAIN)
     if private and not repository.is_private:
-        raise Unsafe("the Hub made the repository public; nothing was sent", path=repo_id)
+        hint = "make it private in its settings on the Hub, and run the same command again"
+        message = "expected a private repository, but the Hub made a public one; nothing was sent"
+        raise Unsafe(message, path=repo_id, hint=hint)
     return repository
 
 

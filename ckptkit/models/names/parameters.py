@@ -108,7 +108,7 @@ def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
     own_names = set(own.values())
     for name in layout.names if own else ():
         key = layout.key(name)
-        inner_path = find_key_in_optimizer(key, own_names)
+        inner_path = key_within_optimizer(key, own_names)
         if inner_path is None:
             if name not in own and name in layout.tensors:
                 beside.setdefault(key[:-1], set()).add(str(key[-1]))
@@ -154,7 +154,7 @@ def renamable_parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
     weights = set(weights)
     others = entries_of_other_models(layout, weights)
     own = {str(layout.key(name)[-1]) for name in weights}
-    ways = (find_key_in_optimizer(layout.key(name), own) for name in layout.names if name not in others)
+    ways = (key_within_optimizer(layout.key(name), own) for name in layout.names if name not in others)
     return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}
 
 
@@ -169,7 +169,7 @@ def rename_in_key_path(key: KeyPath, new_name: NewName, is_weight: bool, own: Co
     return place.key_of_parameter(new_name(parameter))
 
 
-def find_key_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
+def key_within_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
     """Return the key path of an entry inside its optimizer's state dict; None if it belongs to no optimizer.
 
     In groups that torch has flattened, the second step is the name of each parameter instead of the group's index. For
@@ -190,7 +190,7 @@ def is_list_of_parameters(key: KeyPath) -> bool:
 
 def is_list_of_names(key: KeyPath) -> bool:
     """Return whether a key path leads to the names that torch records in a group, flattened or not."""
-    way = find_key_in_optimizer(key)
+    way = key_within_optimizer(key)
     return way is not None and way[0] == "param_groups" and way[2] == PARAM_NAMES
 
 

@@ -18,7 +18,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import full_box
-from ckptkit.layout.edits import check_key_paths
+from ckptkit.layout.edits import require_nestable_key_paths
 from ckptkit.layout.wrappers import model_name_of
 from ckptkit.models.names.elementwise import ELEMENTWISE
 from ckptkit.models.names.parameters import (
@@ -71,7 +71,7 @@ def translate_training(
     for name, blob in blobs.items():
         if is_list_of_parameters(keys[name]) or is_list_of_names(keys[name]):
             blobs[name] = rename_group_list(layout, name, blob, weights.came_from, names)
-    check_key_paths(layout, keys)
+    require_nestable_key_paths(layout, keys)
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={}), weights
 
 

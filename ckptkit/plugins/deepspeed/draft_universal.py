@@ -19,9 +19,9 @@ from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.wrappers import model_name_of
 from ckptkit.models.names.parameters import (
     GROUP_MAP,
-    find_key_in_optimizer,
     is_list_of_names,
     is_list_of_parameters,
+    key_within_optimizer,
     renamable_parameters_in,
     rename_parameters,
 )
@@ -94,7 +94,7 @@ def key_paths_by_name(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     ways: dict[str, KeyPath] = {}
     for name in layout.names:
         key = layout.key(name)
-        way = find_key_in_optimizer(key)
+        way = key_within_optimizer(key)
         if name in own_names:
             ways[name] = (MODEL, own_names[name])
         elif way is None:

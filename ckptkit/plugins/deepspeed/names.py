@@ -42,6 +42,11 @@ def find_rank_and_part(name: str) -> Rank | None:
     return (int(match[2]), int(match[1])) if match and match[1] is not None else None
 
 
+def split_experts_error(path: Path) -> Unsupported:
+    hint = "save the checkpoint again with a tensor-parallel size of 1"
+    return Unsupported("ckptkit cannot read experts that are split by tensor parallelism", path=path, hint=hint)
+
+
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFiles:
     """The files of a directory by kind. In `models`, data-parallel rank -1 means that all ranks share the file.
@@ -73,14 +78,15 @@ class DeepSpeedFiles:
                 add_file(files.layers, (int(match[1]), int(match[2] or 0)), name, root)
             elif match := _EXPERT.fullmatch(name):
                 if match[1] is None:
-                    message = "experts in files without a layer number, from an old version of DeepSpeed"
-                    raise Unsupported(message, path=root / name)
+                    message = "ckptkit cannot read files of experts without a layer number, as old DeepSpeed wrote them"
+                    hint = "load the checkpoint and save it again with a newer DeepSpeed"
+                    raise Unsupported(message, path=root / name, hint=hint)
                 if int(match[3]):
-                    raise Unsupported("experts cut by tensor parallelism", path=root / name)
+                    raise split_experts_error(root / name)
                 add_file(files.experts, (int(match[1]), int(match[2])), name, root)
             elif match := _EXPERT_OPTIMIZER.fullmatch(name):
                 if int(match[2]):
-                    raise Unsupported("experts cut by tensor parallelism", path=root / name)
+                    raise split_experts_error(root / name)
                 files.expert_optimizers[int(match[1])] = name
         return files
 

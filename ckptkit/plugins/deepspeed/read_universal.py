@@ -63,7 +63,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
         trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
     for model in models[:1] if models[0].slices is not None else models:
         put_untrained_and_tied(gathering, model, trained)
-    described |= set(put_untrained(gathering, root, tag, trained, report))
+    described |= set(put_untrained_from_files(gathering, root, tag, trained, report))
     path = path_from_root(tag, ZERO, OPTIMIZER)
     try:
         put_optimizer(gathering, read_state_file(root, path), shapes)
@@ -171,7 +171,7 @@ def put_untrained_and_tied(gathering: Gathering, model: ModelStates, trained: Ma
             gathering.put_flattened(model.flattening, value, (MODEL, str(entry)))
 
 
-def put_untrained(
+def put_untrained_from_files(
     gathering: Gathering, root: Path, tag: str, trained: Mapping[str, StoredTensor], report: Report
 ) -> Iterator[str]:
     """Put the tensors that have a file but are neither trained nor in the model states; yield their file names.

@@ -149,7 +149,7 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
     for specs in payload.values():
         for key, spec in specs.items():
             require_storable_spec(key, spec)
-    files = payload_names_by_file(payload)
+    files = split_payload_into_files(payload)
     require_free_space(root, difference.payload_bytes)
     new_files = []
     for file, names in files.items():
@@ -173,7 +173,7 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
     return record
 
 
-def payload_names_by_file(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
+def split_payload_into_files(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
     """Return the names of the changed tensors by file; all data of one tensor is in the same file."""
     files: list[list[str]] = []
     room = 0

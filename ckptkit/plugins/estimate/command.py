@@ -128,7 +128,7 @@ def report(estimated: Estimated, *, in_detail: bool) -> None:
     every = {0: "nothing", 1: "every block"}
     recomputed = every.get(setup.recompute_every, f"one block of {setup.recompute_every}")
     batch = f"{count(setup.micro_batch_size, 'sequence')} of {count(setup.sequence_length, 'token')}"
-    stored = f"{recomputed} recomputed, stored in {setup.master_dtype}"
+    stored = f"{recomputed} recomputed; parameters stored in {setup.master_dtype}"
     print_text_line(f"on each of {count(setup.world_size, 'GPU')}: {batch}, {stored}")
     print_text_line("")
     if in_detail:

@@ -245,7 +245,7 @@ class ObjectDestination:
         current = self._read_claim()
         if current is None or current[0].owner != self._owner:
             goes_on = current is not None and current[0].plan == self.plan
-            raise self._place.lost_claim_error("goes on with" if goes_on else "has abandoned")
+            raise self._place.lost_claim_error("goes on with" if goes_on else "has canceled")
 
     def _occupied_error(self, name: str) -> Occupied:
         hint = "delete this object, then run the same command again"

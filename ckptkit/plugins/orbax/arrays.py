@@ -144,14 +144,14 @@ def tensor_of_array(root: Path, name: str, driver: str, values: Mapping[str, Val
     spec, grid = Spec(dtype, tuple(opened.shape)), tuple(opened.chunk_layout.write_chunk.shape or ())
     expected = prod(-(-extent // step) for extent, step in zip(spec.shape, grid, strict=True))
     if expected > len(values):  # before the boxes are listed: a damaged array may claim any shape
-        message = f"expected {expected} cells, found {len(values)} values in the tree"
+        message = f"expected {expected} chunks for shape {list(spec.shape)}, found {len(values)} in the checkpoint"
         raise Incomplete(message, path=path, tensor=name, hint=_USE_ANOTHER)
     name_cell = cell_key_function(parse_json(array.metadata, path))
     boxes = {name_cell(position): box for position, box in grid_cells(spec.shape, grid)}
     missing = [box for key, box in boxes.items() if f"{name}/{key}" not in values]
     if missing:
         lost = f"{list(missing[0].size)} elements at {list(missing[0].start)} are missing"
-        message = f"expected {len(boxes)} cells, found {len(boxes) - len(missing)}: {lost}"
+        message = f"expected {len(boxes)} chunks, found {len(boxes) - len(missing)}: {lost}"
         hint = "use another checkpoint, or save this one again with a newer orbax, which stores cells of zeros too"
         raise Incomplete(message, path=path, tensor=name, hint=hint)
     chunks = (chunk_of_cell(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())

@@ -128,7 +128,7 @@ def weight_group_of(name: str) -> str:
     return name if joined is None else ".".join([*parts[:-2], "+".join(joined)])
 
 
-def unquantized_modules_of(names: Iterable[str]) -> list[str]:
+def module_names_of(names: Iterable[str]) -> list[str]:
     """Return the module names to list as unquantized in the config; the experts of a layer are one entry."""
     parts = (name.split(".") for name in names)
     return sorted({".".join(part[: part.index(_EXPERTS) + 1] if _EXPERTS in part else part[:-1]) for part in parts})
@@ -157,7 +157,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         raise Unsupported(message, path=model.layout.path, hint=hint)
     source = with_stored_dtypes(model.layout, chosen)
     quantized_layout = with_scales(model.layout, chosen, scheme)
-    unquantized = unquantized_modules_of(unquantized_names(model.layout, form, chosen))
+    unquantized = module_names_of(unquantized_names(model.layout, form, chosen))
     config = {**model.config, KEYS[0]: scheme.quantization_config(unquantized)}
     recipes = quantization_recipes(source, quantized_layout, chosen, scheme, len(model.others) + 1)
     casts = {name: f"{source.tensors[name].spec.dtype} => {_NUMBERS} times scales" for name in chosen.names}

@@ -36,7 +36,7 @@ from ckptkit.plugins.resume_proof.groups import (
     STEP,
     WEIGHTS,
 )  # fmt: skip
-from ckptkit.plugins.resume_proof.states import SavedState, SavedTensor, SavedValue, read_saved_state
+from ckptkit.plugins.resume_proof.states import CheckpointContents, SavedTensor, SavedValue, read_checkpoint_contents
 from ckptkit.plugins.resume_proof.values import copy_with
 
 Array = np.ndarray[Any, Any]
@@ -68,13 +68,13 @@ _NEARLY_ONE = 1 - 2**-53  # a beta with which moments stay as they are, in float
 
 def change_group(path: Path, group: str) -> int:
     """Change a group of state in the checkpoint at a path; return how many entries that were."""
-    state = read_saved_state(path)
+    state = read_checkpoint_contents(path)
     return change_entries(state, state.names_in(group), lambda name, value: changed_value(group, name, value))
 
 
 def freeze_optimizer(path: Path) -> None:
     """Set the learning rates in the checkpoint to 0 and its betas to 1: steps then change no weight and no moment."""
-    state = read_saved_state(path)
+    state = read_checkpoint_contents(path)
     names = [name for name in (*state.names_in(OPTIONS), *state.names_in(SCHEDULER)) if name in state.values]
     change_entries(state, names, frozen_option)
 
@@ -147,7 +147,7 @@ def change_array(group: str, array: Array) -> Array:
     return array
 
 
-def change_entries(state: SavedState, names: Iterable[str], changed_value: Change) -> int:
+def change_entries(state: CheckpointContents, names: Iterable[str], changed_value: Change) -> int:
     """Change entries of a checkpoint, and make its checksums and its manifest right. Return how many changed."""
     names = list(names)
     count = change_tensors({name: state.tensors[name] for name in names if name in state.tensors}, changed_value)

@@ -12,7 +12,7 @@ from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout
 from ckptkit.layout.distance import Distance
 from ckptkit.plugins.resume_proof.groups import GROUPS
-from ckptkit.plugins.resume_proof.states import SavedState
+from ckptkit.plugins.resume_proof.states import CheckpointContents
 
 _SLACK = 4  # times the distance of the two control runs: a third run may be further away than the second
 
@@ -62,7 +62,10 @@ class ControlTolerance:
 
 
 def group_differences(
-    a: SavedState, b: SavedState, tolerance: ControlTolerance | None = None, groups: Iterable[str] = GROUPS
+    a: CheckpointContents,
+    b: CheckpointContents,
+    tolerance: ControlTolerance | None = None,
+    groups: Iterable[str] = GROUPS,
 ) -> list[GroupDifference]:
     """Return the groups in which `b` differs from `a` beyond the tolerance, in the order of GROUPS."""
     tolerance = tolerance or ControlTolerance()
@@ -75,7 +78,7 @@ def group_differences(
     return found
 
 
-def measure_control_tolerance(a: SavedState, b: SavedState) -> ControlTolerance:
+def measure_control_tolerance(a: CheckpointContents, b: CheckpointContents) -> ControlTolerance:
     """Return what two runs of the same command differ by."""
     measured = measure_tensors(a, b)
     distances = {
@@ -87,7 +90,11 @@ def measure_control_tolerance(a: SavedState, b: SavedState) -> ControlTolerance:
 
 
 def find_group_difference(
-    group: str, a: SavedState, b: SavedState, measured: Mapping[str, Distance], tolerance: ControlTolerance
+    group: str,
+    a: CheckpointContents,
+    b: CheckpointContents,
+    measured: Mapping[str, Distance],
+    tolerance: ControlTolerance,
 ) -> GroupDifference | None:
     """Return how one group differs, None if it does not."""
     names = [name for name in dict.fromkeys((*a.names_in(group), *b.names_in(group))) if name not in tolerance.volatile]
@@ -104,7 +111,7 @@ def find_group_difference(
     return GroupDifference(group, len(different), first, distance)
 
 
-def has_other_value(name: str, a: SavedState, b: SavedState) -> bool:
+def has_other_value(name: str, a: CheckpointContents, b: CheckpointContents) -> bool:
     """Return whether an entry that was not measured is on one side only, or a scalar with another value."""
     if name in a.values and name in b.values:
         return not is_same_scalar(a.values[name].value, b.values[name].value)
@@ -118,7 +125,7 @@ def is_same_scalar(one: Any, two: Any) -> bool:
     return type(one) is type(two) and (one == two or (one != one and two != two))  # noqa: PLR0124 - NaN is not itself
 
 
-def measure_tensors(a: SavedState, b: SavedState) -> dict[str, Distance]:
+def measure_tensors(a: CheckpointContents, b: CheckpointContents) -> dict[str, Distance]:
     """Return the distance of each tensor that both have in one shape and dtype and whose elements differ."""
     found: dict[str, Distance] = {}
     for one, two, names in comparable_layouts(a, b):
@@ -128,7 +135,7 @@ def measure_tensors(a: SavedState, b: SavedState) -> dict[str, Distance]:
     return found
 
 
-def comparable_layouts(a: SavedState, b: SavedState) -> Iterator[tuple[Layout, Layout, dict[str, str]]]:
+def comparable_layouts(a: CheckpointContents, b: CheckpointContents) -> Iterator[tuple[Layout, Layout, dict[str, str]]]:
     """Return pairs of layouts with the same tensors, and the names of these in the states by those in the layouts."""
     shared: dict[tuple[int, int], dict[str, str]] = {}
     layouts: dict[int, Layout] = {}

@@ -21,7 +21,7 @@ from ckptkit.plugins.resume_proof.execute import execute_command
 from ckptkit.plugins.resume_proof.find import checkpoints_by_step, files_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, RANDOM, WEIGHTS
 from ckptkit.plugins.resume_proof.runs import COPIES, RUNS, Runs
-from ckptkit.plugins.resume_proof.states import list_damage, read_saved_state
+from ckptkit.plugins.resume_proof.states import list_damage, read_checkpoint_contents
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
@@ -190,7 +190,7 @@ def check_survives_kill(runs: Runs, wanted: int) -> str:
             raise CheckFailed(f"killed {when}, and resumed from {path.name}: no checkpoint at the last step")
         # a resumed run that differs shows only how a resume from the same step ends
         is_comparable = not runs.group_differences or step == runs.script.save_every
-        end = read_saved_state(final.path)
+        end = read_checkpoint_contents(final.path)
         gaps = group_differences(runs.resumed_state, end, runs.control_tolerance) if is_comparable else []
         if gaps:
             raise CheckFailed(f"killed {when}, and resumed from {path.name}: {gaps[0].describe_difference()}")

@@ -29,7 +29,7 @@ from ckptkit.plugins.resume_proof.groups import (
     WEIGHTS,
 )  # fmt: skip
 from ckptkit.plugins.resume_proof.runs import Cause, Runs
-from ckptkit.plugins.resume_proof.states import SavedState, read_outputs
+from ckptkit.plugins.resume_proof.states import CheckpointContents, read_outputs
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 
@@ -104,13 +104,13 @@ def check_loaded_in_place(runs: Runs) -> str:
     return f"after steps with a learning rate of 0, {what} equal those in {runs.middle_path.name}"
 
 
-def is_still_frozen(middle: SavedState, frozen: SavedState) -> bool:
+def is_still_frozen(middle: CheckpointContents, frozen: CheckpointContents) -> bool:
     """Return whether the last checkpoint of a run has the learning rate and the betas that its first one was given."""
     given = {name: frozen_option(name, middle.values[name].value) for name in middle.names_in(OPTIONS)}
     return all(name in frozen.values and frozen.values[name].value == value for name, value in given.items())
 
 
-def find_misplaced_entries(runs: Runs, frozen: SavedState) -> Iterator[Cause]:
+def find_misplaced_entries(runs: Runs, frozen: CheckpointContents) -> Iterator[Cause]:
     """Return each weight and moment that steps should not have changed, and that is not as in the checkpoint."""
     distances = measure_tensors(runs.middle_state, frozen)
     for name in runs.middle_state.names_in(WEIGHTS):
@@ -193,7 +193,7 @@ def cause_of_other_count(runs: Runs, name: str) -> Cause:
     return Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
 
 
-def step_count_in(state: SavedState, name: str) -> float:
+def step_count_in(state: CheckpointContents, name: str) -> float:
     return float(state.values[name].value) if name in state.values else float(state.read_tensor(name))
 
 

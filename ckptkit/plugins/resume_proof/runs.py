@@ -26,7 +26,7 @@ from ckptkit.plugins.resume_proof.execute import Execution, execute_command
 from ckptkit.plugins.resume_proof.find import checkpoints_by_step, copy_checkpoint, copy_run_files, files_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import MOMENTS, WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
-from ckptkit.plugins.resume_proof.states import SavedState, read_saved_state
+from ckptkit.plugins.resume_proof.states import CheckpointContents, read_checkpoint_contents
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 
 RUNS, COPIES, LOGS = "runs", "copies", "logs"  # directories below --run
@@ -110,14 +110,14 @@ class Runs:
         return self.checkpoint_paths[self.script.save_every]
 
     @cached_property
-    def middle_state(self) -> SavedState:
+    def middle_state(self) -> CheckpointContents:
         """Return the state that the resumed runs start from."""
-        return read_saved_state(self.middle_path)
+        return read_checkpoint_contents(self.middle_path)
 
     @cached_property
-    def last_state(self) -> SavedState:
+    def last_state(self) -> CheckpointContents:
         """Return the state at the last step of the uninterrupted run."""
-        return read_saved_state(self.checkpoint_paths[self.script.steps])
+        return read_checkpoint_contents(self.checkpoint_paths[self.script.steps])
 
     @cached_property
     def control_tolerance(self) -> ControlTolerance:
@@ -135,7 +135,7 @@ class Runs:
         return self.resume_run("resumed")
 
     @cached_property
-    def resumed_state(self) -> SavedState:
+    def resumed_state(self) -> CheckpointContents:
         """Return the state at the last step of the resumed run."""
         return self.state_at_end(self.resumed_run)
 
@@ -207,12 +207,12 @@ class Runs:
         change(copy)
         return execute_command(self.script, run, self.log_path(label), nproc or self.nproc, checkpoint=copy)
 
-    def state_at_end(self, execution: Execution) -> SavedState:
+    def state_at_end(self, execution: Execution) -> CheckpointContents:
         """Return the state that a finished run saved at the last step."""
         found = checkpoints_by_step(execution.run).get(self.script.steps)
         if found is None:
             raise CheckFailed(f"no checkpoint at step {self.script.steps} after it; output: {execution.log}")
-        return read_saved_state(found.path)
+        return read_checkpoint_contents(found.path)
 
     def require_done(self, execution: Execution, what: str) -> None:
         """Raise `CheckFailed` unless a run ended by itself and without an error."""

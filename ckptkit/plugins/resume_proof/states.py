@@ -46,7 +46,7 @@ class SavedValue:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class CheckpointContents:
     """All of a checkpoint by dotted names. `unread` has a line for each file that could not be read."""
 
     path: Path
@@ -73,7 +73,7 @@ class SavedState:
         return LazyCheckpoint(tensor.layout)[tensor.name].numpy()
 
 
-def read_saved_state(path: Path) -> SavedState:
+def read_checkpoint_contents(path: Path) -> CheckpointContents:
     """Return what the checkpoint at a path contains; runs no code from it.
 
     Raises `Unsupported` if no format of ckptkit claims it. Files that cannot be read are named in the result.
@@ -109,10 +109,10 @@ def read_saved_state(path: Path) -> SavedState:
             unread.append(error.line)
     formats = tuple(dict.fromkeys(component.reader.name for component in checkpoint.components))
     trainer = checkpoint.trainer_by_file_names if unread else checkpoint.trainer
-    return SavedState(path, trainer, formats, tensors, values, tuple(unread))
+    return CheckpointContents(path, trainer, formats, tensors, values, tuple(unread))
 
 
-def read_outputs(run: Path, checkpoints: Iterable[Path]) -> SavedState:
+def read_outputs(run: Path, checkpoints: Iterable[Path]) -> CheckpointContents:
     """Return what lies in the files of tensors in a run beside its checkpoints, such as weights saved at its end."""
     tensors: dict[str, SavedTensor] = {}
     inside = set(checkpoints)
@@ -123,7 +123,7 @@ def read_outputs(run: Path, checkpoints: Iterable[Path]) -> SavedState:
             and (loose := find_layout_of_tensor_file(file))
         ):
             tensors |= dict(saved_tensors_in(loose, key_prefix_of_file(file, run), set()))
-    return SavedState(run, None, (), tensors, {}, ())
+    return CheckpointContents(run, None, (), tensors, {}, ())
 
 
 def find_weight_names(layout: Layout) -> set[str]:

@@ -203,7 +203,7 @@ def check_reshards(runs: SmokeRuns) -> str:
 
 def check_resumes_resharded(runs: SmokeRuns) -> str:
     """Check that one more rank takes the same step from a resharded checkpoint as from the original."""
-    steps = [(step.loss, step.grad_norm) for step in steps_of_rank_0(runs.next_step_accounts)]
+    steps = [(step.loss, step.grad_norm) for step in steps_of_rank_0(runs.original_and_resharded_steps)]
     if len(steps) != 2 or steps[0] != steps[1]:
         raise CheckFailed(f"losses and norms {steps} of the step after {SAVED}")
     return f"{runs.nproc + 1} ranks: loss and norm of the next step equal, bit for bit"

@@ -109,7 +109,7 @@ class SmokeRuns:
         return checkpoints[1:]
 
     @cached_property
-    def next_step_accounts(self) -> list[RankAccount]:
+    def original_and_resharded_steps(self) -> list[RankAccount]:
         """Return reports of `nproc + 1` ranks that take the step after the first checkpoint.
 
         Each report has two steps: from the original checkpoint, and from the resharded checkpoint.

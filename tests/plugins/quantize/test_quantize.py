@@ -19,7 +19,7 @@ from ckptkit.checks.moved import Moved
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.quantize.quantize import ALONE, ASKED, HEADS, RAGGED, choose_weights, unquantized_modules_of
+from ckptkit.plugins.quantize.quantize import ALONE, ASKED, HEADS, RAGGED, choose_weights, module_names_of
 from ckptkit.plugins.quantize.quantized_blocks import next_powers
 from ckptkit.plugins.quantize.schemes import SCHEMES
 from tests.formats.contract import assert_same
@@ -228,11 +228,8 @@ def test_experts_are_left_together() -> None:
     found = choose_weights(specs, specs, (), SCHEMES["fp8-block"], {"layers.0.experts.1.b.weight"})
     assert found.names == ()
     assert {reason: len(names) for reason, names in found.names_by_reason.items()} == {HEADS: 1, ASKED: 1, ALONE: 3}
-    assert unquantized_modules_of(specs) == ["layers.0.experts", "layers.0.visual.a"]
-    assert (
-        r"re:layers\.0\.experts\..*"
-        in SCHEMES["fp8-channel"].quantization_config(unquantized_modules_of(specs))["ignore"]
-    )
+    assert module_names_of(specs) == ["layers.0.experts", "layers.0.visual.a"]
+    assert r"re:layers\.0\.experts\..*" in SCHEMES["fp8-channel"].quantization_config(module_names_of(specs))["ignore"]
 
 
 def test_scales_become_the_powers_that_transformers_makes_of_them() -> None:

@@ -30,7 +30,7 @@ from ckptkit.plugins.resume_proof.groups import (
     SETTINGS,
     state_group_of,
 )
-from ckptkit.plugins.resume_proof.states import list_damage, read_saved_state
+from ckptkit.plugins.resume_proof.states import list_damage, read_checkpoint_contents
 
 Write = Callable[[dict[str, Any], Path], None]
 
@@ -87,13 +87,13 @@ def write_files(state: dict[str, Any], path: Path) -> None:
 def test_each_group_changes_alone(tmp_path: Path, write: Write) -> None:
     source = tmp_path / "step_3"
     write(make_state(), source)
-    before = read_saved_state(source)
+    before = read_checkpoint_contents(source)
     assert set(CHANGES) <= set(before.groups)
     for group in CHANGES:
         copy = tmp_path / group / "step_3"
         shutil.copytree(source, copy)
         assert change_group(copy, group) > 0
-        assert [gap.group for gap in group_differences(before, read_saved_state(copy))] == [group]
+        assert [gap.group for gap in group_differences(before, read_checkpoint_contents(copy))] == [group]
         assert list_damage(copy) == []
 
 
@@ -123,7 +123,7 @@ def test_torch_reads_what_was_changed(tmp_path: Path) -> None:
 
 def test_settings_are_no_state(tmp_path: Path) -> None:
     write_pt({**make_state(), "config": {"seed": 1, "dataset": 2, "scheduler": 3}}, tmp_path / "step_3")
-    entries = read_saved_state(tmp_path / "step_3").values
+    entries = read_checkpoint_contents(tmp_path / "step_3").values
     assert {entries[name].group for name in entries if "config" in name} == {SETTINGS}
 
 
@@ -143,7 +143,7 @@ def test_a_frozen_optimizer_has_no_learning_rate(tmp_path: Path) -> None:
     group = loaded["optim"]["param_groups"][0]
     assert (group["lr"], group["weight_decay"]) == (0, 0)
     assert min(group["betas"]) > 0.999999
-    before, frozen = (read_saved_state(tmp_path / name / "step_3") for name in ("before", "frozen"))
+    before, frozen = (read_checkpoint_contents(tmp_path / name / "step_3") for name in ("before", "frozen"))
     gaps = group_differences(before, frozen)
     assert [gap.group for gap in gaps] == [OPTIONS, SCHEDULER]
 
@@ -153,7 +153,7 @@ def test_files_are_read_one_by_one_if_no_format_joins_them(tmp_path: Path) -> No
     write_files(state, tmp_path / "step_3")
     (tmp_path / "step_3" / "model.safetensors").unlink()
     torch.save(state["model"], tmp_path / "step_3" / "pytorch_model.bin")
-    found = read_saved_state(tmp_path / "step_3")
+    found = read_checkpoint_contents(tmp_path / "step_3")
     assert set(CHANGES) <= set(found.groups)
     assert found.unread
 

@@ -164,12 +164,12 @@ def test_a_resharded_checkpoint_that_differs_is_found(runs: SmokeRuns) -> None:
 def test_another_step_after_resharding_is_found(tmp_path: Path) -> None:
     found = make_runs(tmp_path)
     for others, is_good in (({}, True), ({"loss": 0.5}, False), ({"grad_norm": 2.0}, False)):
-        found.__dict__["next_step_accounts"] = [
+        found.__dict__["original_and_resharded_steps"] = [
             account(0, taken(0, 5), taken(0, 5, **others)),
             account(1, *[taken(1, 5)] * 2),
         ]
         assert check(found, "resume after reshard").ok is is_good, others
-    found.__dict__["next_step_accounts"] = [account(0, taken(0, 5))]
+    found.__dict__["original_and_resharded_steps"] = [account(0, taken(0, 5))]
     assert check(found, "resume after reshard").ok is False
 
 
