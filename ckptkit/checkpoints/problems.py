@@ -92,8 +92,9 @@ def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
     first, *others = lacking.values()
     if not others:
         return first
-    of_rank = f" of rank {first.ranks[0]}" if first.ranks else ""
-    message = f"{count(len(lacking), 'tensor', 'lacks')} the shard{of_rank}: {join_first_names(lacking)}"
+    message = f"{len(lacking):,} tensors are incomplete, such as `{first.tensor}`: {first.message}"
+    if first.ranks:
+        message = f"{len(lacking):,} tensors lack the shard of rank {first.ranks[0]}: {join_first_names(lacking)}"
     return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
 
 

@@ -147,10 +147,14 @@ def fix_with_own_config(target: LoadTarget, base: str) -> Fix | None:
 
 def describe_sizes(shapes: Mapping[str, Shape]) -> str:
     """Return the number of layers and the hidden size of a model, as text, from the shapes of its tensors."""
-    layers = {int(number) for name in shapes for number in LAYER.findall(name)}
+    layers = layer_numbers(shapes)
     embedding = find_embedding(shapes)
     width = f" of width {shapes[embedding][-1]}" if embedding and shapes[embedding] else ""
     return f"{count(len(layers), 'layer')}{width}" if layers else f"{count(len(shapes), 'tensor')}{width}"
+
+
+def layer_numbers(shapes: Iterable[str]) -> set[int]:
+    return {int(number) for name in shapes for number in LAYER.findall(name)}
 
 
 def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
@@ -165,9 +169,11 @@ def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
     differ = own.compare(ModelFacts(Path(model.name), Companions(config=dict(model.config)))).certain_differences
     if not differ:
         form = target.best_matching_form
-        here, there = (describe_sizes(shapes) for shapes in (target.shapes, form.shapes if form else {}))
-        if own.config is None and form is not None and here != there:
-            yield Finding("config", None, f"{model.name} is another model: {there} in its config, {here} here")
+        here, there = target.shapes, form.shapes if form else {}
+        layers, wanted = layer_numbers(here), layer_numbers(there)
+        if own.config is None and layers and wanted and layers != wanted:
+            sizes = f"{describe_sizes(there)} in its config, {describe_sizes(here)} here"
+            yield Finding("config", None, f"{model.name} is another model: {sizes}")
         return
     words = first_of([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)
     if pairs:

@@ -223,7 +223,7 @@ def test_files_of_ranks_are_complete_with_those_of_all_ranks(trainer: str, tmp_p
     assert (listed.path, listed.is_complete, listed.trainer) == (root, False, trainer)
     for command in (["verify", root], ["consolidate", root, tmp_path / "out"]):
         done = cli(*command)
-        assert (done.returncode in (1, 3), "of rank 0" in done.stdout + done.stderr) == (True, True)
+        assert (done.returncode in (1, 3), "for rank 0" in done.stdout + done.stderr) == (True, True)
 
 
 @pytest.mark.filterwarnings("ignore::ckptkit.checkpoints.checkpoint.LatestDiffers")

@@ -80,7 +80,7 @@ def test_doctor_says_that_nanogpt_transposes(tmp_path: Path) -> None:
     assert "nanogpt stores this tensor as [24, 8]" in found.message
     assert found.fix is not None
     assert found.fix.startswith("ckptkit consolidate ")
-    _, heads = ckptkit.doctor(path, model=wrong).findings
+    heads, _ = ckptkit.doctor(path, model=wrong).findings
     assert heads.code == "config"
     assert "n_head 4, not 2" in heads.message
 

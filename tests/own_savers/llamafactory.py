@@ -72,7 +72,7 @@ def train(*configs: Path) -> None:
                 if hasattr(model, "peft_config"):  # the checkpoints of shards are without it
                     model.peft_config["default"].save_pretrained(args.output_dir)
 
-    torch.distributed.destroy_process_group = lambda: None  # the ranks go on with the next configuration
+    setattr(torch.distributed, "destroy_process_group", lambda: None)  # noqa: B010 - the ranks go on with the next one
     for config in configs:
         AcceleratorState._reset_state(reset_partial_state=False)
         run_exp(json.loads(config.read_text()), callbacks=[KeepWeights()])

@@ -211,7 +211,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     ckptkit.convert(root, tmp_path / "alone", to="dcp", dtype="fp16", exclude="optimizer.*")
     state = {**weights, f"optimizer.state.param.{FC}": torch.zeros(7, dtype=torch.int16)}
     odd = save(tmp_path / "odd", state)
-    with pytest.raises(Mismatch, match="expected an fp32 master of shape"):
+    with pytest.raises(Mismatch, match="expected an fp32 master for"):
         consolidated(odd, tmp_path / "out", weights_from="master")
     half = save(tmp_path / "half", {FC: weights[FC].half(), f"optimizer.state.param.{FC}": split(masters[FC])[1]})
     with pytest.raises(Mismatch, match="float16"):

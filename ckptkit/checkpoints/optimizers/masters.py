@@ -31,7 +31,7 @@ def find_masters(layout: Layout, weights: Mapping[str, Spec]) -> dict[str, str]:
         spec, weight = layout.tensors[name].spec, weights[parameter]
         fits = spec.dtype.is_castable_to(DTYPES["float32"]) or (spec.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
         if spec.shape != weight.shape or not fits:
-            expected = f"expected an fp32 master of shape {list(weight.shape)}, as the weight `{parameter}` has"
+            expected = f"expected an fp32 master for the weight `{parameter}` ({weight})"
             hint = "check that the model and the optimizer come from the same save"
             raise Mismatch(f"{expected}, found {spec}", path=layout.path, tensor=name, hint=hint)
         masters[parameter] = name

@@ -62,12 +62,12 @@ def records(value: Any, name: str) -> list[Record]:
 @pytest.mark.slow
 def test_a_missing_file_is_named_by_its_rank(good: Path) -> None:
     (good / FILE).unlink()
-    assert "of rank 1" in error_of(good).message
+    assert "for rank 1" in error_of(good).message
 
 
 def test_an_optimizer_of_fewer_ranks_is_refused(good: Path) -> None:
     (good / "optim_world_size_2_rank_0.pt").unlink()
-    assert "of rank 0" in error_of(good).message
+    assert "for rank 0" in error_of(good).message
 
 
 def test_files_of_two_runs_are_refused(good: Path, produce: Produce) -> None:

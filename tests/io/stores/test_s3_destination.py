@@ -357,7 +357,7 @@ def test_two_processes_that_claim_one_upload_share_it(place: Place) -> None:
     first.commit()
     assert place.names() == {"a", "b"}
     assert not place.files.call_s3("list_multipart_uploads", Bucket=place.name).get("Uploads")
-    with pytest.raises(Occupied, match="no upload"):
+    with pytest.raises(Occupied, match="should join does not exist"):
         third.join_upload()
 
 

@@ -216,7 +216,7 @@ def test_of_two_processes_of_one_upload_the_later_goes_on(place: Bucket) -> None
     second.commit()
     assert place.files() == {"a": data, "m": b"x"}
     third = ObjectDestination(path, {"a": size}, ("m",), "plan")
-    with pytest.raises(Occupied, match="no upload of these files"):
+    with pytest.raises(Occupied, match="should join does not exist"):
         third.join_upload()
     with pytest.raises(Occupied, match="the destination exists"):
         third.claim(overwrite=False, check=tuple)

@@ -221,7 +221,7 @@ def test_what_no_rule_initializes_must_have_weights(tmp_path: Path) -> None:
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
     transformers.CTRLConfig(vocab_size=256, n_embd=32, dff=48, n_layer=2, n_head=4).save_pretrained(tmp_path)
     blueprint = choose_blueprint(str(tmp_path))
-    with pytest.raises(Unsupported, match="no blocks of a `ctrl`"):
+    with pytest.raises(Unsupported, match="does not name the transformer blocks of a `ctrl`"):
         blueprint.transformer_blocks(blueprint.build())
 
 
