@@ -78,7 +78,9 @@ def find_components(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ...]
     if has_unsupported_files(path, reader):
         return (), ()
     if reader is None or is_stray_file(path, reader):
-        return components_inside(path), ()
+        inside = components_inside(path)
+        models = [component.path for component in inside if component.under is None and component.path.is_dir()]
+        return inside, tuple(file for model in models for file, known in components_beside(model).items() if not known)
     beside = components_beside(path)
     known = [component for component in beside.values() if component]
     strange = tuple(file for file, component in beside.items() if not component)

@@ -101,7 +101,11 @@ def find_ties(
         for group_members in alike
         for tie in tensors_sharing(group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks)))
     ]
-    embedding = find_embedding(weights) if config and has_tied_head(config) else None
+    is_tied = config is not None and has_tied_head(config)
+    embedding = find_embedding(weights) if is_tied else None
+    own_head = weights.get(HEAD) if is_tied else None
+    if embedding is None and own_head is not None and not any(own_head in tie for tie in ties):
+        return ties, f"config.json ties `{own_head}` to the embedding, but ckptkit found no single embedding to compare"
     if embedding is not None:
         head = (weights.get(HEAD, HEAD), weights[embedding])
         if not any(set(head) <= set(tie) for tie in ties):

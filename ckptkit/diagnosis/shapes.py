@@ -54,9 +54,7 @@ def find_missing_layers(target: LoadTarget, model: TargetModel) -> Iterator[Find
     """Yield a finding if fewer layers have tensors than the config declares."""
     inner = model.config.get("text_config")
     count = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
-    # towers for images or audio have numbered layers too
-    names = [name for name in target.shapes if not any(words.search(name) for words in _TOWERS.values())]
-    numbers = {int(number) for name in names for number in LAYER.findall(name)}
+    numbers = layer_numbers(target.shapes)
     missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
     if numbers and missing:
         absent = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
@@ -154,7 +152,9 @@ def describe_sizes(shapes: Mapping[str, Shape]) -> str:
 
 
 def layer_numbers(shapes: Iterable[str]) -> set[int]:
-    return {int(number) for name in shapes for number in LAYER.findall(name)}
+    """Return the numbers of the layers outside towers for images or audio, which have numbered layers too."""
+    names = [name for name in shapes if not any(words.search(name) for words in _TOWERS.values())]
+    return {int(number) for name in names for number in LAYER.findall(name)}
 
 
 def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
@@ -171,7 +171,8 @@ def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
         form = target.best_matching_form
         here, there = target.shapes, form.shapes if form else {}
         layers, wanted = layer_numbers(here), layer_numbers(there)
-        if own.config is None and layers and wanted and layers != wanted:
+        # a gap is a missing layer, not another model
+        if own.config is None and wanted and layers != wanted and layers == set(range(len(layers))) != set():
             sizes = f"{describe_sizes(there)} in its config, {describe_sizes(here)} here"
             yield Finding("config", None, f"{model.name} is another model: {sizes}")
         return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ckptkit.errors import CkptError, Report, Unsupported, and_more
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, and_more
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -88,13 +88,21 @@ def sibling_names(name: str, match: re.Match[str], names: Iterable[str]) -> dict
 
 
 def read_each_file(
-    root: Path, files: Mapping[Key, str], read: Callable[[Key, str], Value], report: Report
+    root: Path, files: Mapping[Key, str], read: Callable[[Key, str], Value], report: Report, *, needs_one: bool = False
 ) -> dict[Key, Value]:
-    """Return the result of `read` for each file in `root`, by its key, in order. Reports those that cannot be read."""
+    """Return the result of `read` for each file in `root`, by its key, in order. Reports those that cannot be read.
+
+    With `needs_one`, raises the error of the last file if no file can be read, and `Corrupt` if there are no files.
+    """
+    if needs_one and not files:
+        raise Corrupt("no rank's file is here", path=root)
     results: dict[Key, Value] = {}
-    for key, name in files.items():
+    for number, (key, name) in enumerate(files.items(), 1):
         try:
             results[key] = read(key, name)
         except CkptError as error:
-            report(error.blame(path=root / name))
+            error.blame(path=root / name)
+            if needs_one and number == len(files) and not results:
+                raise
+            report(error)
     return results

@@ -161,9 +161,15 @@ def with_tensors(value: Any, load: Callable[[tuple[str, ...]], Tensor]) -> Any:
 
 
 def map_members(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return a dict, list or tuple with `change(key, member)` in place of each member; other values unchanged."""
-    if isinstance(value, Mapping):
-        return type(value)((key, change(key, member)) for key, member in value.items())  # type: ignore[call-arg]
-    if type(value) in (list, tuple):
-        return type(value)(change(key, member) for key, member in enumerate(value))
-    return value
+    """Return a dict, list or tuple with `change(key, member)` in place of each member.
+
+    Returns any other value, and one whose members do not change, itself: not every mapping can be made from pairs.
+    """
+    is_mapping = isinstance(value, Mapping)
+    if not is_mapping and type(value) not in (list, tuple):
+        return value
+    members = list(value.items() if is_mapping else enumerate(value))
+    changed = [change(key, member) for key, member in members]
+    if all(new is member for new, (_, member) in zip(changed, members, strict=True)):
+        return value
+    return type(value)(zip((key for key, _ in members), changed, strict=True) if is_mapping else changed)

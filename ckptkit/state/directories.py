@@ -53,6 +53,8 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     """
     for path in (source.path, *(part.path for part in source.components)):
         require_outside(path, dst)
+    if is_remote(dst) and is_same_or_inside(source.path, dst):  # the claim would be among the objects that are read
+        raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
     target = dst.resolve()
     # in the source's own directory, the result would be read as a component of it
     if target.parent in real_paths(source.path) and (not source.is_at_own_path or dst.name == TRAINING):

@@ -262,11 +262,17 @@ def name_piece_tensors(piece: Piece, layout: Layout, names: str, options: Conver
 
 
 def with_other_files(
-    conversion: Conversion, checkpoint: Checkpoint, layouts: Iterable[Layout], world_size: int
+    conversion: Conversion,
+    checkpoint: Checkpoint,
+    layouts: Iterable[Layout],
+    world_size: int,
+    *,
+    without_copies: bool = False,
 ) -> Conversion:
     """Return the conversion with the other files of a checkpoint's directory to copy, and notes on the files to skip.
 
-    A second copy of the model beside components in subdirectories is skipped: loaders would read only that.
+    A second copy of the model beside components in subdirectories is skipped: loaders would read only that. With
+    `without_copies`, one inside the directory of the model itself is skipped too.
     """
     root = checkpoint.path
     if not root.is_dir():
@@ -279,7 +285,8 @@ def with_other_files(
         dropped, remarks = drop_files_of_ranks(other_files, world_size)
         notes += remarks
         other_files = {name: path for name, path in other_files.items() if name not in dropped}
-    reader = None if any(not part.place for part in checkpoint.components) else detect_format(root)
+    is_model_here = any(not part.place for part in checkpoint.components)
+    reader = detect_format(root) if without_copies or not is_model_here else None
     copies = sorted(name for name in other_files if reader and reader.owns_file(name))
     notes += (f"skipped `{name}`: another copy of the weights" for name in copies)
     other_files = {name: path for name, path in other_files.items() if name not in copies}

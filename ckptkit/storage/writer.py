@@ -95,7 +95,7 @@ class Writer(PlannedWriter):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        path = None if checkpoint_id is None else to_destination(checkpoint_id)
+        path = None if checkpoint_id is None else self.parse_id(checkpoint_id)
         if path is not None and is_remote(path) != is_remote(self._writer.path):
             self._writer = self._choose_writer(path)
         self._writer.reset(path)

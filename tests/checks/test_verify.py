@@ -559,3 +559,5 @@ def test_a_directory_of_checkpoints_without_steps_is_verified_with_all_their_com
     assert [part.path for part in verify(tmp_path) if not part.is_ok] == [tmp_path / "second/training"]
     shard.unlink()
     assert [part.path for part in verify(tmp_path, fast=True) if not part.is_ok] == [tmp_path / "second/training"]
+    (tmp_path / "first/optimizer.pt").write_bytes(b"garbage")
+    assert tmp_path / "first/optimizer.pt" in [part.path for part in verify(tmp_path) if not part.is_ok]

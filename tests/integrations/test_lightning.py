@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,23 @@ def test_damage_is_found_when_it_is_loaded(tmp_path: Path) -> None:
         shard.write_bytes(data)
     with pytest.raises(CkptError):
         CkptkitIO().load_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_mappings_without_tensors_stay_themselves(tmp_path: Path) -> None:
+    """Not every mapping can be made from pairs: a Counter would count them, and OmegaConf would refuse them."""
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    seen = Counter(cat=3)
+    checkpoint = {
+        "state_dict": {"w": torch.ones(2)},
+        "hyper_parameters": seen,
+        "callbacks": {"c": {"n": seen, "t": torch.ones(1)}},
+    }
+    CkptkitIO().save_checkpoint(checkpoint, tmp_path / "out")
+    loaded = CkptkitIO().load_checkpoint(tmp_path / "out", weights_only=False)
+    assert same(dict(sorted(loaded.items())), dict(sorted(checkpoint.items())))
+    assert type(loaded["callbacks"]["c"]["n"]) is Counter
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 import ckptkit
-from ckptkit.errors import Incomplete, IOFailure, NotACheckpoint, Occupied, Unsupported
+from ckptkit.errors import Incomplete, IOFailure, NotACheckpoint, Occupied, Unsafe, Unsupported
 from ckptkit.io import pieces
 from tests.conftest import Some
 from tests.directories import files_in
@@ -68,6 +68,9 @@ def bytes_at(place: Place) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_from_one_prefix_to_another(place: Place, source: Path, tmp_path: Path) -> None:
     ckptkit.cp(source, f"s3://{place.name}/from")
+    with pytest.raises(Unsafe, match="inside the source"):
+        ckptkit.reshard(f"s3://{place.name}/from", f"s3://{place.name}/from/in", to=4)
+    assert not [name for name in place.files.find(f"{place.name}/from", refresh=True) if "/in/" in name]
     ckptkit.reshard(f"s3://{place.name}/from", place.url, to=4)
     ckptkit.reshard(source, tmp_path / "out", to=4)
     there, here = bytes_at(place), files_in(tmp_path / "out")

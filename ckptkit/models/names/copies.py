@@ -46,8 +46,9 @@ def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
     for module, count in first.items():
         prefix = f"{module}."
         below = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
-        if count * 2 == len(shapes) and (copy := find_copy_with_prefix(below, prefix, shapes)):
-            return copy
+        is_half = below and count * 2 == len(shapes)
+        if is_half and all(shapes.get(of) == shapes[name] for name, of in below.items()):
+            return SecondModel(*next(iter(below.items())), prefix)
         alike = [other for other in first if other != module and first[other] == count >= _MIN_TENSORS]
         if _AVERAGE.search(module) and (copy := find_average_under(module, alike, shapes)):
             return copy

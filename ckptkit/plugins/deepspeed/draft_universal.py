@@ -69,7 +69,8 @@ def draft_universal(checkpoint: Checkpoint, output: Path, options: ConvertOption
         notes=[*remarks, *completed.remarks],
         completed=completed.entries,
     )
-    conversion = with_other_files(conversion, checkpoint, [part.layout for part in checkpoint.components], world_size)
+    layouts = [part.layout for part in checkpoint.components]
+    conversion = with_other_files(conversion, checkpoint, layouts, world_size, without_copies=True)
     copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
     return replace(conversion, copied_files=copied_files)
 

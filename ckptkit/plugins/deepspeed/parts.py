@@ -46,10 +46,16 @@ def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report
         other = next(name for rank, name in models.items() if rank >= 0)
         message = f"`{models[-1]}` is from ZeRO 1 or 2, this file from ZeRO 3: this directory mixes files of two runs"
         raise Corrupt(message, path=root / other, hint="keep the files of one run")
-    read = read_each_file(root, models, lambda _, name: read_model_states(read_state_file(root, name)), report)
-    partitions = read_each_file(root, optimizers, lambda _, name: read_partition(read_state_file(root, name)), report)
-    if not read or (optimizers and not partitions):
-        raise Corrupt("no rank's file can be read", path=root)
+    read = read_each_file(
+        root, models, lambda _, name: read_model_states(read_state_file(root, name)), report, needs_one=True
+    )
+    partitions = read_each_file(
+        root,
+        optimizers,
+        lambda _, name: read_partition(read_state_file(root, name)),
+        report,
+        needs_one=bool(optimizers),
+    )
     first = next(iter(read.values()))
     if not optimizers and -1 not in models:
         message = "ZeRO 3 keeps the weights in `*_optim_states.pt`, and these files are missing"

@@ -235,7 +235,8 @@ def find_common_step(wanted: Layout, entries: UniversalEntries, storages: Storag
         entry = entry_by_parameter[parameter]
         if entry in wanted.blobs:
             return storages.pickled_value_of(entry)
-        return struct.unpack_from(_STEP_CODES.get(tensors[entry].spec.dtype.name, "B"), contents[entry])[0]
+        code = _STEP_CODES.get(tensors[entry].spec.dtype.name)
+        return struct.unpack_from(code, contents[entry])[0] if code and contents[entry] else contents[entry]
 
     first = next(iter(entry_by_parameter))
     step = step_of(first)

@@ -122,7 +122,7 @@ def find_comparable_step(group: PartitionedGroup) -> float | None:
     step = group.values.get("step")
     if is_tensor(step):
         (chunk,) = group.flattening.make_stored_tensor(step).chunks
-        return chunk.crc32
+        return chunk.crc32 if chunk.run is None else None  # a view: the checksum is that of its storage
     return step if isinstance(step, int | float) else None
 
 

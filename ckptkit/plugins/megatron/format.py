@@ -225,10 +225,7 @@ def find_root_and_rank_files(path: Path, report: Report) -> tuple[Path, dict[str
 def read_saved_ranks(root: Path, files: Mapping[str, str], report: Report) -> dict[str, SavedRank]:
     """Return the saved ranks by directory; report those that cannot be read. Raises `Corrupt` if none can."""
     existing = {name: file for name, file in files.items() if is_existing_path(root / file)}
-    saved = read_each_file(root, existing, lambda _, file: SavedRank.read(root, file), report)
-    if not saved:
-        raise Corrupt("no rank's file can be read", path=root)
-    return saved
+    return read_each_file(root, existing, lambda _, file: SavedRank.read(root, file), report, needs_one=True)
 
 
 def assign_ranks(

@@ -204,9 +204,7 @@ def read_consolidated_files(root: Path, files: Sequence[str], report: Report) ->
     Raises `Corrupt` if none can be read, or if two ranks do not have the same tensors.
     """
     existing = {name: name for name in files if is_existing_path(root / name)}
-    ranks = read_each_file(root, existing, lambda _, name: flatten_file(root, name), report)
-    if not ranks:
-        raise Corrupt("no rank's file can be read", path=root)
+    ranks = read_each_file(root, existing, lambda _, name: flatten_file(root, name), report, needs_one=True)
     first_name, first = next(iter(ranks.items()))
     for name, rank in ranks.items():
         missing = first.tensors.keys() ^ rank.tensors.keys()
