@@ -78,13 +78,9 @@ def find_components(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ...]
     if has_unsupported_files(path, reader):
         return (), ()
     if reader is None or is_stray_file(path, reader):
-        inside = components_inside(path)
-        models = [component.path for component in inside if component.under is None and component.path.is_dir()]
-        return inside, tuple(file for model in models for file, known in components_beside(model).items() if not known)
-    beside = components_beside(path)
-    known = [component for component in beside.values() if component]
-    strange = tuple(file for file, component in beside.items() if not component)
-    return (Component("", path, reader), *known), strange
+        return components_inside(path)
+    components, strange = with_components_beside(Component("", path, reader))
+    return tuple(components), tuple(strange)
 
 
 def is_run(path: Path) -> bool:
@@ -136,25 +132,31 @@ def find_only_step_directory(path: Path, paths: Iterable[Path]) -> Path | None:
     return named[0] if len(named) == 1 and find_step_of_path(named[0]) == step else None
 
 
-def components_in_subdirectory(subdirectory: Path) -> list[Component]:
-    """Return the components in a subdirectory: itself with those beside it in it, or its state files."""
+def components_in_subdirectory(subdirectory: Path) -> tuple[list[Component], list[Path]]:
+    """Return the components in a subdirectory, and those in no known format.
+
+    They are the subdirectory itself with those beside its model, an optimizer's only file, or several state files.
+    """
     reader = detect_format(subdirectory)
     if reader is not None:
         states = state_files_as_components(subdirectory, reader)
         if len(states) > 1:
-            return states
-        beside = [component for component in components_beside(subdirectory).values() if component]
-        above = subdirectory.name
-        return [
-            Component(above, subdirectory, reader),
-            *(replace(component, place=f"{above}/{component.place}") for component in beside),
-        ]
+            return states, []
+        return with_components_beside(Component(subdirectory.name, subdirectory, reader))
     names = names_in(subdirectory) if trainers.is_other_component_name(subdirectory.name) else []
     if len(names) != 1:
-        return []
+        return [], []
     only = subdirectory / names[0]
     reader = detect_format(only) if only.suffix in TRAINING_SUFFIXES and only.is_file() else None
-    return [Component(subdirectory.name, only, reader)] if reader else []
+    return [Component(subdirectory.name, only, reader)] if reader else [], []
+
+
+def with_components_beside(component: Component) -> tuple[list[Component], list[Path]]:
+    """Return a component with those beside it, placed in the same directory, and those in no known format."""
+    beside = components_beside(component.path)
+    above = f"{component.place}/" if component.place else ""
+    known = [replace(each, place=f"{above}{each.place}") for each in beside.values() if each]
+    return [component, *known], [file for file, each in beside.items() if not each]
 
 
 def state_files_as_components(directory: Path, reader: FormatReader) -> list[Component]:
@@ -168,12 +170,17 @@ def state_files_as_components(directory: Path, reader: FormatReader) -> list[Com
     return [Component(f"{directory.name}/{file.name}", file, reader, under=file.stem) for file in files]
 
 
-def components_inside(path: Path) -> tuple[Component, ...]:
-    """Return the components in the subdirectories of a checkpoint, the model first."""
-    components = [component for folder in inner_directories(path) for component in components_in_subdirectory(folder)]
+def components_inside(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ...]]:
+    """Return the components in the subdirectories of a checkpoint, the model first, and those in no known format."""
+    components: list[Component] = []
+    strange: list[Path] = []
+    for folder in inner_directories(path):
+        known, unknown = components_in_subdirectory(folder)
+        components += known
+        strange += unknown
     if all(component.under is not None for component in components):
-        return ()  # only training state, without the model that it belongs to
-    return tuple(sorted(components, key=lambda component: not component.is_model))
+        return (), ()  # only training state, without the model that it belongs to
+    return tuple(sorted(components, key=lambda component: not component.is_model)), tuple(strange)
 
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
@@ -182,7 +189,7 @@ def is_stray_file(path: Path, reader: FormatReader) -> bool:
         return False
     names = [folder.name for folder in list_directories(path)]
     has_components = MODEL in names or any(map(trainers.is_other_component_name, names))
-    return has_components and any(component.is_model for component in components_inside(path))
+    return has_components and any(component.is_model for component in components_inside(path)[0])
 
 
 def components_beside(path: Path) -> dict[Path, Component | None]:

@@ -306,8 +306,8 @@ DEEPSPEED = TrainerFacts(
     ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
 )
 
-# openrlhf/utils/deepspeed/deepspeed.py, `save_ckpt`, and openrlhf/trainer/ppo_trainer.py of OpenRLHF 0.11.2: those of
-# DeepSpeed, with metric.json, by which old ones are deleted. The best one of a run is `best_global_stepN`.
+# openrlhf/utils/deepspeed/deepspeed.py, `save_ckpt`, and openrlhf/trainer/ppo_trainer.py of OpenRLHF 0.11.2:
+# DeepSpeed checkpoints. metric.json tells OpenRLHF which to delete; the best one of a run is `best_global_stepN`.
 OPENRLHF = TrainerFacts(
     name="openrlhf",
     marks=(Mark("OpenRLHF, by DeepSpeed", files=(_ZERO,), json=("metric.json", "metric_key")),),
