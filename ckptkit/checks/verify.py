@@ -72,10 +72,11 @@ class Verified(Summarized):
 
     `checked_bytes` were verified against a CRC-32, `unchecked_bytes` have none: bytes of tensors and other entries, and
     with a manifest also of complete files. For `proved_files`, the store's CRC-32 was compared instead, without reading
-    their bytes. `looked_at` are its files, `sums` the checksums of the files that were read, `left_behind` other files
-    in its directory, which verify did not read. `compared` is the comparison with another checkpoint, if requested; its
-    differences are among the problems. `stats` are the statistics of its tensors, if requested. `salvaged` is the
-    account of a salvaged checkpoint, None for any other.
+    their bytes; `unproved` names the files whose checksums the store does not have. `looked_at` are its files, `sums`
+    the checksums of the files that were read, `left_behind` other files in its directory, which verify did not read.
+    `compared` is the comparison with another checkpoint, if requested; its differences are among the problems. `stats`
+    are the statistics of its tensors, if requested. `salvaged` is the account of a salvaged checkpoint, None for any
+    other.
     """
 
     path: Path
@@ -89,6 +90,7 @@ class Verified(Summarized):
     unchecked_bytes: int = 0
     has_manifest: bool = False
     proved_files: int = 0
+    unproved: CkptError | None = None
     sums: Mapping[str, FileSum] = field(default_factory=dict)
     looked_at: frozenset[Path] = frozenset()
     left_behind: tuple[LeftBehind, ...] = ()
@@ -159,12 +161,12 @@ def verify(
     report = make_progress_reporter(
         progress, sum(bytes_at_path(part) for one in checkpoints for part in one.component_paths or [one.path])
     )
-    look = partial(verify_component, fast=fast, by_store=fast, jobs=jobs, progress=report)
+    look = partial(verify_component, fast=fast, jobs=jobs, progress=report)
     known = {checkpoint.path for checkpoint in checkpoints}
     results: list[Verified] = []
     for checkpoint in checkpoints:
         parts = with_inconsistencies(checkpoint, verify_components(checkpoint, look, known))
-        results += parts if fast else with_master_comparison(checkpoint, parts, jobs)
+        results += with_unproved_as_problems(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
         from ckptkit.checks.diff import compare_configs, compare_tensors_with_source  # deferred: imports the engine
 
@@ -184,6 +186,12 @@ def verify(
             replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in results
         ]
     return results
+
+
+def with_unproved_as_problems(results: list[Verified]) -> list[Verified]:
+    return [
+        part if part.unproved is None else replace(part, problems=(*part.problems, part.unproved)) for part in results
+    ]
 
 
 def with_inconsistencies(checkpoint: Checkpoint, results: list[Verified]) -> list[Verified]:
@@ -286,14 +294,13 @@ def verify_component(
     path: Path,
     *,
     fast: bool = False,
-    by_store: bool = False,
     with_manifest: bool = True,
     jobs: int | None = None,
     progress: Told | None = None,
 ) -> Verified:
     """Look for damage in one directory or file, using its manifest if `with_manifest`.
 
-    With `fast` and `by_store`, the checksums that a store keeps of files are compared with the manifest's.
+    With `fast`, the checksums that a store keeps of files are compared with the manifest's.
     """
     problems, entries = Problems(), Counter[Path | None]()
     result = Verified(path)
@@ -314,10 +321,7 @@ def verify_component(
             add_empty_adapter_problem(checkpoint.components, layout, problems)
             others = frozenset(component.path for component in checkpoint.components[1:])
             own = OwnFiles(reader, path, layout, manifest, others)
-            if fast:
-                result = check_structure(own, problems, by_store=by_store)
-            else:
-                result = check_bytes(own, problems, jobs, progress)
+            result = check_structure(own, problems) if fast else check_bytes(own, problems, jobs, progress)
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.all_problems()))
             if layout.twins and not (fast or problems.all_problems()):
@@ -342,10 +346,10 @@ def add_empty_adapter_problem(components: Iterable[Component], layout: Layout, p
         problems.add(error)
 
 
-def check_structure(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
-    """Check everything except the data of large tensors. With `by_store`, asks the store for its file checksums."""
+def check_structure(own: OwnFiles, problems: Problems) -> Verified:
+    """Check everything except the data of large tensors; a store's checksums of files prove these too."""
     sizes = file_sizes_of(own, problems)
-    store_sums = read_store_checksums(own.root, sizes) if by_store else StoreSums({}, {})
+    store_sums = read_store_checksums(own.root, sizes)
     proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded_file_sums}
     rest = {name: size for name, size in sizes.items() if name not in proved}
     content, extents = check_zip_wrappers(own, rest, problems, with_packed=False)
@@ -355,7 +359,7 @@ def check_structure(own: OwnFiles, problems: Problems, *, by_store: bool) -> Ver
     result = make_verified(own, sizes, content, problems)
     if not (store_sums.sums or store_sums.others):  # the store has no checksums, or the files are local
         return result
-    return with_store_proof(own, result, sizes, proved, store_sums, problems)
+    return with_store_proof(own, result, sizes, proved, store_sums)
 
 
 def with_store_proof(
@@ -364,21 +368,21 @@ def with_store_proof(
     sizes: Mapping[str, int],
     proved: Collection[str],
     store_sums: StoreSums,
-    problems: Problems,
 ) -> Verified:
-    """Return the result with the files that the store's checksums prove. Other files become a problem."""
+    """Return the result with the files that the store's checksums prove, and an error that names the others."""
     if own.manifest is None:
         note = (
             f"--fast cannot verify the files without a manifest; the store has {store_sums.describe_checksums(sizes)}"
         )
         return replace(verified, notes=(*verified.notes, note))
+    unproved = None
     if others := sizes.keys() - proved:
         no_crc, unlisted = (sorted(others & sums.keys()) for sums in (store_sums.others, store_sums.sums))
         why = [f"the store has {store_sums.describe_checksums(no_crc)}"] if no_crc else []
         why += [f"the manifest does not list {join_first_names(unlisted)}"] if unlisted else []
         which = f"{len(others):,} of {count(len(sizes), 'file')}, {format_bytes(sum(sizes[name] for name in others))}"
         hint = "run `ckptkit verify` without --fast: it reads every byte"
-        problems.add(Unsupported(f"cannot verify {which}: {'; '.join(why)}", path=own.path, hint=hint))
+        unproved = Unsupported(f"cannot verify {which}: {'; '.join(why)}", path=own.path, hint=hint)
     places = {
         (stored.path, stored.offset): stored.length
         for _, stored in own.layout.chunks_and_blobs
@@ -387,7 +391,11 @@ def with_store_proof(
     total = format_bytes(sum(sizes[name] for name in proved))
     notes = (f"verified {count(len(proved), 'file')}, {total}, by the store's CRC-32",) if proved else ()
     return replace(
-        verified, notes=(*verified.notes, *notes), proved_files=len(proved), checked_bytes=sum(places.values())
+        verified,
+        notes=(*verified.notes, *notes),
+        proved_files=len(proved),
+        unproved=unproved,
+        checked_bytes=sum(places.values()),
     )
 
 

@@ -73,6 +73,7 @@ def test_another_object_of_the_same_size_is_found(place: Place, source: Path) ->
     (problem,) = found.problems
     assert str(problem.path) == f"{place.url}/__0_0.distcp"
     assert "expected CRC-32" in problem.message
+    assert problem.message in [finding.message for finding in ckptkit.doctor(place.url).findings][0]
 
 
 def parts_of(content: bytes) -> str:
@@ -112,6 +113,7 @@ def test_objects_of_others_say_what_they_have(kind: str, place: Place, source: P
     assert "without --fast" in (problem.hint or "")
     assert found.proved_files == 0
     assert found.unchecked_bytes > PART
+    assert ckptkit.doctor(place.url).findings == ()
 
 
 @pytest.mark.slow
