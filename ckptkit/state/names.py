@@ -123,7 +123,7 @@ class NameOptions:
             {pattern.outline for texts in sides for text in texts for pattern in alternative_patterns(text)}
             for sides in ((rule.family for rule in rules), (rule.hub for rule in rules))
         )
-        return self.table if any(outline_of(name)[0] in own - hub for name in names) else None
+        return self.table if any(outline_of(name) in own - hub for name in names) else None
 
 
 AS_THEY_ARE = NameOptions()  # without options on names

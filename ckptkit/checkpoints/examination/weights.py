@@ -154,7 +154,7 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
                 yield Inconsistency("experts", name, {"expected": count, "other": first, "found": other})
     counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
     counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
-    for name, path in facts.weights.items():
+    for name, path in facts.weights.items() if counts else ():
         above, shape = find_layer_of_router(path, counts), facts.layout.tensors[name].spec.shape
         if above is not None and len(shape) == _MATRIX and counts[above] not in shape:
             yield Inconsistency("router", name, {"expected": counts[above], "found": shape[0]})

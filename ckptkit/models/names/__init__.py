@@ -87,7 +87,7 @@ def find_family_of(
 
 def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
     """Return every family that has distinctive names, with matching shapes, among these tensors."""
-    outlines = {outline_of(name)[0]: shape for name, shape in shapes.items()}
+    outlines = {outline_of(name): shape for name, shape in shapes.items()}
     matching = []
     for name, known in FAMILIES.items():
         own = [shape for outline, shape in outlines.items() if re.fullmatch(known.tells, outline)]

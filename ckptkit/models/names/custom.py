@@ -21,7 +21,7 @@ from typing import Any
 from ckptkit.errors import Usage, choose_from, translate_os_errors
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.outline import numbers_in
 from ckptkit.models.names.rule import Rule, alternative_patterns
 from ckptkit.models.names.sizes import SYMBOLS, Sizes
 from ckptkit.models.names.steps import (
@@ -112,7 +112,7 @@ def parse_names(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
         if not isinstance(text, str) or not _TEXT.fullmatch(text):
             hint = "write a name like `layers.{layer}.wq.weight`: numbers in braces, optional parts in brackets"
             raise Usage(f"`{key}`: expected a name, found {value!r}", hint=hint)
-        if outline_of(text)[1]:
+        if numbers_in(text):
             hint = "write {layer} or a similar placeholder instead of the number"
             raise Usage(f"`{key}` has a number in {text!r}", hint=hint)
     return texts

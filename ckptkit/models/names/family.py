@@ -82,8 +82,8 @@ class Family:
         present = set(names)
         biased = re.compile(self.biased or r"(?!)")
         modules = [name.removesuffix(".weight") for name in present if name.endswith(".weight")]
-        biases = (f"{module}.bias" for module in modules if biased.fullmatch(outline_of(module)[0]))
+        biases = (f"{module}.bias" for module in modules if biased.fullmatch(outline_of(module)))
         return min((bias for bias in biases if bias not in present), default=None)
 
     def is_unknown_to_hub(self, name: str) -> bool:
-        return bool(self.dropped_pattern.fullmatch(outline_of(name)[0]))
+        return bool(self.dropped_pattern.fullmatch(outline_of(name)))

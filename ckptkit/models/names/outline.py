@@ -11,6 +11,11 @@ _NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))
 Numbers = tuple[int, ...]
 
 
-def outline_of(name: str) -> tuple[str, Numbers]:
-    """Return a name with `#` for each of its numbers (whole steps, or ends of `weight` and `bias`), and the numbers."""
-    return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
+def outline_of(name: str) -> str:
+    """Return a name with `#` for each of its numbers (whole steps, or ends of `weight` and `bias`)."""
+    return _NUMBER.sub("#", name)
+
+
+def numbers_in(name: str) -> Numbers:
+    """Return the numbers that `outline_of` replaces."""
+    return tuple(map(int, _NUMBER.findall(name)))

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import StoredTensor, axes
-from ckptkit.models.names.outline import Numbers, outline_of
+from ckptkit.models.names.outline import Numbers, numbers_in, outline_of
 from ckptkit.models.names.rule import Pattern, Rule, alternative_patterns
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import FlatFront, Tensors
@@ -82,13 +82,12 @@ def translate_by_rules(
     groups: dict[DirectedRule, dict[Numbers, Found]] = {}
     unplaced = []
     for name, tensor in tensors.items():
-        outline, numbers = outline_of(name)
-        slot = slots.get(outline)
+        slot = slots.get(outline_of(name))
         if slot is None:
             unplaced.append(name)
             continue
         members = groups.setdefault(slot.rule, {})
-        for full, one in unstack_front_axes(slot, numbers, tensor, sizes):
+        for full, one in unstack_front_axes(slot, numbers_in(name), tensor, sizes):
             by_place = members.setdefault(full, {})
             if slot.place in by_place:
                 message = f"the tensor is the same as `{by_place[slot.place][0]}`: two names of one tensor"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.outline import numbers_in, outline_of
 from ckptkit.models.names.rule import Rule, weight_and_bias_rules
 from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import Concatenated, Cropped, Grouped
@@ -65,12 +65,12 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 def name_to_write(name: str, sizes: Sizes) -> str:
     """Return the name under which to write a norm: without experts, the norm before the MLP is inside `linear_fc1`."""
-    outline, layer = outline_of(name)
+    outline = outline_of(name)
     if outline == "decoder.layers.#.norm.weight":
-        return name.replace("norm.weight", hybrid.norm_name_of_layer(layer[0], sizes))
+        return name.replace("norm.weight", hybrid.norm_name_of_layer(numbers_in(name)[0], sizes))
     if outline != "decoder.layers.#.pre_mlp_layernorm.weight":
         return name
-    has_norm = sizes.model_type in _MIXTURES and has_experts_in_layer(layer[0], sizes)
+    has_norm = sizes.model_type in _MIXTURES and has_experts_in_layer(numbers_in(name)[0], sizes)
     return name if has_norm else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 

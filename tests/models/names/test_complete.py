@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.models.names.naming import check_complete
-from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.outline import numbers_in, outline_of
 from ckptkit.models.names.sizes import Sizes
 
 CONFIG = {"num_hidden_layers": 3, "num_experts": 2}
@@ -67,4 +67,4 @@ def test_what_is_missing_or_too_much(names: list[str], tensor: str | None, words
     ],
 )
 def test_numbers_in_names(name: str, outline: str, numbers: tuple[int, ...]) -> None:
-    assert outline_of(name) == (outline, numbers)
+    assert (outline_of(name), numbers_in(name)) == (outline, numbers)

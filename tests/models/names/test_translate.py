@@ -7,7 +7,7 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
-from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.outline import numbers_in, outline_of
 from ckptkit.models.names.rule import Rule, alternative_patterns, weight_and_bias_rules
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import Concatenated, SwappedAxes
@@ -34,8 +34,9 @@ def one_of(numbers: Numbers) -> StoredTensor:
 
 
 def test_outlines() -> None:
-    assert outline_of("layers.10.experts.3.w1.weight") == ("layers.#.experts.#.w1.weight", (10, 3))
-    assert outline_of("h.0") == ("h.#", (0,))
+    assert outline_of("layers.10.experts.3.w1.weight") == "layers.#.experts.#.w1.weight"
+    assert numbers_in("layers.10.experts.3.w1.weight") == (10, 3)
+    assert (outline_of("h.0"), numbers_in("h.0")) == ("h.#", (0,))
     ways = [pattern.outline for pattern in alternative_patterns("a[.{layer}].b | c.{layer}")]
     assert ways == ["a.#.b", "a.b", "c.#"]
 
@@ -54,7 +55,7 @@ def test_what_is_an_axis_on_one_side_is_a_number_on_the_other() -> None:
     assert not hub.unplaced
     assert len(hub.tensors) == 12
     for name, one in hub.tensors.items():
-        layer, expert = outline_of(name)[1]
+        layer, expert = numbers_in(name)
         half = slice(0, 2) if name.endswith("gate") else slice(2, 4)
         assert np.array_equal(contents(one, file), numbers[layer, expert, half])
         assert hub.came_from[name] == ("layers.experts.fc1",)
