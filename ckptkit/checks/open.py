@@ -135,7 +135,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         tensors = count(len(self), "tensor")
         return f"<{self.format} checkpoint, {tensors}, {format_bytes(self.nbytes)}: {self.path}>"
 
-    def read(self, name: str, box: Box) -> bytearray:
+    def read(self, name: str, box: Box) -> memoryview:
         """Return the elements of a box of one tensor: row-major, in its dtype."""
         located, recipe = self.located(name), self.recipes.get(name)
         return read_box(located, name, box, other_layouts=self.sources[1:], recipe=recipe, shared=self._shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from threading import Lock
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block
@@ -12,6 +13,8 @@ from ckptkit.engine.visit import Worker, visit_blocks
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.plan import Plan, Recipe, targets_for
+
+_LEAST_MAPPED = 1 << 20  # bytes
 
 
 class SharedRuns:
@@ -31,6 +34,11 @@ class SharedRuns:
             sources.hand_over_shared_ranges(self._ledger)
 
 
+def empty_buffer(nbytes: int) -> bytearray | mmap:
+    """Return a buffer. Large ones are mapped: Python's lock is held while a bytearray is filled with zeros."""
+    return mmap(-1, nbytes, MAP_PRIVATE | MAP_ANONYMOUS) if nbytes >= _LEAST_MAPPED else bytearray(nbytes)
+
+
 def read_box(
     layout: Layout,
     name: str,
@@ -40,7 +48,7 @@ def read_box(
     recipe: Recipe | None = None,
     shared: SharedRuns | None = None,
     jobs: int | None = None,
-) -> bytearray:
+) -> memoryview:
     """Return the elements of `box` of a tensor: row-major, in its dtype.
 
     A `recipe` computes them from tensors of all layouts. Reads only the bytes it needs, with `jobs` threads. Verifies
@@ -56,12 +64,11 @@ def read_box(
     )
     is_whole = box == full_box(spec.shape)
     sources = Sources(plan, Ledger(), is_all=not is_whole)
-    data = bytearray(wanted.length)
-    out = memoryview(data)
+    data = memoryview(empty_buffer(wanted.length))
 
     def read_block(worker: Worker, block: Block) -> None:
         start = block.target.chunk.offset + block.start
-        target = out[start : start + block.nbytes]
+        target = data[start : start + block.nbytes]
         if recipe is None:
             worker.read_input(block, out=target)
         else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 
-def to_numpy(data: bytearray, dtype: DType, shape: Shape) -> Array:
+def to_numpy(data: memoryview, dtype: DType, shape: Shape) -> Array:
     """Return the elements in `data` as an array, which shares its memory if numpy has the dtype.
 
     Other dtypes become the next larger dtype that represents every value: float32 for bfloat16 and 8-bit floats,
@@ -38,11 +38,11 @@ def to_numpy(data: bytearray, dtype: DType, shape: Shape) -> Array:
     return np.ndarray(shape, dtype.name, data)
 
 
-def _widened(data: bytearray, name: str) -> Array:
+def _widened(data: memoryview, name: str) -> Array:
     return widener(DTYPES[name])(np.frombuffer(data, np.uint16))
 
 
-def to_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
+def to_torch(data: memoryview, dtype: DType, shape: Shape) -> torch.Tensor:
     """Return `data` as a CPU tensor, which shares its memory. Raises `Unsupported` if quantized: scales are missing."""
     import torch
 

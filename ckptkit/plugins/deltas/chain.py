@@ -70,7 +70,7 @@ class NewBlock(NamedTuple):
     new: memoryview
 
 
-def read_blocks_in_order(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
+def read_blocks_in_order(layout: Layout, name: str) -> Iterator[tuple[int, memoryview]]:
     """Yield the blocks of a tensor in row-major order, each with the index of its first element."""
     spec = layout.tensors[name].spec
     first = 0

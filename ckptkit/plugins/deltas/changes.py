@@ -41,7 +41,7 @@ def load_changes(delta: Delta, name: str) -> Changes:
     return Changes(indices, as_unsigned_elements(values, tensor.spec.dtype.itemsize))
 
 
-def read_delta_tensor(delta: Delta, key: str) -> bytearray:
+def read_delta_tensor(delta: Delta, key: str) -> memoryview:
     return read_box(delta.layout, key, full_box(delta.layout.tensors[key].spec.shape))
 
 
