@@ -31,6 +31,7 @@ from ckptkit.errors import (
 from ckptkit.formats import is_main_file
 from ckptkit.io.file import destination_exists_error, list_children, names_in
 from ckptkit.io.path import drop_cached_listing
+from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import FILES, TEMPLATES
 from ckptkit.models.names.weights import training_state_names
 
@@ -192,13 +193,16 @@ def unknown_entries(root: Path, output_files: set[Path], *, output_is_training: 
 
 
 def component_paths_and_files(checkpoint: Checkpoint) -> tuple[set[Path], set[Path]]:
-    """Return the paths of the components of the only checkpoint in a directory, and the files that they read."""
+    """Return the paths of the components of the only checkpoint in a directory, and their files.
+
+    These are the files that they read, and the config of an adapter: without the adapter, loaders fail on it.
+    """
     components = checkpoint.components
     if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
-    return {component.path for component in components}, {
-        file for one in components for file in files_of_component(one)
-    }
+    paths, adapters = {one.path for one in components}, {one.path for one in components if one.is_adapter}
+    configs = {path / ADAPTER_CONFIG for path in adapters if path.is_dir() and ADAPTER_CONFIG in names_in(path)}
+    return paths, configs.union(*map(files_of_component, components))
 
 
 def unknown_paths_in(

@@ -16,6 +16,7 @@ from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
 from ckptkit.diagnosis.damage import find_damage, find_inconsistencies, find_torch_version, problems_by_component
 from ckptkit.diagnosis.exports import (
+    find_adapter_config_of_model,
     find_broken_export,
     find_empty_adapter,
     find_invalid_config_dtype,
@@ -55,10 +56,10 @@ from ckptkit.words import count
 
 # what doctor looks for in a readable checkpoint, in the order of the output
 KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
-    find_torch_version, find_missing_index, find_invalid_config_dtype, find_empty_adapter, find_ambiguous_model,
-    find_unmerged_adapters, find_undeclared_quantized, find_declared_quantized, find_tokens_without_row,
-    find_extra_state, find_missing_predictors, find_wrapper_prefixes, find_name_mismatches,
-    find_missing_towers_and_layers, find_shape_mismatches, find_tie_problems, find_missing_states,
+    find_torch_version, find_missing_index, find_invalid_config_dtype, find_adapter_config_of_model,
+    find_empty_adapter, find_ambiguous_model, find_unmerged_adapters, find_undeclared_quantized,
+    find_declared_quantized, find_tokens_without_row, find_extra_state, find_missing_predictors, find_wrapper_prefixes,
+    find_name_mismatches, find_missing_towers_and_layers, find_shape_mismatches, find_tie_problems, find_missing_states,
     find_rank_dependent_state, find_group_differences, compare_with_checkpoint, find_unlisted_parameters,
     find_inconsistencies,
 )  # fmt: skip

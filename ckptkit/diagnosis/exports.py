@@ -21,6 +21,7 @@ from ckptkit.formats.hf.headers import HeaderFiles, find_layout_in_headers
 from ckptkit.formats.indices import read_index
 from ckptkit.io.file import names_in
 from ckptkit.layout.dtypes import DTYPES
+from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import CONFIG, find_companions
 from ckptkit.models.expected import closest_form
 
@@ -119,6 +120,17 @@ def find_invalid_config_dtype(target: LoadTarget) -> Iterator[Finding]:
         if value != "auto" and value.removeprefix("torch.") not in DTYPES:
             message = f"`{key}` of {CONFIG} is `{value}`: transformers fails with an AttributeError of torch"
             yield Finding("config_dtype", None, message, consolidate_fix(target.checkpoint))
+
+
+def find_adapter_config_of_model(target: LoadTarget) -> Iterator[Finding]:
+    """Yield a finding if a full model has an adapter_config.json beside it: transformers then loads another model."""
+    component = target.checkpoint.model_component
+    if not is_loadable_model(target.checkpoint) or component.is_adapter or not component.path.is_dir():
+        return
+    names = names_in(component.path)
+    if ADAPTER_CONFIG in names and not any(name.startswith("adapter_model.") for name in names):
+        message = f"`{ADAPTER_CONFIG}` is here without an adapter: transformers loads the base that it names, and fails"
+        yield Finding("adapter_config", None, message, consolidate_fix(target.checkpoint))
 
 
 def find_empty_adapter(target: LoadTarget) -> Iterator[Finding]:

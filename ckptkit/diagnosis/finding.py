@@ -121,7 +121,17 @@ def is_loadable_model(checkpoint: Checkpoint) -> bool:
 
 # kinds of findings whose fix loses nothing and guesses nothing
 _CERTAIN = frozenset(
-    ["index", "empty_entry", "config_dtype", "empty_adapter", "expert_names", "wrapper", "torch_version", "world_size"]
+    [
+        "index",
+        "empty_entry",
+        "config_dtype",
+        "adapter_config",
+        "empty_adapter",
+        "expert_names",
+        "wrapper",
+        "torch_version",
+        "world_size",
+    ]
 )
 
 

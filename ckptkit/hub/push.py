@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -54,6 +54,7 @@ from ckptkit.io.stores.hub_calls import (
 )
 from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
 from ckptkit.layout import Layout
+from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import find_companions_in
 from ckptkit.summary import Summarized
 from ckptkit.trainers.ckptkit import TRAINING
@@ -272,13 +273,20 @@ def plan_push(
         basis is None,
         basis.is_private if basis else not public,
         selection.sizes,
-        tuple(
-            name for name in sorted(remote_files) if name not in selection.contents and selection.reader.owns_file(name)
-        ),
+        tuple(sorted(names_to_remove(selection, remote_files.keys()))),
         selection.left_out,
         selection.has_card and CARD in selection.contents,
         tuple(notes),
     )
+
+
+def names_to_remove(selection: Selection, remote_names: Collection[str]) -> set[str]:
+    """Return the files on the Hub that belong to an earlier checkpoint and not to the pushed one."""
+    others = set(remote_names) - selection.contents.keys()
+    removed = set(filter(selection.reader.owns_file, others))
+    if not any(name.startswith("adapter_model.") for name in others - removed):
+        removed |= others & {ADAPTER_CONFIG}  # without the adapter, loaders fail on its config
+    return removed
 
 
 def upload_and_commit(

@@ -143,6 +143,15 @@ def test_a_training_replaces_its_own_checkpoint(source: Path, tmp_path: Path) ->
         ckptkit.cp(tmp_path / "weights", tmp_path / "other", overwrite=True)
 
 
+def test_a_model_replaces_an_adapter_with_its_config(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_file({"base_model.model.q.lora_A.weight": torch.ones(2, 4)}, out / "adapter_model.safetensors")
+    (out / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    consolidate(source, out, overwrite=True)
+    assert not list(out.glob("adapter*"))
+
+
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize(
     "place",

@@ -70,6 +70,10 @@ def dtype_of_nothing(root: Path) -> None:
     edit(root / CONFIG, lambda found: found.update(dtype=""))
 
 
+def config_of_a_deleted_adapter(root: Path) -> None:
+    (root / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/no/base"}')
+
+
 @pytest.mark.parametrize(
     ("damage", "code"),
     [
@@ -79,6 +83,7 @@ def dtype_of_nothing(root: Path) -> None:
         (index_of_whole_files, "index"),
         (cut_index, "index"),
         (dtype_of_nothing, "config_dtype"),
+        (config_of_a_deleted_adapter, "adapter_config"),
     ],
 )
 def test_what_lies_beside_whole_tensors_is_fixed(tmp_path: Path, damage: Callable[[Path], None], code: str) -> None:
