@@ -14,6 +14,7 @@ from ckptkit.checkpoints.examination.inconsistency import Inconsistency, merge_s
 from ckptkit.checkpoints.examination.optimizers import (
     find_empty_groups,
     find_missing_state_kinds,
+    find_other_step,
     find_train_mode_schedule_free,
     find_unknown_names,
     find_wrapper_prefix_mismatch,
@@ -37,7 +38,7 @@ OF_WEIGHTS: tuple[Rule, ...] = (
     *(find_empty_weights, find_layer_gaps, find_misfit_routers),
     *(find_odd_layers, find_misfit_biases, find_misfit_heads),
 )
-OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_train_mode_schedule_free)
+OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_train_mode_schedule_free, find_other_step)
 OF_STATES: tuple[Rule, ...] = (
     find_wrong_state_shapes,
     find_missing_state_kinds,

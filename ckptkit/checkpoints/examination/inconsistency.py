@@ -57,6 +57,10 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "experts": (_LIKELY, "expected {expected} experts as `{other}` has, found {found}"),
     "router": (_LIKELY, "expected {expected} rows, one for each expert, found {found}"),
     "head": (_NOTE, "expected {expected} rows as in `{embedding}`, found {found}; fine if some tokens are input only"),
+    "other_step": (
+        _LIKELY,
+        "the optimizer's step is not {taken}, DeepSpeed's count: the files are of two saves, or it began later",
+    ),
     "training_point": (_NOTE, f"{_TRAIN_MODE}: {_NO_AVERAGE}; call `optimizer.eval()` before the save"),
 }
 

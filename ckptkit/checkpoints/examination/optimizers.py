@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
+from struct import pack
 
 from ckptkit.checkpoints.examination.facts import Facts, without_wrappers
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
+from ckptkit.formats.archives.values import load_value
+from ckptkit.io.crc32 import crc32
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
@@ -25,6 +28,7 @@ _JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1",
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
 _MARKS_OF_PACKED_STATES = ("projector", "ortho_matrix", "absmax", "qmap")  # the other states are projected or packed
 _FLOATS = ("float", "small_float")
+_COUNTERS = ("global_steps", "skipped_steps")  # of DeepSpeed: an overflow of gradients skips a step
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
 # States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
 # gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups. torch's optimizers keep
@@ -244,3 +248,29 @@ def find_train_mode_schedule_free(facts: Facts) -> Iterator[Inconsistency]:
         if averaged and any(value is True for value in facts.setting_values(above, "train_mode")):
             optimizer = ".".join(map(str, above)) or None
             yield Inconsistency("training_point", optimizer, {"averaged": averaged, "total": len(states)})
+
+
+def find_other_step(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the optimizers with another step than DeepSpeed's counters, which are in another file of the save.
+
+    The files may be of two saves; or the job loaded its weights without their optimizer. The step in a tensor is
+    compared by its CRC-32.
+    """
+    blobs = facts.layout.blobs
+    counted = [load_value(facts.layout.root, blobs[name]) for name in _COUNTERS if name in blobs]
+    if len(counted) < len(_COUNTERS) or not all(isinstance(value, int) for value in counted):
+        return
+    taken = counted[0] - counted[1]
+    steps = (taken, taken + 1)  # without ZeRO, DeepSpeed makes the states by a step of its own
+    sums = {crc32(pack(form, step)) for step in steps for form in ("<f", "<q")}
+    for states in facts.states_among(facts.layout.names).values():
+        name = next((entries["step"] for entries in states.values() if "step" in entries), None)
+        if name is None:
+            continue
+        if name in blobs:
+            is_other = load_value(facts.layout.root, blobs[name]) not in steps
+        else:
+            chunks = facts.layout.tensors[name].chunks
+            is_other = any(chunk.crc32 not in (None, *sums) and chunk.run is None for chunk in chunks)
+        if is_other:
+            yield Inconsistency("other_step", name, {"taken": taken})

@@ -94,6 +94,21 @@ def test_states_of_experts_that_the_file_has_one_by_one(tmp_path: Path) -> None:
     assert codes_in(tmp_path / "step-1") == set()
 
 
+@pytest.mark.parametrize(("counted", "skipped", "codes"), [(3, 0, set()), (4, 2, set()), (4, 0, {"other_step"})])
+@pytest.mark.parametrize("step", [3, torch.tensor(3.0), torch.tensor(3)])
+def test_the_optimizers_step_beside_deepspeeds_count(
+    counted: int, skipped: int, codes: set[str], step: Any, tmp_path: Path
+) -> None:
+    tree = tree_with(None)
+    for state in tree["optimizer"]["state"].values():
+        state["step"] = step
+    save_pt(tree | {"global_steps": counted, "skipped_steps": skipped}, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == codes
+    (checked,) = ckptkit.verify(tmp_path / "step-1")
+    assert checked.is_ok
+    assert any("the optimizer's step is not 4" in note for note in checked.notes) is bool(codes)
+
+
 def step(optimizer: Callable[[nn.Module], torch.optim.Optimizer], root: Path) -> Layout:
     """Train a small model for a step, and save it as torch's own functions do."""
     torch.manual_seed(0)
