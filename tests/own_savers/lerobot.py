@@ -1,6 +1,6 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["ckptkit-fsdp", "torch==2.13.0", "lerobot==0.4.4"]
+# requires-python = ">=3.12"
+# dependencies = ["ckptkit-fsdp", "torch==2.13.0", "lerobot[training]==0.6.1"]
 #
 # [tool.uv]
 # override-dependencies = [
@@ -16,7 +16,7 @@
 # [tool.uv.sources]
 # ckptkit-fsdp = { path = "../..", editable = true }
 # ///
-"""LeRobot 0.4.4 (the last for Python 3.11): an ACT policy in one process, by its train step and save_checkpoint."""
+"""LeRobot 0.6.1: an ACT policy in one process, by its train step and save_checkpoint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(output: Path, resumed: str = "") -> None:
     from lerobot.policies.factory import make_pre_post_processors
     from lerobot.scripts.lerobot_train import update_policy
     from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
-    from lerobot.utils.train_utils import (
+    from lerobot.common.train_utils import (
         get_step_checkpoint_dir,
         load_training_state,
         save_checkpoint,
@@ -132,7 +132,7 @@ def main() -> None:
         shutil.copytree(checkpoints / "000002/training_state", first / "training_state")
         proof.call(*call, "train", resumed, first)
         proof.check_losses("resumed", run / "losses.json", resumed / "losses.json")
-    print("LeRobot 0.4.4: 1 process: inspect, verify, consolidate (actions equal), shards and back (losses equal)")
+    print("LeRobot 0.6.1: 1 process: inspect, verify, consolidate (actions equal), shards and back (losses equal)")
 
 
 if __name__ == "__main__":

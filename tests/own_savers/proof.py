@@ -227,6 +227,8 @@ def torchvision_on_cpu() -> None:
     """Let torchvision be imported where its library, which PyPI has for CUDA only, cannot be loaded."""
     import torch
 
+    if torch.version.cuda is not None:  # the library of PyPI loads, also without a GPU
+        return
     operators = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
