@@ -47,6 +47,12 @@ def train(output: Path, resumed: str = "") -> None:
     proof.torchvision_on_cpu()
     import torch
     from accelerate import Accelerator
+    from lerobot.common.train_utils import (
+        get_step_checkpoint_dir,
+        load_training_state,
+        save_checkpoint,
+        update_last_checkpoint,
+    )
     from lerobot.configs.default import DatasetConfig
     from lerobot.configs.train import TrainPipelineConfig
     from lerobot.configs.types import FeatureType, PolicyFeature
@@ -56,12 +62,6 @@ def train(output: Path, resumed: str = "") -> None:
     from lerobot.policies.factory import make_pre_post_processors
     from lerobot.scripts.lerobot_train import update_policy
     from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
-    from lerobot.common.train_utils import (
-        get_step_checkpoint_dir,
-        load_training_state,
-        save_checkpoint,
-        update_last_checkpoint,
-    )
 
     torch.manual_seed(0)
     config = ACTConfig(
