@@ -281,8 +281,9 @@ def plan_push(
 
 
 def names_to_remove(selection: Selection, remote_names: Collection[str]) -> set[str]:
-    """Return the files on the Hub that belong to an earlier checkpoint and not to the pushed one."""
-    others = set(remote_names) - selection.contents.keys()
+    """Return the files on the Hub that belong to an earlier checkpoint at the same place and not to the pushed one."""
+    folders = {name.rpartition("/")[0] for name in selection.contents}
+    others = {name for name in remote_names if name.rpartition("/")[0] in folders} - selection.contents.keys()
     removed = set(filter(selection.reader.owns_file, others))
     if not any(name.startswith("adapter_model.") for name in others - removed):
         removed |= others & {ADAPTER_CONFIG}  # without the adapter, loaders fail on its config
