@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_hidden_file_not_copied, reason_not_copied
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
@@ -208,7 +207,16 @@ def list_checkpoint_files(checkpoint: Checkpoint) -> Contents:
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     problems = Problems()
     others = frozenset(part.path for part in checkpoint.components)
-    parts = [read_component_to_copy(part, root, others - {part.path}, problems) for part in checkpoint.components]
+    parts: list[CopiedComponent] = []
+    for component in checkpoint.components:
+        with translate_os_errors(component.path):
+            layout = component.reader.read(component.path, problems.add)
+            beside = others - {component.path}
+            own = OwnFiles(component.reader, component.path, layout, component.manifest, beside)
+            content, extents = check_zip_wrappers(own, file_sizes_of(own, problems), problems, with_packed=False)
+        place = "" if own.root == root else str(own.root.relative_to(root))
+        small_bytes = max(0, content - sum(extent.length for extent in extents))
+        parts.append(CopiedComponent(own, tuple(extents), place, small_bytes))
     for problem in problems.all_problems():
         raise problem
     needed = {
@@ -228,19 +236,6 @@ def list_checkpoint_files(checkpoint: Checkpoint) -> Contents:
     ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
     is_file = not checkpoint.path.is_dir() and len(sizes) == 1
     return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)
-
-
-def read_component_to_copy(
-    component: Component, root: Path, others: frozenset[Path], problems: Problems
-) -> CopiedComponent:
-    """Return a component of the checkpoint in directory `root`, and add its problems to `problems`."""
-    with translate_os_errors(component.path):
-        layout = component.reader.read(component.path, problems.add)
-        own = OwnFiles(component.reader, component.path, layout, component.manifest, others)
-        content, extents = check_zip_wrappers(own, file_sizes_of(own, problems), problems, with_packed=False)
-    place = "" if own.root == root else str(own.root.relative_to(root))
-    small_bytes = max(0, content - sum(extent.length for extent in extents))
-    return CopiedComponent(own, tuple(extents), place, small_bytes)
 
 
 def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
@@ -317,7 +312,11 @@ def copy_to_directory(contents: Contents, dst: Path, source: Path, send: Send, *
     """Copy the files to a local directory, or a single file to a local file. Returns the number of written bytes."""
     if overwrite and not (contents.is_file and not dst.is_file()):
         check_replaceable(dst, contents.sizes, output_is_training=contents.has_training_state)
-    key = copy_resume_key(contents, source)
+    with translate_os_errors(source):
+        files = {name: [size, (contents.root / name).stat().st_mtime_ns] for name, size in contents.sizes.items()}
+    # a later call with the same key continues the copy after an interruption
+    facts = {"command": "cp", "ckptkit": __version__, "source": str(source.absolute()), "files": files}
+    key = json.dumps(facts, indent=1).encode()
     stage = Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)
     journal = stage.notes_directory / _JOURNAL
 
@@ -334,14 +333,6 @@ def copy_to_directory(contents: Contents, dst: Path, source: Path, send: Send, *
         send(sink)
         stage.commit()
     return sum(contents.sizes.values()) - sink.resumed_bytes
-
-
-def copy_resume_key(contents: Contents, source: Path) -> bytes:
-    """Return a key for the copy: a later call with the same key continues it after an interruption."""
-    with translate_os_errors(source):
-        files = {name: [size, (contents.root / name).stat().st_mtime_ns] for name, size in contents.sizes.items()}
-    key = {"command": "cp", "ckptkit": __version__, "source": str(source.absolute()), "files": files}
-    return json.dumps(key, indent=1).encode()
 
 
 def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool) -> tuple[int, list[str]]:
@@ -363,18 +354,13 @@ def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool)
             if is_sent_in_pieces(sizes[name]) or name not in marks:
                 destination.finish_file(name, sums[name])
             else:
-                destination.put_marker(
-                    name, reread_unchanged(contents.root / name, sizes[name], sums[name]), sums[name]
-                )
+                path = contents.root / name
+                with opening(path) as file:
+                    content = read_at(file, sizes[name], 0)
+                if crc32(content) != sums[name]:
+                    hint = "run the same command again"
+                    raise Corrupt("the file changed while it was being copied", path=path, hint=hint)
+                destination.put_marker(name, bytearray(content), sums[name])
         destination.commit()
     drop_cached_listing(dst)
     return destination.sent_bytes, destination.remarks_on_upload()
-
-
-def reread_unchanged(path: Path, size: int, crc: int) -> bytearray:
-    """Return the content of a small file. Raises `Corrupt` if it has changed since its checksum was verified."""
-    with opening(path) as file:
-        content = read_at(file, size, 0)
-    if crc32(content) != crc:
-        raise Corrupt("the file changed while it was being copied", path=path, hint="run the same command again")
-    return bytearray(content)

@@ -49,14 +49,16 @@ def make_card(
     """Return the model card of a checkpoint that is pushed as the files `names`."""
     layout = inspected.layout
     is_model = layout.format == "hf" and config is not None
+    folder = repo_id.partition("/")[2]
+    pull_lines = ["```bash", f"ckptkit pull {repo_id} {folder}", f"ckptkit inspect {folder}", "```"]
     fields = {
         "library": "library_name: transformers\n" if is_model else "",
         "tag": "- safetensors\n" if layout.format == "hf" else "",
-        "name": repo_id.partition("/")[2],
+        "name": folder,
         "what": "Model weights" if layout.format == "hf" else "A training checkpoint",
         "version": __version__,
         "facts": "\n".join(f"| {name} | {value} |" for name, value in card_rows(inspected, manifest)),
-        "load": "\n".join(load_model_lines(repo_id, config or {}, names) if is_model else pull_command_lines(repo_id)),
+        "load": "\n".join(load_model_lines(repo_id, config or {}, names) if is_model else pull_lines),
     }
     return _CARD.substitute(fields).encode()
 
@@ -95,13 +97,4 @@ def load_model_lines(repo_id: str, config: Mapping[str, Any], names: Collection[
     yield f'model = {loader}.from_pretrained("{repo_id}", dtype="auto")'
     if has_tokenizer:
         yield f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
-    yield "```"
-
-
-def pull_command_lines(repo_id: str) -> Iterator[str]:
-    """Yield lines of Markdown: commands that pull and inspect the checkpoint."""
-    folder = repo_id.partition("/")[2]
-    yield "```bash"
-    yield f"ckptkit pull {repo_id} {folder}"
-    yield f"ckptkit inspect {folder}"
     yield "```"

@@ -94,7 +94,8 @@ def pull(
         if overwrite:
             check_replaceable(dst, repository.files)
         stage = Stage(dst, overwrite=overwrite, sync=sync, key=pull_resume_key(repository, files))
-        with stage.opened(lambda _: has_any_file(stage.path)):
+        # an output with any file, complete or partial, can be continued
+        with stage.opened(lambda _: any(p.is_file() for p in stage.path.rglob("*") if WORK not in p.parts)):
             require_free_space(stage.dst, missing_bytes(stage.path, sizes))
             earlier_bytes = sum(min(size, size_or_zero(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
@@ -157,11 +158,6 @@ def pull_resume_key(repository: HubRepository, files: Mapping[str, HubFile]) -> 
         "files": sorted(files),
     }
     return json.dumps(key, indent=1).encode()
-
-
-def has_any_file(directory: Path) -> bool:
-    """Return whether a directory has a file of the output, complete or partial."""
-    return any(path.is_file() for path in directory.rglob("*") if WORK not in path.parts)
 
 
 def download_missing_files(

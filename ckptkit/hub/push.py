@@ -41,7 +41,7 @@ from ckptkit.hub.transfers import (
 from ckptkit.io.file import list_children
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Told, make_progress_reporter
+from ckptkit.io.progress import make_progress_reporter
 from ckptkit.io.stores.hub import make_hub_client
 from ckptkit.io.stores.hub_calls import (
     HubRepository,
@@ -307,18 +307,24 @@ def upload_and_commit(
     """
     changed = differences_from_hub(selection.contents, sums, basis.files)
     commit = basis.commit
+    additions: dict[str, Addition] = {}
+
+    def send_one(name: str, follow: Follow) -> None:  # a large file; the commit itself contains the small ones
+        additions[name] = Addition(name, selection.contents[name], sums[name], follow)
+        revision = plan.revision if has_branch else None
+        with translate_hub_errors(plan.repo_id):
+            make_hub_client().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
+
+    sizes = {name: plan.files[name] for name in changed}
     with bars("uploading") as progress:
-        advance = make_progress_reporter(progress, sum(plan.files[name] for name in changed))
-        additions = upload_files(
-            plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, advance
-        )
+        transfer_each_file(sizes, send_one, jobs, make_progress_reporter(progress, sum(sizes.values())))
         if not has_branch:
             create_branch(plan.repo_id, plan.revision, basis.commit)
         with translate_hub_errors(plan.repo_id, plan.revision):
             if changed or plan.removed:
                 new_commit = make_hub_client().create_commit(
                     plan.repo_id,
-                    [*additions, *map(CommitOperationDelete, plan.removed)],
+                    [*(additions[name] for name in changed), *map(CommitOperationDelete, plan.removed)],
                     commit_message=message or f"Upload {selection.root.resolve().name} with ckptkit {__version__}",
                     revision=plan.revision,
                     parent_commit=basis.commit,  # the Hub refuses if somebody else has pushed meanwhile
@@ -330,24 +336,3 @@ def upload_and_commit(
         content = selection.contents[name]
         raise Corrupt(words, path=name if isinstance(content, bytes) else content, hint=_DAMAGED)
     return replace(plan, is_done=True, commit=commit, unchanged=frozenset(plan.files.keys() - changed))
-
-
-def upload_files(
-    plan: Pushed,
-    contents: Mapping[str, Content],
-    sums: Mapping[str, str],
-    has_branch: bool,
-    jobs: int | None,
-    advance: Told | None,
-) -> list[Addition]:
-    """Upload the large files, and return the additions for a commit, which contains the small files itself."""
-    additions: dict[str, Addition] = {}
-
-    def send_one(name: str, follow: Follow) -> None:
-        additions[name] = Addition(name, contents[name], sums[name], follow)
-        revision = plan.revision if has_branch else None
-        with translate_hub_errors(plan.repo_id):
-            make_hub_client().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
-
-    transfer_each_file({name: plan.files[name] for name in contents}, send_one, jobs, advance)
-    return [additions[name] for name in contents]

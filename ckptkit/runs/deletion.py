@@ -14,7 +14,7 @@ from ckptkit.errors import Occupied, translate_os_errors
 from ckptkit.io.disk import lock_path, remove_path, retry_interrupted, sync_path
 from ckptkit.io.file import list_children
 from ckptkit.io.joined import local_paths_of
-from ckptkit.io.locks import acquire_lock, is_locked, release_lock
+from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.trainers import is_like_checkpoint_name
 
 _LEAVING = ".leaving"  # suffix of the hidden name of a checkpoint that is being deleted
@@ -38,12 +38,10 @@ def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
                     raise Occupied(message, path=directory, hint="wait for it to end") from error
             locks.callback(release_lock, lock, path)
         with translate_os_errors(root):
-            for path in (
-                path
-                for directory in local_paths_of(root)
-                for path in filter(is_hidden_for_deletion, list_children(directory))
-            ):
-                remove_path(path)
+            for path in (path for directory in local_paths_of(root) for path in list_children(directory)):
+                name = path.name.removeprefix(".").removesuffix(_LEAVING)
+                if path.name == f".{name}{_LEAVING}" and is_like_checkpoint_name(name):
+                    remove_path(path)
         yield
 
 
@@ -60,14 +58,3 @@ def delete_checkpoint(checkpoint: Path) -> None:
             sync_path(path.parent)
         for name in hidden.values():
             remove_path(name)
-
-
-def is_hidden_for_deletion(path: Path) -> bool:
-    name = path.name
-    return name.startswith(".") and name.endswith(_LEAVING) and is_like_checkpoint_name(name[1 : -len(_LEAVING)])
-
-
-def is_being_written(checkpoint: Path) -> bool:
-    """Return True if a process has locked an existing checkpoint to replace it."""
-    with translate_os_errors(checkpoint):
-        return any(is_locked(lock_path(path)) for path in local_paths_of(checkpoint))

@@ -17,27 +17,17 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.evidence import read_value_at_key
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.formats.archives.values import load_value
+from ckptkit.io.disk import lock_path
 from ckptkit.io.file import list_directories
 from ckptkit.io.joined import local_paths_of
+from ckptkit.io.locks import is_locked
 from ckptkit.io.staging import remove_dead_leftovers
 from ckptkit.layout import KeyPath
 from ckptkit.runs import watches
-from ckptkit.runs.deletion import delete_checkpoint, deleting, is_being_written
+from ckptkit.runs.deletion import delete_checkpoint, deleting
 from ckptkit.runs.keeper import WatchLease, require_complete_checkpoint
 from ckptkit.runs.pins import clear_pin, is_pinned, set_pin
 from ckptkit.trainers.trackers import trackers_in
-
-
-def best_checkpoint_names(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the names of the best checkpoints of the run at `root` according to its trainer, each with a reason.
-
-    Trainers record the best checkpoint in a small file, or in an entry of a checkpoint.
-    """
-    for directory in (root, *list_directories(root)):
-        for file, key in trainers.best_keys():
-            path = directory / file if file else directory
-            if path.exists() and (file or directory != root):
-                yield from read_best_names(path, file, key, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)  # prune checks each checkpoint against the entries of all others
@@ -72,8 +62,15 @@ def reasons_to_keep(checkpoint: Path) -> Iterator[str]:
     yield from (
         f"`{tracker.name}` names it" for tracker in trackers_in(checkpoint.parent) if tracker.is_naming(checkpoint)
     )
-    best = (why for name, why in best_checkpoint_names(checkpoint.parent) if name == checkpoint.name)
-    yield from (f"the best: {why}" for why in dict.fromkeys(best))
+    # trainers record the best checkpoint in a small file of the run, or in an entry of a checkpoint
+    run, best = checkpoint.parent, dict[str, None]()
+    for directory in (run, *list_directories(run)):
+        for file, key in trainers.best_keys():
+            path = directory / file if file else directory
+            if path.exists() and (file or directory != run):
+                names = read_best_names(path, file, key, path.stat().st_mtime_ns)
+                best.update((f"the best: {why}", None) for name, why in names if name == checkpoint.name)
+    yield from best
 
 
 _PATIENCE = 10.0  # seconds that `pin` waits for another process to finish deleting
@@ -111,7 +108,9 @@ class LocalKeeper:
         return {}
 
     def find_work_on(self, checkpoint: Path) -> str | None:
-        return "being written" if is_being_written(checkpoint) else None
+        with translate_os_errors(checkpoint):  # a process that replaces a checkpoint locks it
+            is_being_written = any(is_locked(lock_path(path)) for path in local_paths_of(checkpoint))
+        return "being written" if is_being_written else None
 
     def find_protections(self, checkpoint: Path) -> tuple[str, ...]:
         """Return the reasons that protect a checkpoint, in any directory of the run."""

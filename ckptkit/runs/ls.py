@@ -117,7 +117,12 @@ def ls(run: Source) -> Listing:
             root = root.parent if checkpoints[0].path == root else root
         pins, trackers = pinned_names_in(root), trackers_in(root)
         listed = [make_listed(checkpoint, pins, trackers, runs) for checkpoint in checkpoints]
-        listed += [make_listed_upload(path) for path in unpublished_files_in(root)] if is_run else []
+        # a file that is being uploaded is invisible in its store until the upload ends
+        for path in unpublished_files_in(root) if is_run else ():
+            step = find_step_of_path(Path(name_without_suffixes(path.name)))
+            saved_at = (path.parent / f"{path.name}{CLAIM}").stat().st_mtime
+            claim = find_claim(path)
+            listed.append(Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=claim))
     latest = find_latest(root).checkpoint if is_run else None
     tracker = "; ".join(describe_tracker(tracker, listed) for tracker in trackers) if is_run else ""
     return Listing(root, tuple(listed), latest.path if latest else None, tracker or None, tuple(runs))
@@ -129,7 +134,7 @@ list_run = ls  # its name in earlier versions
 def checkpoints_at(path: Path) -> list[Checkpoint]:
     """Return the checkpoint at a path that is not a run, or each model in a directory. Raises `NotACheckpoint`."""
     here = Checkpoint.at(path)
-    if files := (outputs_of_ckptkit_in(here) or single_file_checkpoints_in(here)):
+    if files := checkpoint_files_in(here):
         return [Checkpoint.at(file) for file in files]
     models = [component.path for component in here.models]
     is_folder = here.step_in_name is None and (len(models) > 1 or len(models) == len(here.components))
@@ -140,23 +145,28 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     return [here]
 
 
-def outputs_of_ckptkit_in(directory: Checkpoint) -> list[Path]:
-    """Return the checkpoints in a directory that contains outputs of ckptkit; [] for other directories."""
-    if directory.step_in_name is not None or not directory.path.is_dir() or is_existing_path(directory.path / MANIFEST):
-        return []
-    if not all(component.is_model for component in directory.components):
-        return []  # the components of a single checkpoint
-    paths = [path for path in list_children(directory.path) if not path.name.startswith(".")]
-    if not any(files_in_manifest(path, made_of_another=True) for path in paths):
-        return []
-    return [path for path in paths if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_at_own_path)]
+def checkpoint_files_in(directory: Checkpoint) -> list[Path]:
+    """Return the outputs of ckptkit, or else the single-file checkpoints, in a directory that is no checkpoint itself.
 
-
-def single_file_checkpoints_in(directory: Checkpoint) -> list[Path]:
-    """Return the single-file checkpoints in a directory; [] if the files together are one checkpoint."""
-    if directory.step_in_name is not None or not directory.path.is_dir() or not directory.is_at_own_path:
+    Returns [] if the files together are one checkpoint.
+    """
+    if directory.step_in_name is not None or not directory.path.is_dir():
         return []
-    files = [path for path in list_children(directory.path) if path.is_file() and detect_format(path)]
+    children = list_children(directory.path)
+    paths = [path for path in children if not path.name.startswith(".")]
+    # a manifest or training state shows that the directory is one checkpoint
+    may_have_outputs = not is_existing_path(directory.path / MANIFEST) and all(
+        component.is_model for component in directory.components
+    )
+    if may_have_outputs and any(files_in_manifest(path, made_of_another=True) for path in paths):
+        outputs = [
+            path for path in paths if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_at_own_path)
+        ]
+        if outputs:
+            return outputs
+    if not directory.is_at_own_path:
+        return []
+    files = [path for path in children if path.is_file() and detect_format(path)]
     if len(files) < 2 or names_of_set(files[0].name, [file.name for file in files]):
         return []
     return files if any(isinstance(problem, Unsupported) for problem in directory.problems()) else []
@@ -172,7 +182,13 @@ def make_listed(
     fault, sizes_compared = find_short_fault(checkpoint), has_quick_sizes(checkpoint)
     if fault is None and sizes_compared:
         fault = find_fault_in_metadata(checkpoint)
-    metrics, unreadable = metrics_and_problem_of(checkpoint.path)
+    metrics: dict[str, float] = {}
+    unreadable = None
+    if checkpoint.path.is_dir():
+        try:
+            metrics = read_metrics(checkpoint.path)
+        except (Corrupt, IOFailure, Unsafe, Unsupported):
+            unreadable = "unreadable metrics"
     nbytes, saved_at = nbytes_and_time_below(checkpoint.path, others)
     return Listed(
         checkpoint.path,
@@ -182,7 +198,7 @@ def make_listed(
         checkpoint.world_size,
         nbytes,
         saved_at,
-        metrics,
+        {name: value for name, value in metrics.items() if name != "step"},
         checkpoint.name in pins,
         fault or unreadable,
         tuple(tracker.name for tracker in trackers if tracker.is_naming(checkpoint.path)),
@@ -191,13 +207,6 @@ def make_listed(
         find_claim(checkpoint.path),
         sizes_compared,
     )
-
-
-def make_listed_upload(path: Path) -> Listed:
-    """Return the entry of a file that is being uploaded to a store, where it is invisible until the upload ends."""
-    claim = path.parent / f"{path.name}{CLAIM}"
-    step, saved_at = find_step_of_path(Path(name_without_suffixes(path.name))), claim.stat().st_mtime
-    return Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=find_claim(path))
 
 
 def find_short_fault(checkpoint: Checkpoint) -> str | None:
@@ -261,17 +270,6 @@ def problem_in_one_line(error: CkptError, checkpoint: Path) -> str:
     if path is None or path == checkpoint or not path.is_relative_to(checkpoint):
         return error.message
     return f"{path.relative_to(checkpoint)}: {error.message}"
-
-
-def metrics_and_problem_of(path: Path) -> tuple[dict[str, float], str | None]:
-    """Return the metrics of a checkpoint without its step, and a problem if they cannot be read."""
-    if not path.is_dir():
-        return {}, None
-    try:
-        metrics = read_metrics(path)
-    except (Corrupt, IOFailure, Unsafe, Unsupported):
-        return {}, "unreadable metrics"
-    return {name: value for name, value in metrics.items() if name != "step"}, None
 
 
 def nbytes_and_time_below(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:

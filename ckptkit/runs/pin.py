@@ -18,13 +18,28 @@ def pin(*checkpoints: Source) -> list[Path]:
 
     For a run, pins its latest checkpoint. Runs are local or on S3. For a checkpoint on several disks, pins the first
     directory. Raises `NotACheckpoint` if a checkpoint is not complete, and `Corrupt` if `verify --fast` finds a problem
-    such as a missing shard; nothing is pinned then. Raises `Occupied` while another process is deleting checkpoints of
-    the run.
+    such as a missing shard; nothing is pinned then. Raises `Usage` for a component of a checkpoint, and `Occupied`
+    while another process is deleting checkpoints of the run.
     """
-    chosen = list(dict.fromkeys(checkpoint_path_to_pin(live_path_of(checkpoint)) for checkpoint in checkpoints))
-    for path in chosen:
-        open_run_backend(path.parent).pin(path)
-    return chosen
+    chosen: dict[Path, None] = {}
+    for source in checkpoints:
+        path = live_path_of(source)
+        open_run_backend(path).drop_cached_listings()
+        if not path.exists():
+            raise missing_path_error(path)
+        checkpoint = Checkpoint.open(path)
+        resolved = checkpoint.path.resolve()
+        if find_step_of_path(resolved) is None and find_step_of_path(resolved.parent) is not None:
+            hint = f"pin the whole checkpoint: {resolved.parent}"
+            raise Usage("this is a part of a checkpoint", path=path, hint=hint)
+        require_complete_checkpoint(resolved)
+        hint = f"pin another checkpoint, or run `ckptkit verify {resolved}`"
+        for directory in checkpoint.component_paths:
+            require_no_problems(verify_component(directory, fast=True), hint)
+        chosen[resolved] = None
+    for resolved in chosen:
+        open_run_backend(resolved.parent).pin(resolved)
+    return list(chosen)
 
 
 def unpin(*checkpoints: Source) -> list[Path]:
@@ -45,24 +60,3 @@ def unpin(*checkpoints: Source) -> list[Path]:
     for path in pinned:
         open_run_backend(path.parent).unpin(path)
     return pinned
-
-
-def checkpoint_path_to_pin(path: Path) -> Path:
-    """Return the resolved path of a checkpoint, or of the latest checkpoint of a run.
-
-    Raises `NotACheckpoint` if it is not complete, `Corrupt` if files are missing or too short, and `Usage` for a
-    component of a checkpoint.
-    """
-    open_run_backend(path).drop_cached_listings()
-    if not path.exists():
-        raise missing_path_error(path)
-    checkpoint = Checkpoint.open(path)
-    resolved = checkpoint.path.resolve()
-    if find_step_of_path(resolved) is None and find_step_of_path(resolved.parent) is not None:
-        raise Usage("this is a part of a checkpoint", path=path, hint=f"pin the whole checkpoint: {resolved.parent}")
-    require_complete_checkpoint(resolved)
-    for directory in checkpoint.component_paths:
-        require_no_problems(
-            verify_component(directory, fast=True), f"pin another checkpoint, or run `ckptkit verify {resolved}`"
-        )
-    return resolved

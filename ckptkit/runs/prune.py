@@ -20,7 +20,7 @@ from ckptkit.formats import no_format_error
 from ckptkit.io.file import list_directories
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Progress, Told, make_progress_reporter
+from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.runs.demote import demote, plan_demotion
 from ckptkit.runs.keeper import RunBackend, live_path_of, open_run_backend, protections_of, require_run
 from ckptkit.runs.ls import nbytes_and_time_below, problem_in_one_line
@@ -188,19 +188,15 @@ def execute_prune(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: 
         elif is_deleted:
             deleted.append(entry)
         else:
-            demoted.append(demote_entry(entry, jobs, advance))
+            nbytes, saved_at = nbytes_and_time_below(entry.path)
+            wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=advance)
+            reason = f"{entry.reason}; tensors kept in fp32: {wide}" if wide else entry.reason
+            freed = nbytes - nbytes_and_time_below(entry.path)[0]
+            demoted.append(replace(entry, reason=reason, freed_bytes=freed))
     newest_first = (*plan.keep, *reversed(kept))
     return replace(
         plan, keep=newest_first, delete=tuple(reversed(deleted)), demote=tuple(reversed(demoted)), deleted=True
     )
-
-
-def demote_entry(entry: PruneEntry, jobs: int | None, progress: Told | None) -> PruneEntry:
-    """Demote a checkpoint, and return its entry with the bytes that this freed."""
-    nbytes, saved_at = nbytes_and_time_below(entry.path)
-    wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=progress)
-    reason = f"{entry.reason}; tensors kept in fp32: {wide}" if wide else entry.reason
-    return replace(entry, reason=reason, freed_bytes=nbytes - nbytes_and_time_below(entry.path)[0])
 
 
 def find_saved_or_reason(path: Path, read_by: Readers) -> SavedCheckpoint | str:

@@ -72,16 +72,11 @@ class LocalLease:
 
     def now_ns(self) -> int:
         with translate_os_errors(self.root):
-            return file_system_time_ns(self.lock)
+            os.utime(self.lock)  # by the clock of the run's file system, which may differ from the local one
+            return os.fstat(self.lock).st_mtime_ns
 
     def require_unmoved_run(self) -> None:
         require_unmoved_run(self.lock, self.root, self.key)
-
-
-def file_system_time_ns(lock: int) -> int:
-    """Return the current time of the run's file system in nanoseconds, which may differ from the local clock."""
-    os.utime(lock)
-    return os.fstat(lock).st_mtime_ns
 
 
 def require_unmoved_run(lock: int, root: Path, key: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.disk import lock_path
 from ckptkit.io.locks import acquire_lock, release_lock
-from ckptkit.runs.deletion import delete_checkpoint, deleting, is_being_written
+from ckptkit.runs.deletion import delete_checkpoint, deleting
+from ckptkit.runs.local_keeper import LocalKeeper
 
 NAMES = ("ckpt-1", "checkpoint-1", "step-1", "global_step1", "iter_0000001")
 
@@ -101,10 +102,11 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_who_replaces_a_checkpoint_is_noticed(tmp_path: Path) -> None:
-    assert not is_being_written(tmp_path / "ckpt-1")
+    keeper = LocalKeeper(tmp_path)
+    assert not keeper.find_work_on(tmp_path / "ckpt-1")
     lock = acquire_lock(lock_path(tmp_path / "ckpt-1"))
-    assert is_being_written(tmp_path / "ckpt-1")
-    assert not is_being_written(tmp_path / "ckpt-2")
+    assert keeper.find_work_on(tmp_path / "ckpt-1")
+    assert not keeper.find_work_on(tmp_path / "ckpt-2")
     release_lock(lock, lock_path(tmp_path / "ckpt-1"))
     lock_path(tmp_path / "ckpt-1").touch()  # of a process that was ended
-    assert not is_being_written(tmp_path / "ckpt-1")
+    assert not keeper.find_work_on(tmp_path / "ckpt-1")

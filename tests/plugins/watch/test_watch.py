@@ -21,7 +21,7 @@ from ckptkit.plugins.watch.commands import describe_exit
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.watch import Event, watch
 from ckptkit.runs.prune import prune
-from ckptkit.runs.watches import FOLDER, file_system_time_ns, is_being_handled
+from ckptkit.runs.watches import FOLDER, LocalLease, is_being_handled
 from tests.producers import save_alone
 
 pytestmark = pytest.mark.slow
@@ -236,7 +236,7 @@ def test_rest_is_told_by_the_clock_that_the_files_are_dated_by(run: Path, tmp_pa
     assert not patience.has_been_stable("ckpt-9", look, look.changed_ns - 3600 * 10**9)
     assert patience.has_been_stable("ckpt-9", look, look.changed_ns + 30 * 10**9)
     with (tmp_path / "lock").open("w") as lock:
-        assert file_system_time_ns(lock.fileno()) >= look.changed_ns
+        assert LocalLease(run, "key", lock.fileno()).now_ns() >= look.changed_ns
 
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "ended by SIGKILL"), (-40, "ended by signal 40"), (3, "exit code 3")])
