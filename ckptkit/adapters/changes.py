@@ -94,6 +94,9 @@ def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
     targets, updates = config.values.get("target_modules"), list(weight_updates_of(adapter))
     # tied targets are not listed
     has_tied = config.bool_setting("ensure_weight_tying") and any(update.is_embedding for update in updates)
+    is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    asked = config.values.get("layers_to_transform")
+    layers = [asked] if isinstance(asked, int) else asked
     for update in updates:
         if config.peft_type != "LORA":
             message = f"expected matrices of {config.peft_type} (`{config.path}`), found matrices of LoRA"
@@ -108,14 +111,20 @@ def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
             has, says = ("no magnitudes", "DoRA") if update.magnitude is None else ("magnitudes", "no DoRA")
             message = f"`{update.module}` has {has}, but `{config.path}` says {says}"
             raise config_mismatch_error(adapter, update.a, message)
-        is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-        if is_listed and not has_tied and not any(is_targeted_module(name, config) for name in (update.module, *names)):
+        if (
+            is_listed
+            and not has_tied
+            and not any(
+                config.target_parameters_of(name) or any(ends_with_name(name, target) for target in targets or [])
+                for name in (update.module, *names)
+            )
+        ):
             listed = ", ".join(sorted(targets or []))
             message = f"`{update.module}`: expected a target of `{config.path}`, which are {listed}"
             raise config_mismatch_error(adapter, update.a, message)
-        if not may_be_in_adapted_layer(update.module, config):
-            layers = config.values["layers_to_transform"]
-            message = f"`{update.module}`: expected one of the layers {layers} (`{config.path}`)"
+        numbers = [part for part in update.module.split(".") if part.isdecimal()]
+        if isinstance(layers, list) and len(numbers) == 1 and numbers[0] not in map(str, layers):
+            message = f"`{update.module}`: expected one of the layers {asked} (`{config.path}`)"
             raise config_mismatch_error(adapter, update.a, message)
     require_saved_modules(adapter, config)
 
@@ -135,14 +144,6 @@ def require_saved_modules(adapter: Adapter, config: AdapterConfig) -> None:
 def is_saved_module(parameter: str, config: AdapterConfig) -> bool:
     """Return whether `modules_to_save` lists a parameter's module. PEFT compares ends: `head` means `lm_head` too."""
     return any(f"{module}." in parameter for module in config.name_list_setting("modules_to_save"))
-
-
-def may_be_in_adapted_layer(module: str, config: AdapterConfig) -> bool:
-    """Return whether `layers_to_transform` lists the layer of a module; True if its name has no layer number."""
-    asked = config.values.get("layers_to_transform")
-    layers = [asked] if isinstance(asked, int) else asked
-    numbers = [part for part in module.split(".") if part.isdecimal()]
-    return not isinstance(layers, list) or len(numbers) != 1 or numbers[0] in map(str, layers)
 
 
 def check_matrix_ranks(adapter: Adapter, config: AdapterConfig, update: WeightUpdate) -> None:
@@ -167,14 +168,6 @@ def wrong_rank_error(
     wanted, shape = " or ".join(map(str, sorted(ranks))), list(adapter.specs[update.a].shape)
     message = f"expected rank {wanted} as in `{config.path}`, found rank {rank} (shape {shape})"
     return config_mismatch_error(adapter, update.a, message)
-
-
-def is_targeted_module(module: str, config: AdapterConfig) -> bool:
-    """Return whether a module, or one of its parameters, is a target of the config."""
-    targets = config.values.get("target_modules")
-    if not isinstance(targets, list):
-        return bool(targets)
-    return any(ends_with_name(module, str(target)) for target in targets) or bool(config.target_parameters_of(module))
 
 
 def config_mismatch_error(adapter: Adapter, name: str, message: str) -> CkptError:

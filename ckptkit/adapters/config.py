@@ -115,8 +115,15 @@ class AdapterConfig:
             return self.matches_setting("target_modules", module)
         parents = (target.rpartition(".")[0] for target in self.name_list_setting("target_parameters"))
         named = [*self.name_list_setting("target_modules"), *parents]
-        is_named = not named or any(ends_with_name(module, name) for name in named)
-        return is_named and self.is_in_layers(module)
+        if named and not any(ends_with_name(module, name) for name in named):
+            return False
+        layers = self.values.get("layers_to_transform")
+        wanted = [layers] if isinstance(layers, int) else layers if isinstance(layers, list) else []
+        if not wanted:
+            return True
+        lists = "|".join(map(re.escape, self.name_list_setting("layers_pattern"))) or r"[^.]*"
+        match = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
+        return match is not None and int(match[1]) in wanted
 
     def matches_setting(self, key: str, module: str) -> bool:
         """Return whether the pattern or list under `key` matches a module; `all-linear` matches every module."""
@@ -127,16 +134,6 @@ class AdapterConfig:
             return value == _ALL or matches_module(value, module, self.path)
         except Unsupported:
             return False
-
-    def is_in_layers(self, module: str) -> bool:
-        """Return whether `layers_to_transform` lists the layer of a module; True if the setting is missing."""
-        layers = self.values.get("layers_to_transform")
-        wanted = [layers] if isinstance(layers, int) else layers if isinstance(layers, list) else []
-        if not wanted:
-            return True
-        lists = "|".join(map(re.escape, self.name_list_setting("layers_pattern"))) or r"[^.]*"
-        match = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
-        return match is not None and int(match[1]) in wanted
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is not a positive number."""

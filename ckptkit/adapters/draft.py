@@ -82,7 +82,10 @@ class AdapterComponent:
 
 
 def open_adapters(component: Component, options: ConvertOptions) -> AdapterComponent | None:
-    """Return the adapters in a component, as far as `options` select them; None if it has none."""
+    """Return the adapters in a component, as far as `options` select them; None if it has none.
+
+    Raises `Unsupported` for a model in PEFT's wrapper without a known adapter.
+    """
     if not may_be_adapted(component.layout.tensors):
         return None
     # --include names tensors of the merged model, which do not exist yet
@@ -98,14 +101,8 @@ def open_adapters(component: Component, options: ConvertOptions) -> AdapterCompo
         if component.is_adapter and (error := find_empty_adapter_error(weights.layout)):
             raise error
         return AdapterComponent(component, weights, adapted, trainer_names)
-    refuse_peft_names_without_adapter(
-        component, [options.edits.make_renaming()(name) for name in weights.layout.tensors]
-    )
-    return None
-
-
-def refuse_peft_names_without_adapter(component: Component, names: Sequence[str]) -> None:
-    """Raise `Unsupported` for a model in PEFT's wrapper without a known adapter: nothing would load its names."""
+    # nothing would load names with PEFT's prefix without an adapter that ckptkit knows
+    names = [options.edits.make_renaming()(name) for name in weights.layout.tensors]
     wrapped = next((name for name in names if f".{WRAPPER}" in f".{name}"), None)
     config = find_adapter_config(component.path) if may_be_adapted(names) else None
     if config is not None and (wrapped or config.peft_type != "LORA"):
@@ -114,6 +111,7 @@ def refuse_peft_names_without_adapter(component: Component, names: Sequence[str]
     if wrapped and any(".base_layer." in name for name in names):
         message = "the name has PEFT's prefix, but the checkpoint contains no adapter that ckptkit knows"
         raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
+    return None
 
 
 def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: ConvertOptions) -> Conversion:

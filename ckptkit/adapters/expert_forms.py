@@ -57,7 +57,16 @@ def convert_expert_matrices(
         raise Usage(message, path=path, hint="drop --experts-layout")
     base = base_text_config(config, path, options)
     hidden, expert_count = first_integer(base, "hidden_size"), first_integer(base, *_COUNTS)
-    names = expert_names_of_base(base, path) if form == PER_EXPERT else None
+    names: ExpertNames | None = None
+    if form == PER_EXPERT:
+        model_type = base.get("model_type")
+        if model_type is None:
+            message = "names of single experts differ by model, and no config.json of the base was found"
+            raise Usage(message, path=path, hint="pass --base MODEL")
+        if model_type not in SEPARATE:
+            message = f"ckptkit does not know a model of type `{model_type}` with a tensor for each expert"
+            raise Unsupported(message, path=path, hint="pass --experts flat or 3d")
+        names = expert_names_of_type(str(model_type))
     reader = ExpertReader(adapter, config, options.experts_layout, hidden, expert_count)
     pairs = list(convert_pairs_to_form(reader.read_pairs(), form, names))
     new_tensors = list(tensors_in_form(pairs, form, names))
@@ -86,18 +95,6 @@ def first_integer(config: Mapping[str, Any], *keys: str) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
-def expert_names_of_base(base: Mapping[str, Any], path: Path) -> ExpertNames:
-    """Return the experts' names in the base's files. Raises `Usage` for an unknown base, or `Unsupported`."""
-    model_type = base.get("model_type")
-    if model_type is None:
-        message = "names of single experts differ by model, and no config.json of the base was found"
-        raise Usage(message, path=path, hint="pass --base MODEL")
-    if model_type not in SEPARATE:
-        message = f"ckptkit does not know a model of type `{model_type}` with a tensor for each expert"
-        raise Unsupported(message, path=path, hint="pass --experts flat or 3d")
-    return expert_names_of_type(str(model_type))
-
-
 def convert_pairs_to_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
     """Yield the pairs in a form, under its module names: gate and up fused, separate (by `names`), or as they are."""
     if form == FLAT:
@@ -108,16 +105,14 @@ def convert_pairs_to_form(pairs: Iterable[ExpertPair], form: str, names: ExpertN
         for pair in pairs:
             parent = pair.module.removesuffix(".experts").rpartition(".")[0]
             moved = pair._replace(module=f"{parent}.{middle}.experts")
-            yield from split_gate_up(moved) if pair.leaf == GATE_UP else (moved,)
+            if pair.leaf != GATE_UP:
+                yield moved
+                continue
+            half = pair.b.spec.shape[1] // 2  # gate and up have half of the rows of B each, and share A
+            for leaf, at in ((GATE, 0), (UP, half)):
+                yield moved._replace(leaf=leaf, b=axes.cut_axis(pair.b, 1, at, at + half))
     else:
         yield from pairs
-
-
-def split_gate_up(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
-    """Split a fused pair into gate and up: each gets half of the rows of B; both share A."""
-    rows = pair.b.spec.shape[1]
-    gate, up = (axes.cut_axis(pair.b, 1, at, at + rows // 2) for at in (0, rows // 2))
-    return pair._replace(leaf=GATE, b=gate), pair._replace(leaf=UP, b=up)
 
 
 def fuse_gate_and_up(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:

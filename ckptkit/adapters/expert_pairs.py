@@ -162,27 +162,25 @@ class ExpertReader:
         leaves, is_turned = self.identify_parameters(module, sides, next(iter(names.values()))["A"])
         for depth, matrices in names.items():
             parameter = f"{module}.{leaves[depth]}"
-            a, b = self.unpack_wrapper_matrices(matrices, parameter)
+            a, b = self.tensor(matrices["A"]), self.tensor(matrices["B"])
+            if len(a.spec.shape) == 3:
+                if len(b.spec.shape) != 3 or b.spec.shape[1:] != a.spec.shape[1::-1]:
+                    expected = f"lora_B of shape [outputs, {a.spec.shape[1]}, {a.spec.shape[0]}]"
+                    raise self.misfit_error(matrices["B"], expected)
+                b = axes.permute_axes(b, (2, 0, 1))
+            else:
+                rank, rows = self.config.rank_of(parameter), a.spec.shape[0]
+                if rows % rank or b.spec.shape[1] != rows:
+                    raise self.misfit_error(matrices["B"], f"lora_B with {rows} columns, {rank} for each expert")
+                count = rows // rank
+                layout = choose_lora_b_layout(self.config, parameter, count, rank, self.layout, matrices["B"])
+                is_in_blocks = layout == BLOCKS
+                a = axes.split_axis(a, 0, (count, rank))
+                b = axes.split_axis(b, 1, (count, rank) if is_in_blocks else (rank, count))
+                b = axes.permute_axes(b, (1, 0, 2) if is_in_blocks else (2, 0, 1))
             if is_turned:  # PEFT 0.18 and older treat a weight [out, in] as [in, out]
                 a, b = axes.permute_axes(b, (0, 2, 1)), axes.permute_axes(a, (0, 2, 1))
             yield ExpertPair(module, leaves[depth], a, b, parameter)
-
-    def unpack_wrapper_matrices(self, names: Mapping[str, str], parameter: str) -> tuple[StoredTensor, StoredTensor]:
-        """Unpack a wrapper's matrices into A `[E, r, in]` and B `[E, out, r]`."""
-        a, b = self.tensor(names["A"]), self.tensor(names["B"])
-        if len(a.spec.shape) == 3:
-            if len(b.spec.shape) != 3 or b.spec.shape[1:] != a.spec.shape[1::-1]:
-                raise self.misfit_error(names["B"], f"lora_B of shape [outputs, {a.spec.shape[1]}, {a.spec.shape[0]}]")
-            return a, axes.permute_axes(b, (2, 0, 1))
-        rank, rows = self.config.rank_of(parameter), a.spec.shape[0]
-        if rows % rank or b.spec.shape[1] != rows:
-            raise self.misfit_error(names["B"], f"lora_B with {rows} columns, {rank} for each expert")
-        count = rows // rank
-        layout = choose_lora_b_layout(self.config, parameter, count, rank, self.layout, names["B"])
-        whole = axes.split_axis(b, 1, (count, rank) if layout == BLOCKS else (rank, count))
-        return axes.split_axis(a, 0, (count, rank)), axes.permute_axes(
-            whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1)
-        )
 
     def identify_parameters(
         self, module: str, sides: Mapping[int, tuple[int, int]], name: str

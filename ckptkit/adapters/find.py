@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +181,14 @@ def find_adapters(layout: Layout) -> Adapted | None:
         by_name[entry.adapter or DEFAULT][name] = entry
     in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
     adapters = tuple(Adapter(name, layout, with_peft_prefix(own_entries)) for name, own_entries in in_order)
-    return Adapted(adapters, dict(base_and_saved_names(layout, rest)), is_saved=False)
+    base: dict[str, str] = {}
+    for name in rest:
+        own = base_model_name(name)
+        if own in base:
+            message = f"this tensor and `{base[own]}` are both `{own}` of the base model"
+            raise Corrupt(message, path=layout.path, tensor=name)
+        base[own] = name
+    return Adapted(adapters, base, is_saved=False)
 
 
 def find_full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
@@ -202,15 +209,3 @@ def find_full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str,
 def with_peft_prefix(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the entries with the names that PEFT gives them in a file, without any prefix of the trainer."""
     return {name: entry._replace(saved=WRAPPER + entry.saved) for name, entry in entries.items()}
-
-
-def base_and_saved_names(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name in the base, name in the checkpoint) of each tensor. Raises `Corrupt` for a repeated name."""
-    seen: dict[str, str] = {}
-    for name in names:
-        own = base_model_name(name)
-        if own in seen:
-            message = f"this tensor and `{seen[own]}` are both `{own}` of the base model"
-            raise Corrupt(message, path=layout.path, tensor=name)
-        seen[own] = name
-        yield own, name

@@ -40,20 +40,6 @@ def find_layout_in_memory(component: Component, weights: Weights, config: Mappin
         return None
 
 
-def find_in_memory_locations(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
-    """Return where each tensor of the files is in memory, matched by the byte ranges that both share."""
-    owners = {
-        (chunk.path, chunk.offset): (name, chunk) for name, tensor in memory.tensors.items() for chunk in tensor.chunks
-    }
-    locations: dict[str, InMemoryLocation] = {}
-    for name, tensor in files.tensors.items():
-        if name in memory.tensors and memory.tensors[name].spec == tensor.spec:
-            locations[name] = InMemoryLocation(name, (0,) * len(tensor.spec.shape))
-        elif (location := find_location_in_memory(tensor, owners)) is not None:
-            locations[name] = location
-    return locations
-
-
 def find_location_in_memory(
     tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]
 ) -> InMemoryLocation | None:
@@ -77,9 +63,19 @@ def translate_updates_to_files(merging: Merging, files: Layout) -> Merging:
     """Move the updates of the model in memory to the tensors in its files. Raises `Unsupported` for a scattered one."""
     in_files, memory, reached = Merging(files), merging.base, set()
     in_files.notes = merging.notes
-    for name, location in find_in_memory_locations(files, memory).items():
+    # files and memory share their byte ranges
+    owners = {
+        (chunk.path, chunk.offset): (name, chunk) for name, tensor in memory.tensors.items() for chunk in tensor.chunks
+    }
+    for name, tensor in files.tensors.items():
+        if name in memory.tensors and memory.tensors[name].spec == tensor.spec:
+            location: InMemoryLocation | None = InMemoryLocation(name, (0,) * len(tensor.spec.shape))
+        else:
+            location = find_location_in_memory(tensor, owners)
+        if location is None:
+            continue
         reached.add(location.name)
-        is_whole = memory.tensors[location.name].spec.shape == files.tensors[name].spec.shape
+        is_whole = memory.tensors[location.name].spec.shape == tensor.spec.shape
         move_updates(merging, location.name, in_files, name, None if is_whole else location.start)
     for name in merging.changed_tensors:
         if name not in memory.tensors:

@@ -55,9 +55,25 @@ def merge_adapters(components: Sequence[Component], options: ConvertOptions) -> 
     base = Model.of(before[0], options.base) if before else open_base_model(adapters[0], options)
     adapters = [with_fused_expert_matrices(adapter, base.layout, options) for adapter in adapters]
     merged = merge_under_fitting_names(base, adapters, options)
-    require_globs_match(merged, adapters, options)
+    # --exclude may also name tensors of the adapters
+    asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
+    asked.require_matches("--include", asked.include, names, path)
+    asked.require_some_left(names, path)
+    names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
+    asked.require_matches("--exclude", asked.exclude, names, path)
+    merged = merged.with_dropped(asked.reasons_to_drop(merged.layout.tensors))
+    merged = merged.with_only(set(filter(asked.is_selected, merged.layout.tensors)))
+    asked.check_renames(merged.layout.tensors, path)
+    merged = merged.with_new_names(asked.make_renaming())
+    # training may have added tokens, so the tokenizer that was saved with an adapter is the right one
+    beside = [tokenizer_paths_in(adapter.path) for adapter in adapters if adapter.path != path]
+    if tokenizer := next(filter(None, beside), None):
+        files = {name: read_small(file, TOKENIZER_LIMIT) for name, file in tokenizer.items()}
+        companions = replace(merged.companions, files=merged.companions.files | files, elsewhere=tokenizer)
+        merged = replace(merged, companions=companions)
+        merged = merged.with_remarks(f"the tokenizer is the adapter's: {', '.join(tokenizer)}")
     paths = dict.fromkeys((base.part.path, *(adapter.path for adapter in adapters)))
-    return replace(with_adapter_tokenizer(adapters, select_merged_tensors(merged, options)), origins=tuple(paths))
+    return replace(merged, origins=tuple(paths))
 
 
 def with_fused_expert_matrices(adapter: CheckedAdapter, base: Layout, options: ConvertOptions) -> CheckedAdapter:
@@ -70,24 +86,6 @@ def with_fused_expert_matrices(adapter: CheckedAdapter, base: Layout, options: C
 
     fused, config, _ = convert_expert_matrices(adapter.adapter, adapter.config, adapter.path, FLAT, options)
     return replace(adapter, adapter=fused, config=config)
-
-
-def require_globs_match(merged: Model, adapters: Sequence[CheckedAdapter], options: ConvertOptions) -> None:
-    """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
-    asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
-    asked.require_matches("--include", asked.include, names, path)
-    asked.require_some_left(names, path)
-    names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
-    asked.require_matches("--exclude", asked.exclude, names, path)
-
-
-def select_merged_tensors(model: Model, options: ConvertOptions) -> Model:
-    """Return the merged model with the tensors that `options` select, under the names that they ask for."""
-    asked = options.edits
-    model = model.with_dropped(asked.reasons_to_drop(model.layout.tensors))
-    model = model.with_only(set(filter(asked.is_selected, model.layout.tensors)))
-    asked.check_renames(model.layout.tensors, model.part.path)
-    return model.with_new_names(asked.make_renaming())
 
 
 def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> CheckedAdapter:
@@ -324,14 +322,3 @@ def with_enlarged_vocab_size(model: Model, before: Layout) -> Model:
         raise Mismatch(message, path=model.companions.found_in, tensor=embedding, hint=hint)
     note = f"{_VOCABULARY} in config.json is {rows} instead of {old}"
     return model.with_config({**config, _VOCABULARY: rows}).with_remarks(note)
-
-
-def with_adapter_tokenizer(adapters: Sequence[CheckedAdapter], model: Model) -> Model:
-    """Return the model with the tokenizer that was saved with an adapter, because training may have added tokens."""
-    beside = [tokenizer_paths_in(adapter.path) for adapter in adapters if adapter.path != model.part.path]
-    tokenizer = next(filter(None, beside), {})
-    if not tokenizer:
-        return model
-    files = {name: read_small(path, TOKENIZER_LIMIT) for name, path in tokenizer.items()}
-    companions = replace(model.companions, files=model.companions.files | files, elsewhere=tokenizer)
-    return replace(model, companions=companions).with_remarks(f"the tokenizer is the adapter's: {', '.join(tokenizer)}")

@@ -111,18 +111,14 @@ class ExpertsProduct(Product):
         """Return all of B: the columns of an expert are scattered, and B is read only once."""
         return Box((0, 0), self.shape_of_b)
 
-    def columns_of_expert(self, expert: int) -> slice:
-        """Return the columns of B that belong to an expert."""
-        if self.is_in_blocks:
-            return slice(expert * self.rank, (expert + 1) * self.rank)
-        return slice(expert, None, self.count)
-
     def delta(self, box: Box, a: Array, b: Array) -> Array:
         axis = 2 if self.is_transposed else 1
         rows = slice(box.start[axis], box.stop[axis])
         result = np.empty(box.size, a.dtype)
         for i in range(box.size[0]):
-            columns = self.columns_of_expert(box.start[0] + i)
+            expert = box.start[0] + i
+            blocks = slice(expert * self.rank, (expert + 1) * self.rank)
+            columns = blocks if self.is_in_blocks else slice(expert, None, self.count)
             update = scaled_product(
                 np.ascontiguousarray(b[rows, columns]), a[i * self.rank :][: self.rank], self.scaling
             )

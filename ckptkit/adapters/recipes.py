@@ -137,7 +137,15 @@ class Merging:
 
     def add_update(self, source: AdapterSource, update: WeightUpdate) -> None:
         """Add a low-rank update of a weight, and of the bias beside it."""
-        own, product = self.changed_name_and_product(source, update)
+        own = f"{update.module}.weight"
+        if own in self.tensors and own not in source.config.target_parameters_of(update.module):
+            kind = self.orientation_of_weight(source, update, own)
+        else:
+            own, kind = self.changed_parameter_and_kind(source, update)
+        dtype = working_dtype(self.tensors[own].spec.dtype)
+        a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
+        scaling = source.config.scaling_of(self.lookup_name(source, update, own)) * source.weight
+        product = kind(a, b, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b), scaling)
         self.require_float_base(own, source, update.a)
         if update.magnitude is None:
             self.steps[own] += [product] * self.count_additions(source, update)
@@ -150,18 +158,6 @@ class Merging:
             self.require_float_base(bias, source, update.bias)
             dtype = working_dtype(self.tensors[bias].spec.dtype)
             self.steps[bias].append(ScaledAddition(Operand(source.number, update.bias, dtype), product.scaling))
-
-    def changed_name_and_product(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Product]:
-        """Return the name of the parameter that an update changes, and the product to add."""
-        own = f"{update.module}.weight"
-        if own in self.tensors and own not in source.config.target_parameters_of(update.module):
-            kind = self.orientation_of_weight(source, update, own)
-        else:
-            own, kind = self.changed_parameter_and_kind(source, update)
-        dtype = working_dtype(self.tensors[own].spec.dtype)
-        a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
-        scaling = source.config.scaling_of(self.lookup_name(source, update, own)) * source.weight
-        return own, kind(a, b, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b), scaling)
 
     def lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
         """Return the name by which PEFT looks up rank and alpha: `own` if that is a target, else the module's name."""
