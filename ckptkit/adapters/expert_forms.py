@@ -216,13 +216,9 @@ def config_for_form(
     for key in (_RECORD, _DETAIL):
         values.pop(key, None)
     values |= rank_and_alpha_patterns(config, pairs, names)
-    fitting = with_config_values(config, values)
+    fitting = replace(config, values=values)
     if form == FLAT and any(find_lora_b_layout(fitting, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
-        fitting = with_config_values(config, {**values, _RECORD: _RANK_MAJOR})
-    return fitting
-
-
-def with_config_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConfig:
+        values[_RECORD] = _RANK_MAJOR
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     return replace(config, content=content, values=values)
 

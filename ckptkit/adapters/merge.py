@@ -13,6 +13,7 @@ from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapte
 from ckptkit.adapters.expert_pairs import find_expert_form
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.in_memory import find_layout_in_memory, translate_updates_to_files
+from ckptkit.adapters.merged_blocks import ExpertsProduct
 from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
@@ -177,7 +178,7 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
     model = replace(
         model.with_layout(replace(whole, tensors=merging.tensors)),
         others=(*base.others, *(fitted.adapter.layout for fitted in adapters)),
-        recipes={name: partial(merging.make_recipe, name) for name in merging.computed_tensors},
+        recipes={name: partial(merging.make_recipe, name) for name in (*merging.changed_tensors, *merging.plain)},
         made_of=source_record_of(base.part.layout) | {"adapters": ", ".join(fitted.path.name for fitted in adapters)},
     )
     model = keep_or_break_ties(with_enlarged_vocab_size(model, whole), merging, base.layout, adapters).with_remarks(
@@ -194,7 +195,8 @@ def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], o
     if len(adapters) > 1:
         message = f"--experts-layout: expected one adapter, found {len(adapters)}"
         raise Usage(message, hint="merge one adapter at a time")
-    if not merging.has_fused_experts:
+    steps = (step for steps in merging.steps.values() for step in steps)
+    if not any(isinstance(step, ExpertsProduct) for step in steps):
         hint = "drop --experts-layout"
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 

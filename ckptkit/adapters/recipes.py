@@ -345,17 +345,8 @@ class Merging:
             raise Unsupported(message, path=source.adapter.layout.path, tensor=name, hint=hint)
 
     @property
-    def has_fused_experts(self) -> bool:
-        """Return whether an adapter changes all experts of a layer by one pair of matrices."""
-        return any(isinstance(step, ExpertsProduct) for steps in self.steps.values() for step in steps)
-
-    @property
     def changed_tensors(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.begins, *(name for name, steps in self.steps.items() if steps))))
-
-    @property
-    def computed_tensors(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.changed_tensors, *self.plain)))
 
     def have_same_rows(self, name: str, source: str) -> bool:
         """Return whether `source` was changed only by rows, and `name` by the same rows or not at all."""
