@@ -44,7 +44,14 @@ def average(
     if asked.changes_names and not asked.writer.is_model_only:
         hint = "write a Hugging Face model first, then convert it"
         raise Usage(f"--names, --map and --vocab-size cannot change an average in `{asked.to}`", hint=hint)
-    asked = replace(asked, weights=normalize_weights(weights, len(chosen)))
+    if weights and len(weights) != len(chosen):
+        message = f"expected {count(len(chosen), 'factor')}, one for each checkpoint, found {len(weights)}"
+        raise Usage(message, hint="pass a factor for each, like 2,1,1")
+    if not all(isfinite(weight) and weight > 0 for weight in weights):
+        raise Usage(f"expected positive factors, found {', '.join(map(str, weights))}")
+    largest = max(weights, default=1.0)  # so that the sum is finite
+    parts = [weight / largest for weight in weights] or [1.0] * len(chosen)
+    asked = replace(asked, weights=tuple(part / fsum(parts) for part in parts))
     asked.check()
     done = run_conversion(chosen, dst, asked)
     total = sum(weights)
@@ -70,17 +77,3 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
         message = f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}"
         raise Usage(message, path=run, hint=f"run `ckptkit ls {run}` to list its checkpoints")
     return list(complete[-last:])
-
-
-def normalize_weights(weights: Sequence[float], sources: int) -> tuple[float, ...]:
-    """Return weights for `sources` checkpoints that add up to 1. Raises `Usage` for a weight that is not positive."""
-    if not weights:
-        return (1 / sources,) * sources
-    if len(weights) != sources:
-        message = f"expected {count(sources, 'factor')}, one for each checkpoint, found {len(weights)}"
-        raise Usage(message, hint="pass a factor for each, like 2,1,1")
-    if not all(isfinite(weight) and weight > 0 for weight in weights):
-        raise Usage(f"expected positive factors, found {', '.join(map(str, weights))}")
-    largest = max(weights)  # so that the sum is finite
-    parts = [weight / largest for weight in weights]
-    return tuple(part / fsum(parts) for part in parts)

@@ -62,7 +62,11 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
         from ckptkit.state.mean import average_siblings
 
         model = average_siblings(model, options)
-    if model.part.masters is not None or may_omit_remainders(model, options):
+    is_export = options.writer.is_model_only and options.weights_from is None and not options.merge
+    # an export leaves out the low bits of the weights that an optimizer may have
+    if model.part.masters is not None or (
+        is_export and any(tensor.spec.dtype.name == "int16" for tensor in model.part.layout.tensors.values())
+    ):
         from ckptkit.state.masters import add_master_recipes, with_note_on_remainders
 
         model = with_note_on_remainders(model) if model.part.masters is None else add_master_recipes(model)
@@ -126,13 +130,6 @@ def with_notes_on_base(model: Model, options: ConvertOptions) -> Model:
         config, words = with_present_mtp_layers(model.config, model.layout.tensors)
         model = model.with_config(config).with_remarks(*words)
     return model
-
-
-def may_omit_remainders(model: Model, options: ConvertOptions) -> bool:
-    """Return whether the optimizer may have low bits of the weights that the export leaves out."""
-    dtypes = (tensor.spec.dtype.name for tensor in model.part.layout.tensors.values())
-    is_export = options.writer.is_model_only and options.weights_from is None and not options.merge
-    return is_export and "int16" in dtypes
 
 
 def choose_model_component(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, tuple[str, ...]]:

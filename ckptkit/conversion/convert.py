@@ -211,7 +211,17 @@ def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: Conv
 
         checkpoints = [with_master_weights(checkpoint, options) for checkpoint in checkpoints]
     if not (options.writer.is_model_only or options.weights or options.merge):
-        return draft_training(checkpoints[0], dst, options)
+        checkpoint = checkpoints[0]
+        if options.dtype and any(tensor.spec.dtype.name == "int16" for tensor in checkpoint.layout.tensors.values()):
+            from ckptkit.state.masters import refuse_cast_with_remainders
+
+            refuse_cast_with_remainders(checkpoint, options)
+        if options.writer.drafted_by:
+            whole: Conversion = import_object(options.writer.drafted_by)(checkpoint, dst, options)
+            return whole
+        from ckptkit.state.parts import draft_components
+
+        return draft_components(checkpoint, dst, options)
     chosen = [choose_model_component(checkpoint, options) for checkpoint in checkpoints]
     parts, remarks = [part for part, _ in chosen], dict.fromkeys(note for _, notes in chosen for note in notes)
     if not options.merge:
@@ -227,20 +237,6 @@ def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: Conv
             raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint=hint)
     conversion = draft_of_model(build_model(parts, options), dst, options)
     return replace(conversion, notes=[*remarks, *conversion.notes])
-
-
-def draft_training(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
-    """Plan the output of all components of a checkpoint, with the optimizer in the form that the format needs."""
-    if options.dtype and any(tensor.spec.dtype.name == "int16" for tensor in checkpoint.layout.tensors.values()):
-        from ckptkit.state.masters import refuse_cast_with_remainders
-
-        refuse_cast_with_remainders(checkpoint, options)
-    if options.writer.drafted_by:
-        conversion: Conversion = import_object(options.writer.drafted_by)(checkpoint, dst, options)
-        return conversion
-    from ckptkit.state.parts import draft_components
-
-    return draft_components(checkpoint, dst, options)
 
 
 def with_not_copied_files(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:

@@ -33,7 +33,15 @@ def finalize(
     checksum of the source differs.
     """
     output = to_destination(dst)
-    begun, text = find_staging_and_key(output)
+    if is_remote(output):
+        require_multi_process_store(output)
+        drop_cached_listing(output)
+        inside = output / NOTES / KEY
+        begun: Path = inside if is_existing_path(inside) else output.parent / f"{output.name}{NOTES}" / KEY
+        text = read_small(begun, _LIMIT) if is_existing_path(begun) else None
+    else:
+        begun = staging_path(output.absolute())
+        text = find_staging_key(begun)
     if text is None:
         hint = "run `ckptkit consolidate SRC OUT --part 1/N` to `--part N/N` first"
         raise NotACheckpoint("expected the parts of an output, found none", path=output, hint=hint)
@@ -47,15 +55,3 @@ def finalize(
         raise Corrupt(message, path=begun, hint=hint) from error
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)
     return plan_and_convert(sources, output, asked, partial(finish_output, count=count))
-
-
-def find_staging_and_key(dst: Path) -> tuple[Path, bytes | None]:
-    """Return the staging directory, or the note in a store, of an unfinished output, and its key or None."""
-    if not is_remote(dst):
-        staging = staging_path(dst.absolute())
-        return staging, find_staging_key(staging)
-    require_multi_process_store(dst)
-    drop_cached_listing(dst)
-    inside = dst / NOTES / KEY
-    note = inside if is_existing_path(inside) else dst.parent / f"{dst.name}{NOTES}" / KEY
-    return note, read_small(note, _LIMIT) if is_existing_path(note) else None

@@ -40,14 +40,11 @@ def reshard(
     formats = {part.reader.name for part in source.components if part.reader.is_sharded}
     if len(formats) == 1 and formats <= set(writable_formats()):
         asked = replace(asked, to=formats.pop())
-    return run_conversion([source], dst if dst is not None else default_output(source.path, to), asked)
+    if dst is None:  # in the current directory if the source is remote
+        path = source.path if source.path.name not in ("", "..") else source.path.resolve()
+        dst = path_beside(path, f"{path.name}-to{to}")
+    return run_conversion([source], dst, asked)
 
 
 def default_source() -> Path:
     return Path(RUN) if Path(RUN).is_dir() else Path()
-
-
-def default_output(source: Path, to: int) -> Path:
-    """Return the path of `SRC-toN` beside the source; in the current directory if the source is remote."""
-    resolved = source if source.name not in ("", "..") else source.resolve()
-    return path_beside(resolved, f"{resolved.name}-to{to}")

@@ -131,9 +131,4 @@ def chunks_cut_to_box(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
 
 def with_absolute_path(chunk: Chunk, root: Path) -> Chunk:
     """Return a chunk of a file in directory `root` with its absolute path, to use it in other layouts."""
-    return chunk._replace(path=absolute_path(root, chunk.path)) if chunk.is_in_file else chunk
-
-
-def absolute_path(root: Path, name: str) -> str:
-    """Return the absolute path of a file in `root`, which may consist of several directories."""
-    return os.path.abspath(root / name)
+    return chunk._replace(path=os.path.abspath(root / chunk.path)) if chunk.is_in_file else chunk

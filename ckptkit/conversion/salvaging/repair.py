@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, check_metadata_checksums
-from ckptkit.checkpoints.manifest import Manifest, explain_deleted_metadata
+from ckptkit.checkpoints.manifest import explain_deleted_metadata
 from ckptkit.checkpoints.replicas import find_differing_copies
 from ckptkit.conversion.salvaging.copies import Faults, replace_lost_by_replicas, replace_lost_from_copy
 from ckptkit.engine.visit import byte_range_of_chunk, find_damaged_ranges, nbytes_to_check
@@ -20,7 +20,6 @@ from ckptkit.errors import (
     Corrupt,
     IOFailure,
     Mismatch,
-    Report,
     Unsafe,
     Unsupported,
     skip_problem,
@@ -184,8 +183,20 @@ def repair_component(
     """Return a component with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(component.path):
-        read = read_component_layout(component, other, faults, reported.append)
-        manifest = find_manifest_or_record_fault(component, faults)
+        # the metadata of the other checkpoint describes the files if their own is missing
+        kind = component.place, component.reader.name
+        alike = [one.path for one in other.components if (one.place, one.reader.name) == kind] if other else []
+        report = reported.append
+        read = component.reader.read_by_other_metadata(component.path, alike[0], report) if alike else None
+        if read is None:
+            read = component.reader.read(component.path, report)
+        elif other is not None:
+            faults.described_by = other.path
+        manifest = None
+        try:
+            manifest = component.manifest
+        except (Corrupt, IOFailure, Unsafe) as error:
+            faults.unnamed.append(Fault.of(error))
         check_metadata_checksums(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
         read = component.nest_and_unflatten(read)
     unexplained = record_unlisted_tensors(read, faults, reported)
@@ -201,26 +212,6 @@ def repair_component(
     faults_by_tensor = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
     repaired = with_lost_chunks_replaced(damage.mark_damage_as_lost(layout), faults, survey, faults_by_tensor)
     return replace(component, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
-
-
-def read_component_layout(component: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
-    """Return the layout of a component, by the metadata of another checkpoint if its own is missing."""
-    kind = component.place, component.reader.name
-    alike = next((one for one in other.components if (one.place, one.reader.name) == kind), None) if other else None
-    layout = component.reader.read_by_other_metadata(component.path, alike.path, report) if alike else None
-    if other is not None and layout is not None:
-        faults.described_by = other.path
-        return layout
-    return component.reader.read(component.path, report)
-
-
-def find_manifest_or_record_fault(component: Component, faults: Faults) -> Manifest | None:
-    """Return the manifest of a component. Records a damaged one as a fault and returns None."""
-    try:
-        return component.manifest
-    except (Corrupt, IOFailure, Unsafe) as error:
-        faults.unnamed.append(Fault.of(error))
-        return None
 
 
 def record_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
@@ -274,9 +265,12 @@ def with_lost_chunks_replaced(
 ) -> Layout:
     """Return a marked layout with copies for its lost chunks. `faults_by_file` are the reported faults, by tensor."""
     root = layout.root
-    spares = without_differing_copies(
-        replace(layout, spares=undamaged_replicas(layout, survey)), faults, with_bytes=True
-    ).spares
+    known = {name: chunks for name, chunks in layout.spares.items() if name in layout.tensors}
+    replicas = {name: replace(layout.tensors[name], chunks=chunks) for name, chunks in known.items()}
+    seen = replace(layout, tensors=replicas, blobs={}, twins={})
+    surveyed = survey(seen).mark_damage_as_lost(seen).tensors if replicas else {}
+    undamaged = {name: tuple(chunk for chunk in one.chunks if not chunk.is_lost) for name, one in surveyed.items()}
+    spares = without_differing_copies(replace(layout, spares=undamaged), faults, with_bytes=True).spares
     tensors = {
         name: replace_lost_by_replicas(tensor, root, spares.get(name, ()), faults_by_file.get(name))
         for name, tensor in layout.tensors.items()
@@ -310,12 +304,3 @@ def without_differing_copies(layout: Layout, faults: Faults, *, with_bytes: bool
     spares = layout.spares.items()
     kept = {name: tuple(chunk for chunk in chunks if (name, chunk) not in dropped) for name, chunks in spares}
     return replace(layout, spares=kept)
-
-
-def undamaged_replicas(layout: Layout, survey: SurveyFunction) -> dict[str, tuple[Chunk, ...]]:
-    """Return the undamaged spare chunks of a layout's tensors."""
-    known = {name: chunks for name, chunks in layout.spares.items() if name in layout.tensors}
-    spares = {name: replace(layout.tensors[name], chunks=chunks) for name, chunks in known.items()}
-    seen = replace(layout, tensors=spares, blobs={}, twins={})
-    surveyed = survey(seen).mark_damage_as_lost(seen).tensors if spares else {}
-    return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in surveyed.items()}

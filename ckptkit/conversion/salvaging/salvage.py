@@ -5,6 +5,7 @@ Lost tensors may be filled from another checkpoint: an earlier step, or the mode
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,6 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.conversion.salvaging.copies import (
     Faults,
-    absolute_path,
     can_replace,
     records_of_filled_tensors,
     records_of_lost_tensors,
@@ -124,8 +124,15 @@ class Salvage:
         """Return the readable files to copy, without files of lost components, and an account of the unreadable."""
         places = self.faults.places
         kept = {name: path for name, path in copied_files.items() if not {path, *path.parents}.intersection(places)}
-        unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := find_read_fault(path))]
-        return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
+        readable: dict[str, Path] = {}
+        unread: list[Lost] = []
+        for name, path in kept.items():
+            try:
+                file_checksum(path.parent, path.name, file_size(path), ())
+                readable[name] = path
+            except (Corrupt, IOFailure) as error:
+                unread.append(Lost(name, Fault.of(error).why, path))
+        return readable, unread
 
 
 def nothing_left_error(path: Path, lost: Sequence[Lost]) -> Corrupt:
@@ -148,15 +155,6 @@ def no_weights_left_error(checkpoint: Checkpoint, lost: Sequence[Lost], weights:
     rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""
     why = f"such as `{first.label}`: {first.describe_loss(path)}"
     return Corrupt(f"{message}, {why}", path=path, hint=f"{_FILL}, or use an older checkpoint{rest}")
-
-
-def find_read_fault(path: Path) -> Fault | None:
-    """Return why a file cannot be read to its end; None if it can."""
-    try:
-        file_checksum(path.parent, path.name, file_size(path), ())
-    except (Corrupt, IOFailure) as error:
-        return Fault.of(error)
-    return None
 
 
 def survey_and_repair(
@@ -234,7 +232,7 @@ class FillSource:
     def find_entry(self, name: str) -> Blob | None:
         """Return the non-tensor entry of a name, with its absolute path; None if it is missing."""
         blob = self.layout.blobs.get(self.name_in_source(name))
-        return blob and blob._replace(path=absolute_path(self.layout.root, blob.path))
+        return blob and blob._replace(path=os.path.abspath(self.layout.root / blob.path))
 
 
 def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
